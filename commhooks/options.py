@@ -130,7 +130,7 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
     """
     value, kinds = plain(where, value), _members(hint)
     try:
-        read = value
+        read = list(value) if isinstance(value, tuple) else value
         if isinstance(value, str) and value.strip() and not {bool, int, float}.isdisjoint(kinds):
             read = OmegaConf.from_dotlist([f"value={value}"]).value
         if type(read) in kinds:

@@ -10,8 +10,7 @@ import torch
 from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.compressors.units import Unit
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
 from commhooks.engine.learning import Learning
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.errors import HookConfigError

@@ -12,9 +12,8 @@ from commhooks.compressors.base import (
     StepInfo,
     Verdict,
 )
-from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
+from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, Noop
 from commhooks.compressors.error_feedback import keep_residual, with_residual
-from commhooks.compressors.noop import Noop
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
@@ -35,7 +34,7 @@ from commhooks.hook.quantized_all_reduce import quantized_all_reduce
 from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
-from commhooks.tools.doctor.run import doctor
+from commhooks.tools.doctor import doctor
 
 __all__ = [
     "RESIDUAL",

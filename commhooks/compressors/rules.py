@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from commhooks.comm.wire import wire_dtype_of
-from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
@@ -33,8 +32,8 @@ class CompressorRules(ABC, Generic[ConfigT]):
             is in them does not matter for what it has learned, and they count as finite.
         name: `Config.hook_name`.
         Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
-        kernel: the kernel to compute with: that of `kernel_here` if all ranks have it, otherwise torch. The engine
-            sets it before it asks for a workspace.
+        native: compute with the native library. The engine sets it before it asks for a workspace: all ranks have the
+            same `native_build`.
     """
 
     computes_from_received: ClassVar[bool] = True
@@ -43,7 +42,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
     wrappers: ClassVar[bool] = True
     flat_only: ClassVar[bool] = False
     stats_every: int | None = None
-    kernel: Kernel = TORCH
+    native: bool = False
     judges_averages: bool = True
     Plan: ClassVar[type[UnitPlan]] = UnitPlan
     name: ClassVar[str]
@@ -62,10 +61,10 @@ class CompressorRules(ABC, Generic[ConfigT]):
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        """The fastest kernel that this machine has for gradients of `dtype` on `device`. It need not be the same on
-        all ranks."""
-        return KernelHere()
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What tells this machine's native kernels for gradients of `dtype` on `device` apart from others that compute
+        other bits; "" if it has none. Raises HookConfigError with the reason if it should have some."""
+        return ""
 
     @classmethod
     def not_between_nodes(cls) -> str:

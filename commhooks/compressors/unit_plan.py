@@ -1,7 +1,7 @@
 """A compressor's decision for each parameter: plain data, computed from shapes and options alone."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -131,3 +131,21 @@ class MemoryPlan:
 def real_itemsize(dtype: torch.dtype) -> int:
     """Bytes of one real number: a complex one counts as two in `numel`."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+
+
+class Unit(NamedTuple):
+    """The unit, kB or MB, for all sizes in one text or table."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of(cls, largest: float) -> "Unit":
+        """The unit in which `largest` bytes, and parts of that, can be read."""
+        return cls("kB", 1000) if largest < 10**6 else cls("MB", 10**6)
+
+    def number(self, size: float) -> str:
+        return f"{size / self.size:.3f}"
+
+    def text(self, size: float) -> str:
+        return f"{self.number(size)} {self.name}"

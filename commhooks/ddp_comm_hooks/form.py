@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
+from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.engine.session import Session
 

@@ -114,16 +114,16 @@ class Consensus:
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
-        if self.compressor.kernel != choice.kernel:
-            self.compressor.kernel = choice.kernel
-            self.buckets.clear()  # their workspaces were made for another one
+        if self.compressor.native != choice.native:
+            self.compressor.native = choice.native
+            self.buckets.clear()  # their workspaces were made for the other one
 
     def replaced(self, compressor: Compressor[Any]) -> None:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
         again, and the loaded state is checked and refitted."""
         self.compressor = compressor
         if self.choice is not None:
-            compressor.kernel = self.choice.kernel
+            compressor.native = self.choice.native
         self._agreement = None
         self._held.torn = False
         self.buckets.clear()

@@ -28,11 +28,12 @@ from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, Reducer, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
-from commhooks.hook.local_steps import LocalStepsDriver
+from commhooks.hook.local_steps import LocalStepsHook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
 from commhooks.options import HookConfig
@@ -184,8 +185,8 @@ def attach_request(
         hook = own = FunctionHook(request, source, state, function)
         run, finish = own.run, own.end_pass
     elif isinstance(compressor, LocalStepsCompressor):
-        hook = driver = _local_steps(request, compressor, binding, source, choice)
-        run, finish = driver.run, driver.end_pass
+        hook = local = _local_steps(request, compressor, binding, source, choice)
+        run, finish = local.driver.run, local.driver.end_pass
     else:
         session = (
             state.session
@@ -276,7 +277,7 @@ def _local_steps(
     binding: Binding,
     source: GradientSource,
     choice: Choice,
-) -> LocalStepsDriver:
+) -> LocalStepsHook:
     loss_scale = binding.loss_scale
     if compressor.config.delay:  # a thread's collectives, beside those of the model
         binding = dataclasses.replace(binding, group=held_weakly(new_group(range(source.group.size()), source.group)))
@@ -287,4 +288,4 @@ def _local_steps(
     if nodes is not None:
         # The mean of the gradients keeps the weights of a node's ranks equal.
         outer.consensus.arrangement = EqualInNodes(nodes)
-    return LocalStepsDriver(request, source, outer, loss_scale, nodes)
+    return LocalStepsHook(request, source, LocalStepsDriver(request.name, source, outer, loss_scale, nodes))

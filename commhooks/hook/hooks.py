@@ -13,11 +13,8 @@ from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
 from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.cast import AllReduce
-from commhooks.compressors.kernel import TORCH
-from commhooks.compressors.noop import Noop
-from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.compressors.units import Unit
+from commhooks.compressors.cast import AllReduce, Noop
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
 from commhooks.ddp_comm_hooks.default_hooks import checked_future
 from commhooks.engine.session import Session
 from commhooks.gradients.layout import Bucket
@@ -118,7 +115,7 @@ class CompressorHook:
         found: dict[str, Any] = {"step": self.saved.step}
         if not self._request.off:
             assert session.consensus.choice is not None
-            found["kernel"] = session.consensus.choice.kernel.name
+            found["kernel"] = session.consensus.choice.kernel
         if isinstance(compressor, AdaptiveCompressor):
             found |= {"chosen": compressor.chosen, "chosen_at": compressor.chosen_at}
         return found
@@ -150,7 +147,7 @@ class CompressorHook:
                 "drift apart. It is for measuring how long a step takes without a network; hook=None trains without a "
                 "hook"
             ]
-        kernel = f"{consensus.choice.kernel.name} kernel" if self.learns and consensus.choice.kernel != TORCH else ""
+        kernel = "native kernel" if self.learns and consensus.choice.native else ""
         details = [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each]
         return Summary(details, effect, alone, warnings)
 

@@ -9,10 +9,8 @@ from torch.distributed.tensor import DTensor
 from commhooks.comm.collectives import Send, resolve_group, start
 from commhooks.compressors.base import Exchange, StepInfo, Verdict
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized import native_blocks
-from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace
-from commhooks.compressors.quantized.mean import BlockKernel, Residuals, mean_over_ranks
+from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, Residuals, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.task import Done, ExchangeTask
@@ -103,16 +101,15 @@ def _check(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> Workspace:
     layout = BucketLayout((Slot(_NAME, flat, 0, len(flat)),), len(flat), flat.dtype, flat.device)
     plan = UnitPlan(_NAME, tuple(flat.shape), len(flat), flat.dtype, compressed=True)
-    dtype = compute_dtype(flat.dtype)
-    natively = library.supports(flat.device, dtype) and not library.is_switched_off() and _loads(dtype)
+    natively = library.is_wanted(flat.device) and _loads()
     return Workspace(layout, [plan], code, flat.dtype, error_feedback=error_feedback, natively=natively)
 
 
 @functools.cache
-def _loads(dtype: torch.dtype) -> bool:
-    """Whether this machine has the native kernel. Ranks need not agree: all decode the same bytes."""
+def _loads() -> bool:
+    """Whether this machine has the native library. Ranks need not agree: all decode the same bytes."""
     try:
-        native_blocks.load(dtype)
+        library.load()
     except HookConfigError:
         return False
     return True

@@ -1,11 +1,15 @@
-"""State that is no trained weight is rank 0's: buffers, frozen parameters, optimizers, the GradScaler.
+"""State other than trained weights is taken from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
 
-Rank 0's state is consistent in itself, whatever it is: moments, 8-bit codes with their scales, the vectors of a
-spectral norm, observers that begin at infinity, teachers that follow the student, masks. The mean of such numbers is
-often none of them. On a sharded model rank 0 is the rank of the first replica that holds the same shard.
+The state of one rank is consistent in itself; a mean over ranks often is not: moments, 8-bit codes with their scales,
+the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model rank 0 is the rank of the
+first replica that holds the same shard.
 """
 
+import functools
+import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +21,24 @@ from commhooks.errors import logger_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
-from commhooks.local_steps import state_tree
 from commhooks.local_steps.fragments import layouts, packed, write_back
 from commhooks.local_steps.optimizers import OptimizerSteps
-from commhooks.local_steps.state_tree import CannotBeMade, Tree
 
 logger = logger_of(__name__)
 
-_WHAT = "the state that is rank 0's"
-_PIECE_BYTES = 64 * 2**20
-_ALIGNED = 16  # bytes, so that a part of a message can be seen as numbers of any type
+_WHAT = "the state of rank 0"
+_MESSAGE_BYTES = 64 * 2**20
+_ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
 
 
 class CommonState:
-    """All ranks call the methods at the same point of the training.
+    """All ranks must call each method at the same point of the training.
 
     Args:
-        hook: its name, for messages.
-        loss_scale: as of `attach`; the GradScaler that it belongs to is rank 0's, too, if that can be told.
+        hook: name of the hook, for messages.
+        loss_scale: as of `attach`; its GradScaler is shared, too, if it can be found.
         counters: count what is sent.
-        logs: this rank logs what concerns all.
+        logs: whether this rank logs.
     """
 
     def __init__(
@@ -52,141 +54,92 @@ class CommonState:
         self._hook, self._logs, self._loss_scale = hook, logs, loss_scale
         self._source, self._optimizers, self._counters = source, optimizers, counters
 
-    # ---- rank 0's ----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def share(self, *, optimizers: bool) -> list[str]:
-        """Let all ranks go on with what rank 0 has. What is equal on all ranks is not sent.
+        """Copy the state of rank 0 to all ranks. Tensors that are equal on all ranks are not sent.
 
         Args:
-            optimizers: share the optimizers and the GradScaler, too, and not only the buffers and frozen parameters.
+            optimizers: share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
 
         Returns:
             What still differs, because only some ranks have it; the same on all ranks.
         """
-        own, tensors = dict(self._parts(optimizers=optimizers)), list[torch.Tensor]()
-        described = {label: state_tree.described(value, tensors) for label, value in own.items()}
-        sums = self._checksums(tensors)
         group, device = self._source.group, self._source.device
-        key = torch.tensor([agreement_key(described), agreement_key(sums)], device=device)
-        same, all_same = (len(each.unique()) == 1 for each in gather_rows(key, group, self._counters, _WHAT).T)
-        if same and all_same:
+        own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
+        described = {label: _described(value, tensors) for label, (value, _) in own.items()}
+        sums = self._checksums(tensors)
+        keys = torch.tensor([agreement_key(described), agreement_key(sums)], device=device)
+        same_form, same_bits = (len(each.unique()) == 1 for each in gather_rows(keys, group, self._counters, _WHAT).T)
+        if same_form and same_bits:
             return []
-        first = described if same else state_tree.from_bytes(self._of_first(state_tree.to_bytes(described)))
-        leaves, mine = dict(state_tree.leaves(first)), dict(state_tree.leaves(described))
-        here = [mine.get(path) for path in leaves]
-        fits = [own is not None and own.form == leaf.form for own, leaf in zip(here, leaves.values(), strict=True)]
-        row = [(sums[own.number], True) if own and fit else (0, False) for own, fit in zip(here, fits, strict=True)]
+        first = described if same_form else pickle.loads(self._broadcast(pickle.dumps(described)))
+        leaves, mine = dict(_leaves(first)), dict(_leaves(described))
+        row = [
+            (sums[mine[path].number], 1) if path in mine and mine[path].form == leaf.form else (0, 0)
+            for path, leaf in leaves.items()
+        ]
         rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
         wanted = (rows != rows[0]).any(0).any(1).tolist()
         arrived = self._receive([leaf for leaf, each in zip(leaves.values(), wanted, strict=True) if each], tensors)
-        left = [label for label in own if label not in first] + [label for label in first if label not in own]
-        if group.rank() != 0:
-            for label, tree in first.items():
-                try:
-                    self._set(label, own.get(label), tree, arrived)
-                    if label in left:
-                        left.remove(label)
-                except CannotBeMade:
-                    left.append(label)
-        if same:
+        differing = own.keys() ^ first.keys()
+        for label, node in first.items() if group.rank() else ():
+            value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
+            try:
+                set_value(_rebuilt(value, node, arrived))
+                differing.discard(label)
+            except _CannotRebuild:
+                differing.add(label)
+        if same_form:
             return []
-        found = gather_texts("\n".join(left if group.rank() else ()), group, device, _WHAT)
+        found = gather_texts("\n".join(differing if group.rank() else ()), group, device, _WHAT)
         return sorted({each for text in found for each in text.splitlines()})
 
-    def _parts(self, *, optimizers: bool) -> Iterator[tuple[str, Any]]:
-        """What is rank 0's, by a name for messages."""
+    def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
+        """Each part of the state by its label in messages: its value, and a function that sets it."""
+        found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
         module, trained = self._source.module, self._source.names.known()
         known = {id(each) for each in trained.values()}
-        if module is not None:
-            yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
+        for name, each in module.named_buffers() if module is not None else ():
+            found[f"buffer {name}"] = each, functools.partial(_set_buffer, module, name)
         for name, each in self._source.weights().items():
             if id(each) not in known and own_name(name) not in trained:
-                yield f"frozen parameter {name}", each
-        if not optimizers:
-            return
-        for label, optimizer in self._labelled_optimizers().items():
+                found[f"frozen parameter {name}"] = each, functools.partial(_check_same, each)
+        for optimizer in self._optimizers.known() if optimizers else ():
             parameters = _parameters(optimizer)
-            yield (
-                label,
-                {
-                    "state": {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state},
-                    "groups": [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups],
-                    "of": self._names_of(parameters),
-                },
-            )
-        if (scaler := scaler_of(self._loss_scale)) is not None:
-            yield "the GradScaler", scaler.state_dict()
-
-    def _set(self, label: str, own: Any, tree: Tree, arrived: Mapping[int, torch.Tensor]) -> None:
-        """Let what this rank has under `label` be as on rank 0.
-
-        Raises:
-            CannotBeMade: this rank has nothing of the kind.
-        """
-        kind, _, name = label.partition(" ")
-        optimizer = self._labelled_optimizers().get(label)
-        if kind == "buffer" and (own is not None or tree[0] != "own"):
-            self._set_buffer(name, state_tree.rebuilt(own, tree, arrived))
-        elif own is None:
-            raise CannotBeMade
-        elif optimizer is not None:
-            parts, parameters = tree[1], _parameters(optimizer)
-            if state_tree.rebuilt(None, parts["of"], {}) != self._names_of(parameters):
-                raise CannotBeMade
-            states = parts["state"][1]
-            for place, parameter in enumerate(parameters):
-                if place in states:
-                    before = optimizer.state.get(parameter)
-                    optimizer.state[parameter] = state_tree.rebuilt(before, states[place], arrived, like=parameter)
-                else:
-                    optimizer.state.pop(parameter, None)
-            for mine, theirs in zip(optimizer.param_groups, parts["groups"][1], strict=True):
-                for key, each in theirs[1].items():
-                    mine[key] = state_tree.rebuilt(mine.get(key), each, arrived)
-        elif kind == "frozen":
-            if state_tree.rebuilt(own, tree, arrived) is not own:
-                raise CannotBeMade
-        elif (scaler := scaler_of(self._loss_scale)) is not None:
-            scaler.load_state_dict(state_tree.rebuilt(own, tree, arrived))
-
-    def _set_buffer(self, name: str, value: Any) -> None:
-        module, (owner, _, own) = self._source.module, name.rpartition(".")
-        assert module is not None
-        try:
-            holder = module.get_submodule(owner)
-        except AttributeError:
-            raise CannotBeMade from None
-        if own in dict(holder.named_buffers(recurse=False)):
-            if getattr(holder, own) is not value:
-                setattr(holder, own, value)
-        else:
-            holder.register_buffer(own, value)
-
-    def _labelled_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        found: dict[str, torch.optim.Optimizer] = {}
-        for each in self._optimizers.known():
-            label = f"the state of {type(each).__name__} with {len(_parameters(each))} parameters"
+            label = f"the state of {type(optimizer).__name__} with {len(parameters)} parameters"
             same = sum(other.startswith(label) for other in found)
-            found[label + (f" ({same + 1})" if same else "")] = each
+            state = {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state}
+            groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+            names = self._names_of(parameters)
+            set_value = functools.partial(_set_optimizer, optimizer, names)
+            value = {names: {"state": state, "groups": groups}}  # so nothing is copied between other parameters
+            found[label + (f" ({same + 1})" if same else "")] = value, set_value
+        if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
+            found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
         return found
 
-    def _names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+    def _set_new(self, label: str, value: Any) -> None:
+        """Register a buffer that this rank does not have."""
+        kind, _, name = label.partition(" ")
+        if kind != "buffer" or not isinstance(value, torch.Tensor):
+            raise _CannotRebuild
+        _set_buffer(self._source.module, name, value)
+
+    def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
         names = dict(zip(map(id, self._source.stepped()), self._source.names.known(), strict=True))
-        return [names.get(id(each), str(tuple(each.shape))) for each in parameters]
+        return " ".join(names.get(id(each), str(tuple(each.shape))) for each in parameters)
 
     def _checksums(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        by_device: dict[torch.device, list[int]] = {}
-        for place, each in enumerate(tensors):
-            by_device.setdefault(each.device, []).append(place)
+        """One checksum per tensor. The host waits once per device."""
         sums = [0] * len(tensors)
-        for places in by_device.values():
+        for device in {each.device for each in tensors}:
+            places = [place for place, each in enumerate(tensors) if each.device == device]
             read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
             for place, value in zip(places, read, strict=True):
                 sums[place] = value
         return sums
 
-    def _of_first(self, own: bytes) -> bytes:
+    def _broadcast(self, own: bytes) -> bytes:
         group, device = self._source.group, self._source.device
         length = torch.tensor([len(own)], device=device)
         broadcast_first(length, group, None, _WHAT)
@@ -195,22 +148,21 @@ class CommonState:
             content.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         content = content.to(device)
         broadcast_first(content, group, self._counters, _WHAT)
-        return bytes(content.cpu().tolist())
+        return content.cpu().numpy().tobytes()
 
-    def _receive(self, leaves: Sequence[state_tree.Leaf], own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Rank 0's tensors, by their numbers there. `own`: of rank 0 those that it sends."""
+    def _receive(self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors of rank 0 by their numbers there. `own`: on rank 0 the tensors to send."""
         found: dict[int, torch.Tensor] = {}
-        for piece in _pieces(leaves):
-            sizes = [_padded(each.nbytes) for each in piece]
+        for piece in _messages(leaves):
+            sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
             message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._source.device)
             parts = [part[: each.nbytes] for part, each in zip(message.split(sizes), piece, strict=True)]
             if self._source.group.rank() == 0:
                 for part, each in zip(parts, piece, strict=True):
-                    part.copy_(own[each.number].detach().contiguous().view(-1).view(torch.uint8))
+                    part.copy_(own[each.number].contiguous().view(-1).view(torch.uint8))
             broadcast_first(message, self._source.group, self._counters, _WHAT)
-            found |= {
-                each.number: part.view(each.dtype).view(each.shape) for part, each in zip(parts, piece, strict=True)
-            }
+            for part, each in zip(parts, piece, strict=True):
+                found[each.number] = part.view(each.dtype).view(each.shape)
         return found
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -241,23 +193,148 @@ class CommonState:
             write_back(layout, collectives.start(send, group, self._counters, "").wait())
 
 
+# ---- how a part of the state is set ----------------------------------------------------------------------------------
+
+
+class _CannotRebuild(Exception):
+    """This rank has no object into which the state of rank 0 can be copied."""
+
+
+def _set_buffer(module: torch.nn.Module | None, name: str, value: Any) -> None:
+    owner, _, own = name.rpartition(".")
+    try:
+        assert module is not None
+        holder = module.get_submodule(owner)
+    except AttributeError:
+        raise _CannotRebuild from None
+    if own not in dict(holder.named_buffers(recurse=False)):
+        holder.register_buffer(own, value)
+    elif getattr(holder, own) is not value:
+        setattr(holder, own, value)
+
+
+def _check_same(own: torch.Tensor, value: Any) -> None:
+    if value is not own:
+        raise _CannotRebuild
+
+
+def _set_optimizer(optimizer: torch.optim.Optimizer, names: str, value: dict[str, Any]) -> None:
+    if names not in value:
+        raise _CannotRebuild
+    state = value[names]["state"]
+    for place, parameter in enumerate(_parameters(optimizer)):
+        if place in state:
+            optimizer.state[parameter] = state[place]
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, each in zip(optimizer.param_groups, value[names]["groups"], strict=True):
+        group.update(each)
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _pieces(leaves: Sequence[state_tree.Leaf]) -> Iterator[list[state_tree.Leaf]]:
-    """Up to `_PIECE_BYTES` in a piece, but at least one."""
-    piece: list[state_tree.Leaf] = []
+# ---- a value described without its tensors ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Stands for a tensor. `number`: its place in the list of all tensors."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.shape, self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Components(dict[str, Any]):
+    """Stands for a tensor that consists of others: a DTensor, or 8-bit codes with their scales."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Stands for an object that is not shared."""
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with a `_Leaf` in place of each tensor, which is appended to `tensors`."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return _Components((name, _described(getattr(value, name), tensors)) for name in names)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        tensors.append(value.detach())
+        return _Leaf(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type == "cpu")
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+        return {key: _described(each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_described(each, tensors) for each in value)
+    return value if value is None or type(value) in (bool, int, float, str) else _Own()
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, _Leaf]]:
+    """All leaves by their paths, which ranks with the same parts have in common."""
+    if isinstance(node, _Leaf):
+        yield path, node
+    elif isinstance(node, (dict, list, tuple)):
+        for key, each in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves(each, f"{path}/{key}")
+
+
+def _rebuilt(own: Any, node: Any, arrived: Mapping[int, torch.Tensor]) -> Any:
+    """The value that `node` describes, in place of `own` where that fits. `arrived`: tensors by number; `own` has equal
+    ones in place of the others."""
+    if isinstance(node, _Own):
+        return own
+    if isinstance(node, _Leaf):
+        new = arrived.get(node.number)
+        if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == node.form:
+            if new is not None:
+                own.detach().copy_(new)
+            return own
+        if new is None:
+            raise _CannotRebuild
+        return new.to("cpu" if node.on_host else new.device, copy=True)
+    if isinstance(node, _Components):
+        for name, each in node.items():
+            part = getattr(own, name, None)
+            if part is None or _rebuilt(part, each, arrived) is not part:
+                raise _CannotRebuild
+        return own
+    if isinstance(node, dict):
+        found = own if isinstance(own, dict) else {}
+        for key in found.keys() - node.keys():
+            del found[key]
+        for key, each in node.items():
+            found[key] = _rebuilt(found.get(key), each, arrived)
+        return found
+    if isinstance(node, (list, tuple)):
+        fits = isinstance(own, (list, tuple)) and len(own) == len(node)
+        items = [_rebuilt(own[place] if fits else None, each, arrived) for place, each in enumerate(node)]
+        if isinstance(node, list) and isinstance(own, list):
+            own[:] = items
+            return own
+        return type(node)(items)
+    return node
+
+
+def _messages(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
+    """The leaves in messages of up to `_MESSAGE_BYTES`, but at least one leaf."""
+    message: list[_Leaf] = []
     size = 0
     for each in leaves:
-        if piece and size + each.nbytes > _PIECE_BYTES:
-            yield piece
-            piece, size = [], 0
-        piece.append(each)
+        if message and size + each.nbytes > _MESSAGE_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(each)
         size += each.nbytes
-    if piece:
-        yield piece
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    if message:
+        yield message

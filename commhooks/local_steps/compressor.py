@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo as compressors: of weights, once in several steps."""
+"""DiLoCo and local SGD as compressors: the exchange of a buffer of weights is an outer step."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
-from commhooks.compressors.kernel import KernelHere
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
@@ -23,10 +22,10 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """The weights of a parameter. All take part, so all count as compressed.
+    """The plan of the weights of a parameter. All parameters count as compressed.
 
     Attributes:
-        on_wire: how its differences travel in an outer step.
+        on_wire: how its differences are sent in an outer step.
         every: steps between two outer steps.
     """
 
@@ -34,12 +33,12 @@ class WeightPlan(UnitPlan):
     every: int = field(kw_only=True)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
-        """Bytes per rank and step, on average over a round."""
+        """Bytes per rank and step, the mean over a round."""
         return -(-self.on_wire.sent_bytes(None) // self.every)
 
 
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
-    """An outer step as the exchange of a buffer of weights. `hook/local_steps.py` says when there is one."""
+    """Base of both compressors. `driver.py` decides when there is an outer step."""
 
     wrappers = False
     computes_from_received = False
@@ -64,7 +63,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         p = info.parameter
         if p.is_complex():
             raise HookConfigError(f"hook {self.name!r}: {info.name} is complex, and only real weights can be averaged")
-        kept = dataclasses.replace(info, sparse=False)  # its gradient is, not the weights
+        kept = dataclasses.replace(info, sparse=False)  # the gradient may be sparse, the weights are not
         on_wire = UnitPlan.uncompressed(kept, "") if self._wire is None else self._wire.plan_one(kept)
         on_wire = dataclasses.replace(on_wire, dtype=compute_dtype(p.dtype))
         return WeightPlan(
@@ -82,25 +81,23 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         if self._wire is None or not any(each.compressed for each in on_wire):
             return Workspace(layout, None, None)
-        self._wire.kernel = self.kernel
+        self._wire.native = self.native
         return Workspace(layout, self._wire, self._wire.workspace(layout, on_wire))
 
     def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
-        return outer_step(flat, work, state, step, self.config)
+        return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies`: the weights of an outer step, twice while the training goes on beside it."""
+        """`copies`: the weights in an outer step; twice with a delay."""
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         weights = sum(each.numel * each.dtype.itemsize for each in on_wire)
         sending = MemoryPlan()
         if self._wire is not None:
-            self._wire.kernel = self.kernel
+            self._wire.native = self.native
             sending = self._wire.memory_plan(on_wire, [on_wire])
         exchanged = weights // self.config.fragments * (2 if self.config.delay else 1)
         kept = weights * (2 if self.config.outer_momentum else 1)
         return MemoryPlan(sending.residual, kept, sending.packed, copies=exchanged + sending.copies)
-
-    # ---- the kernel is the wire's ------------------------------------------------------------------------------------
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.config.delay and device.type != "cpu":
@@ -109,8 +106,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
                 f"{device}: use delay=0"
             )
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        return KernelHere() if self._wire is None else self._wire.kernel_here(device, dtype)
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        return "" if self._wire is None else self._wire.native_build(device, dtype)
 
 
 class DiLoCoCompressor(LocalStepsCompressor[DiLoCo]):

@@ -1,9 +1,10 @@
-"""The outer steps of a round: which part of the weights is exchanged when, at once or while the training goes on."""
+"""The fragments of the weights: which one is exchanged when, at once or while the training goes on (Douillard et al.:
+Streaming DiLoCo, 2025, section 2)."""
 
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,92 +29,69 @@ from commhooks.local_steps.outer_step import Workspace, norm_and_cosine
 BUFFER_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One fragment of the weights in one round (Douillard et al.: Streaming DiLoCo, 2025, section 2).
-
-    Attributes:
-        fragment: its number, from 0.
-        sent_after: passes of the round after which its differences are sent.
-        due_after: passes after which the weights become the new anchor.
-    """
-
-    fragment: int
-    sent_after: int
-    due_after: int
-
-
-def turns(every: int, fragments: int, delay: int) -> list[Turn]:
-    """The turns of a round of `every` passes, spread evenly, the last one at its end. No two overlap, because `delay`
-    is less than the distance between them."""
-    distance = every // fragments
-    return [Turn(each, (each + 1) * distance - delay, (each + 1) * distance) for each in range(fragments)]
-
-
 class OuterSteps(Learning):
-    """Runs the outer steps of one model. All ranks call the methods after the same passes.
+    """Runs the outer steps of one model. All ranks must call each method after the same passes.
+
+    Fragment k of P has its turn after (k + 1) H / P passes of a round of H: its weights become the new anchor. It is
+    sent `delay` passes earlier; no two turns overlap.
 
     Args:
-        compressor: an outer step is its exchange.
-        binding: its group is the thread's own if there is a `delay`.
-        sizes: numbers in each whole parameter, of which this rank may have a shard.
+        compressor: its exchange is an outer step.
+        binding: with a `delay` its group must be used by nothing else.
+        sizes: number of elements of each whole parameter, of which this rank may have a shard.
 
     Attributes:
-        immediate: all weights are exchanged together, and nothing happens in the meantime.
-        discarded: how many outer steps have found weights that are not finite.
+        immediate: all weights are exchanged together, and the training waits.
     """
 
     def __init__(self, compressor: LocalStepsCompressor[Any], binding: Binding, sizes: Mapping[str, int]) -> None:
         super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
         config = compressor.config
         self.immediate = config.fragments == 1 and config.delay == 0
-        self.discarded = 0
         self._fragments = divided(sizes, config.fragments)
-        self._turns = turns(config.sync_every, config.fragments, config.delay)
+        self._distance, self._delay = config.sync_every // config.fragments, config.delay
         self._buffers: dict[int, list[Buffer]] = {}
         self._messages = PointToPoint()
-        self._next = 0  # the turn that is waited for
-        self._on_its_way: _Exchange | None = None
+        self._turn = 0  # the fragment whose turn comes next
+        self._in_flight: _Exchange | None = None
         self._measured: list[torch.Tensor] = []
 
     def due(self, passes: int) -> bool:
-        """Whether there is something to do after so many passes of the round."""
-        turn = self._turns[self._next]
-        return passes >= (turn.sent_after if self._on_its_way is None else turn.due_after)
+        """Whether a fragment must be sent or has its turn after so many passes of the round."""
+        turn = (self._turn + 1) * self._distance
+        return passes >= (turn - self._delay if self._in_flight is None else turn)
 
     def advance(self, passes: int) -> bool:
         """Do what is due after so many passes of the round. Returns whether the round has ended."""
         while self.due(passes):
-            turn = self._turns[self._next]
-            if self._on_its_way is None:
-                later = turn.sent_after < turn.due_after
-                self._on_its_way = _Exchange(self, self._fragment(turn.fragment), later=later)
-            if passes >= turn.due_after:
+            if self._in_flight is None:
+                self._in_flight = _Exchange(self, self._fragment(self._turn), in_thread=self._delay > 0)
+            if self.due(passes):
                 self._arrive()
-                self._next += 1
-            if self._next == len(self._turns):
-                self._next = 0
+                self._turn += 1
+            if self._turn == len(self._fragments):
+                self._turn = 0
                 return True
         return False
 
     def end_round(self) -> None:
-        """End the round early: let arrive what is on its way, then exchange all"""
+        """End the round early: finish the exchange in flight, then exchange all weights."""
         self._arrive()
-        self._next = 0
+        self._turn = 0
         whole = self._fragment(0) if len(self._fragments) == 1 else self._made(self.consensus.binding.names.known())
-        self._on_its_way = _Exchange(self, whole, later=False)
+        self._in_flight = _Exchange(self, whole, in_thread=False)
         self._arrive()
 
     def forget(self, *, until_timeout: bool = False) -> None:
-        """Begin a round without what is on its way, of which nothing will come: another state is loaded, or the
-        training has ended. `until_timeout`: wait for the other ranks up to the process group's timeout."""
-        exchange, self._on_its_way, self._next = self._on_its_way, None, 0
+        """Begin a round and drop the exchange in flight, because another state is loaded or the training has ended.
+        `until_timeout`: wait for the other ranks up to the process group's timeout."""
+        exchange, self._in_flight, self._turn = self._in_flight, None, 0
         self._buffers.clear()
         if exchange is not None:
-            exchange.abandon(None if until_timeout else ABANDONED_LIMIT_S)
+            exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
     def norm_and_cosine(self) -> tuple[float | None, float | None]:
-        """Of the latest outer step: the norm of the outer gradient, and its cosine with the one before."""
+        """The norm of the latest outer gradient, and its cosine with the one before."""
         return norm_and_cosine(self._measured)
 
     def issue(self, group: Any, send: Send) -> Pending:
@@ -121,13 +99,12 @@ class OuterSteps(Learning):
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def _arrive(self) -> None:
-        """End the exchange that is on its way: commit it on all ranks or on none, and let the weights be the new
-        anchor, plus what the training has added to them in the meantime; or the old one."""
-        exchange, self._on_its_way = self._on_its_way, None
+        """Finish the exchange in flight, and commit it on all ranks or on none."""
+        exchange, self._in_flight = self._in_flight, None
         if exchange is None or not exchange.buffers:
             return
         good = exchange.finite()
-        # A rank of a node, or of a replica, exchanges with its like elsewhere: what one finds counts for all.
+        # Each rank of a node or of a replica exchanges with its counterparts: a bad number on one counts for all.
         for over, whose in (
             (self.consensus.arrangement.groups.get("node"), "the node"),
             (self.consensus.binding.shards, "all shards"),
@@ -142,10 +119,8 @@ class OuterSteps(Learning):
             self.held.add(verdict, 1.0, compressed=True)
         self.held.settle()
         self._messages.forget_abandoned()
-        discarded = self.state.nonfinite_steps - before
-        self.discarded += discarded
         self._measured = [each.work.measured for each in exchange.buffers if each.work.measured is not None]
-        exchange.apply(discarded=bool(discarded))
+        exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
     def _fragment(self, number: int) -> "list[Buffer]":
         if number not in self._buffers:
@@ -155,9 +130,11 @@ class OuterSteps(Learning):
 
     def _made(self, parameters: Mapping[str, torch.Tensor]) -> "list[Buffer]":
         compressor, names = self.compressor, self.consensus.binding.names
-        config, found = compressor.config, []
+        found = []
         for layout in layouts(parameters):
-            infos = [ParameterInfo.of(slot.name, slot.parameter, names, config, False) for slot in layout.slots]
+            infos = [
+                ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False) for slot in layout.slots
+            ]
             found.append(Buffer(layout, compressor.workspace(layout, compressor.plan(infos))))
         return found
 
@@ -171,12 +148,12 @@ class Buffer:
 
 
 class _Exchange:
-    """One outer step of some  It begins here."""
+    """One outer step of some weights, which begins in the constructor. `in_thread`: the training goes on meanwhile."""
 
-    def __init__(self, steps: OuterSteps, buffers: Sequence[Buffer], *, later: bool) -> None:
+    def __init__(self, steps: OuterSteps, buffers: Sequence[Buffer], *, in_thread: bool) -> None:
         self.buffers = buffers
         self._flats = [packed(each.layout) for each in buffers]
-        self._sent = [flat.clone() for flat in self._flats] if later else []
+        self._sent = [flat.clone() for flat in self._flats] if in_thread else []
         self._device = self._flats[0].device if self._flats else torch.device("cpu")
         self._clocks = steps.counters.clocks
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
@@ -184,28 +161,22 @@ class _Exchange:
         self._thread: threading.Thread | None = None
         group = steps.consensus.group("all", steps.consensus.binding.group())
         info = StepInfo(steps.state.step, group.size(), rank=group.rank())
-        issue = functools.partial(steps.issue, group)
-        self._running = [
-            RunningExchange(
-                ExchangeTask(
-                    steps.compressor.exchange(flat, each.work, steps.state, info), flat, steps.compressor.name
-                ),
-                flat,
-                issue,
-            )
-            for flat, each in zip(self._flats, buffers, strict=True)
-        ]
-        if not later:
+        issue, compressor = functools.partial(steps.issue, group), steps.compressor
+        self._running = []
+        for flat, each in zip(self._flats, buffers, strict=True):
+            task = ExchangeTask(compressor.exchange(flat, each.work, steps.state, info), flat, compressor.name)
+            self._running.append(RunningExchange(task, flat, issue))
+        if not in_thread:
             self._exchange()
             return
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
-        # Also when the process ends: a thread that is stopped within a collective aborts it.
+        # Also at the end of the process, which would abort if it stopped a thread within a collective.
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
     def _exchange(self) -> None:
         """Run all exchanges up to their verdicts."""
-        # The precision of products is that of the process, and the training may multiply beside this.
+        # The precision of products is set for the whole process, in which the training may multiply at the same time.
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:
                 each.advance()
@@ -220,11 +191,15 @@ class _Exchange:
     def _exchange_and_keep_errors(self) -> None:
         try:
             self._exchange()
-        except BaseException as error:  # it is the caller's
+        except BaseException as error:  # `finite` raises it
             self._error = error
 
+    def wait(self, limit_s: float | None) -> None:
+        if self._thread is not None:
+            _join(self._thread, limit_s)
+
     def finite(self) -> torch.Tensor:
-        """Wait. Returns whether everything received is finite (0-dim bool tensor), or raises what was raised."""
+        """Wait. Returns whether everything received is finite (0-dim bool tensor), or raises the thread's error."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -236,14 +211,11 @@ class _Exchange:
             for each in self._running:
                 each.advance(verdict)
 
-    def abandon(self, limit_s: float | None) -> None:
-        if self._thread is not None:
-            _join(self._thread, limit_s)
-
     @torch.no_grad()
-    def apply(self, *, discarded: bool) -> None:
+    def write_weights(self, *, keep_training: bool) -> None:
+        """Set the weights to the anchor. `keep_training`: plus what the training has added since they were sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
-            if self._sent and not discarded:
+            if self._sent and keep_training:
                 flat.sub_(self._sent[place]).add_(packed(each.layout))
             write_back(each.layout, flat)
 
@@ -253,17 +225,40 @@ def _join(thread: threading.Thread, limit_s: float | None) -> None:
         thread.join(limit_s)
 
 
-# ---- weights as flat tensors -----------------------------------------------------------------------------------------
+# ---- weights as flat tensors, in float32 (float64 for weights in float64) --------------------------------------------
+
+
+def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """The names in so many parts of about the same size, in order. A part beside a large tensor may be empty.
+
+    Args:
+        sizes: of the whole parameters, so that ranks with different shards divide them alike.
+    """
+    total, before = sum(sizes.values()), 0
+    found: list[list[str]] = [[] for _ in range(parts)]
+    for name, size in sizes.items():
+        middle = before + size / 2
+        found[min(parts - 1, int(middle * parts / max(1, total)))].append(name)
+        before += size
+    return found
 
 
 def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
-    """Where each parameter lies in the buffers that hold all of them, last one first. A buffer is on one device and has
-    at most `BUFFER_BYTES`, or one parameter."""
+    """The buffers that hold all parameters, the last one first. A buffer is on one device, in one dtype, and has at
+    most `BUFFER_BYTES`, or one parameter."""
+    groups: dict[tuple[torch.device, torch.dtype], list[list[str]]] = {}
+    for name, each in reversed(list(parameters.items())):
+        dtype = compute_dtype(each.dtype)
+        mine = groups.setdefault((each.device, dtype), [[]])
+        if mine[-1] and sum(parameters[n].numel() for n in [*mine[-1], name]) * dtype.itemsize > BUFFER_BYTES:
+            mine.append([])
+        mine[-1].append(name)
     found = []
-    for names in _groups({name: parameters[name] for name in reversed(list(parameters))}):
-        group = [parameters[name] for name in names]
-        size, dtype = sum(each.numel() for each in group), compute_dtype(group[0].dtype)
-        found.append(read_layout(torch.empty(size, dtype=dtype, device=group[0].device), group, names))
+    for (device, dtype), several in groups.items():
+        for names in several:
+            own = [parameters[name] for name in names]
+            size = sum(each.numel() for each in own)
+            found.append(read_layout(torch.empty(size, dtype=dtype, device=device), own, names))
     return found
 
 
@@ -276,24 +271,9 @@ def packed(layout: BucketLayout) -> torch.Tensor:
 
 
 def write_back(layout: BucketLayout, flat: torch.Tensor) -> None:
-    """Let the weights be what is in the buffer, rounded to their dtypes."""
+    """Set the weights to the numbers in the buffer, rounded to their dtypes."""
     for slot in layout.slots:
         slot.parameter.detach().copy_(to_logical(slot.of(flat), slot.parameter))
-
-
-def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """The names in so many parts of about the same size, in order. A part beside a large tensor may be empty.
-
-    Args:
-        sizes: of the whole parameters, so that ranks with other shards divide them alike.
-    """
-    total, before = sum(sizes.values()), 0
-    found: list[list[str]] = [[] for _ in range(parts)]
-    for name, size in sizes.items():
-        middle = before + size / 2
-        found[min(parts - 1, int(middle * parts / max(1, total)))].append(name)
-        before += size
-    return found
 
 
 def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -302,20 +282,7 @@ def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def set_weights(parameters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Let the weights be `values`, by name and flat in memory order, rounded to their dtypes."""
+    """Set the weights to `values`, by name and flat in memory order, rounded to their dtypes."""
     for name, parameter in parameters.items():
         if name in values:
             parameter.detach().copy_(to_logical(values[name].to(parameter.device), parameter))
-
-
-def _groups(parameters: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
-    """The names of parameters of one device and one dtype of computation, up to `BUFFER_BYTES` in a group but at least
-    one."""
-    groups: dict[tuple[torch.device, torch.dtype], list[list[str]]] = {}
-    for name, each in parameters.items():
-        dtype = compute_dtype(each.dtype)
-        mine = groups.setdefault((each.device, dtype), [[]])
-        if mine[-1] and sum(parameters[n].numel() for n in [*mine[-1], name]) * dtype.itemsize > BUFFER_BYTES:
-            mine.append([])
-        mine[-1].append(name)
-    return (group for each in groups.values() for group in each)

@@ -1,4 +1,4 @@
-"""The options of the hooks that communicate once in several steps."""
+"""The options of `diloco` and `local_sgd`, which communicate once in several steps."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
@@ -10,11 +10,7 @@ WIRES = ("float32", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(HookConfig):
-    """Base of both hooks; for the arguments see `DiLoCo`.
-
-    Attributes:
-        outer_lr, outer_momentum, wire, fragments, delay: as in `DiLoCo`, where they are options.
-    """
+    """Base of both hooks. `DiLoCo` has options for what is constant here."""
 
     start_option: ClassVar[str | None] = "start_iter"
 
@@ -50,23 +46,23 @@ class LocalSGD(LocalSteps):
 class DiLoCo(LocalSteps):
     """Every rank trains on its own gradients; every `sync_every` steps an outer optimizer moves the common weights.
 
-    The outer gradient is the mean over the ranks of how far their weights have moved, and the outer optimizer SGD with
-    Nesterov momentum (Douillard et al.: DiLoCo, 2023).
+    The outer gradient is the mean over the ranks of the distance that their weights have moved. The outer optimizer is
+    SGD with Nesterov momentum (Douillard et al.: DiLoCo, 2023).
 
     Args:
         sync_every: H, steps (synchronised backward passes) between two outer steps.
         outer_lr: learning rate of the outer step. 1: the plain mean of the weights.
         outer_momentum: momentum of the outer step, 0 up to 1. Published values (0.9 with outer_lr 0.7) are for long
             runs with H of some hundreds.
-        wire: how the differences of the weights travel: "int4", "int8" (both with error feedback) or "float32".
-        fragments: P, parts of the weights that take turns within a round, so that less is sent at once. H must be
-            divisible by it (Douillard et al.: Streaming DiLoCo, 2025).
-        delay: a part is sent so many steps before its turn, while the training goes on, and arrives at its turn; less
-            than H / P. What the training has added in the meantime stays. For models on the CPU only.
+        wire: dtype of the weight differences on the wire: "int4", "int8" (both with error feedback) or "float32".
+        fragments: P, fragments of the weights that take turns within a round, so that less is sent at once. H must be
+            divisible by P (Douillard et al.: Streaming DiLoCo, 2025).
+        delay: a fragment is sent so many steps before its turn, while the training goes on, and arrives at its turn;
+            less than H / P. What the training has added since then stays. For models on the CPU only.
         start_iter: average the gradients of every step exactly for so many steps first. An int is a number of steps, a
             float strictly between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100
             where the length of the run is unknown.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that travel in float32.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are sent in float32.
     """
 
     hook_name: ClassVar[str] = "diloco"
@@ -94,8 +90,3 @@ class DiLoCo(LocalSteps):
             0 <= self.delay < distance, "delay", f"0 up to {distance - 1}: the next turn comes {distance} steps later"
         )
         self._require(all(self.exclude), "exclude", "patterns that are not empty")
-
-
-def passes_per_exchange(config: HookConfig) -> int:
-    """Backward passes from one exchange of a hook with this config to the next."""
-    return config.sync_every if isinstance(config, LocalSteps) else 1

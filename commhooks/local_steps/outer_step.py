@@ -1,14 +1,14 @@
-"""The weights of one buffer in an outer step (Douillard et al., DiLoCo: Distributed
-Low-Communication Training of Language Models, 2023, algorithm 1).
+"""The weights of one buffer in an outer step (Douillard et al., DiLoCo: Distributed Low-Communication Training of
+Language Models, 2023, algorithm 1).
 
-Between two outer steps each rank m trains its own weights theta_m. Common to all ranks are the anchor A, where they
-began, and the momentum v of the outer optimizer, which is torch's SGD with Nesterov momentum:
+Between two outer steps each rank m trains its own weights theta_m. All ranks share the anchor A, from which they
+started, and the momentum v of the outer optimizer, which is SGD with Nesterov momentum:
 
     g = mean over the ranks of A - theta_m
     v = mu v + g
     A = A - lr (g + mu v)
 
-The readable form is in `reference.py`.
+`reference.py` has the readable form.
 """
 
 import math
@@ -23,7 +23,6 @@ from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, judged
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import chosen
-from commhooks.local_steps.options import LocalSteps
 
 ANCHOR = StateField("anchor")
 """A: the weights on which all ranks have agreed last."""
@@ -37,11 +36,11 @@ class Workspace:
     """What the outer steps of one buffer need.
 
     Attributes:
-        wire: what carries their differences; None for float32.
+        wire: the compressor that averages the differences; None: float32.
         wire_work: its workspace.
-        sample: every 64th number of g in the latest outer step that was not discarded.
-        measured: of the latest outer step: g with itself, and of its sample and the one before the products of each
-            with itself and of both.
+        sample: every 64th element of g in the latest outer step that was not discarded.
+        measured: of the latest outer step: the squared norms of g, of its sample and of the sample before, and the
+            inner product of both samples.
     """
 
     layout: BucketLayout
@@ -51,7 +50,7 @@ class Workspace:
     measured: torch.Tensor | None = None
 
     def measure(self, g: torch.Tensor, good: torch.Tensor | bool) -> None:
-        """Note the norm of g (1-D), and how g lies to the one before. `good`: the round is not discarded."""
+        """Note the norm of g (1-D), and its inner product with the g before. `good`: the round is not discarded."""
         new = g[::SAMPLED_EVERY].clone()
         before = self.sample if self.sample is not None else torch.zeros_like(new)
         self.measured = torch.stack([g.dot(g), new.dot(new), before.dot(before), new.dot(before)])
@@ -59,20 +58,21 @@ class Workspace:
 
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """From `Workspace.measured` of the buffers of an outer step: the norm of g, and the cosine between it and the g
-    before. None where there is none. Waits for an accelerator."""
+    """The norm of g, and its cosine with the g before, from `Workspace.measured` of all buffers of an outer step. None
+    where there is none. Waits for an accelerator."""
     if not measured:
         return None, None
     squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
     return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 
-def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, options: LocalSteps) -> Exchange:
-    """Replace this rank's weights by the new anchor. If a number is not finite on any rank, by the old one: the round
-    is discarded.
+def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, lr: float, mu: float) -> Exchange:
+    """Replace the weights of this rank by the new anchor. If a number is not finite on any rank, by the old one: the
+    round is discarded.
 
     Args:
         flat: the weights of this rank, 1-D, in float32 (float64 for weights in float64).
+        lr, mu: learning rate and momentum of the outer optimizer.
     """
     slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]
     anchor, momentum = state[ANCHOR.key], state[MOMENTUM.key]
@@ -84,7 +84,6 @@ def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo
     else:
         _, good = yield from judged(work.wire.exchange(flat, work.wire_work, state, step))
     work.measure(flat, good)
-    lr, mu = options.outer_lr, options.outer_momentum
     for name, part in slots:
         # Each operation rounds by itself: fused ones give other bits on other processors.
         if mu:

@@ -1,6 +1,6 @@
 """DiLoCo as the paper has it, in plain torch, for readers and tests: algorithm 1 of Douillard et al., 2023.
 
-The fast form (`exchange.py`) works in place, on buckets, over real ranks, and may quantise what it sends.
+The fast form (`outer_step.py`) works in place, on buffers, over real ranks, and may quantise what it sends.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ class ReferenceDiLoCo:
         weights: the initial weights of the model, of any shape.
 
     Attributes:
-        anchor: what all ranks begin a round with.
-        momentum: of the outer optimizer.
+        anchor: the weights with which all ranks begin a round.
+        momentum: the momentum of the outer optimizer.
     """
 
     def __init__(self, weights: torch.Tensor, outer_lr: float, outer_momentum: float) -> None:
@@ -25,7 +25,7 @@ class ReferenceDiLoCo:
         self._lr, self._mu = outer_lr, outer_momentum
 
     def step(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The weights with which all ranks go on, from those that each rank has come to."""
+        """One outer step. `weights`: the weights of each rank. Returns the new anchor."""
         differences = [self.anchor - each for each in weights]
         outer_gradient = torch.stack(differences).mean(0)
         self.momentum = self._mu * self.momentum + outer_gradient

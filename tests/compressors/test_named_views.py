@@ -2,7 +2,7 @@
 
 import torch
 
-from commhooks.compressors.named_views import NamedViews
+from commhooks.compressors.error_feedback import NamedViews
 
 
 def test_slices_follow_a_dict() -> None:

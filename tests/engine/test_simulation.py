@@ -9,7 +9,7 @@ import torch
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
-from commhooks.compressors.quantized.compressor import Int8Compressor
+from commhooks.compressors.quantized.exchange import Int8Compressor
 from commhooks.compressors.quantized.options import Int8Compress
 from commhooks.engine.state import LearnedState
 from tests.support.local_driver import LocalDriver

@@ -8,8 +8,8 @@ from torch import nn
 
 import commhooks
 from commhooks.compressors.cast import AllReduceCompressor
-from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.powersgd.matrix_plan import MatrixPlan, square_side
+from commhooks.compressors.powersgd.batched import square_side
+from commhooks.compressors.powersgd.compressor import MatrixPlan, PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.plan import ModelPlan
 from tests.support.ddp_steps import mlp, process_group_of_one, wrap

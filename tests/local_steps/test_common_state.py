@@ -1,10 +1,8 @@
 """What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
 
 import copy
-import os
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
 
 import commhooks
 from tests.support.ddp_steps import log_lines
@@ -26,8 +23,7 @@ def _own_batch(step: int) -> torch.Tensor:
 
 
 class _Observed(nn.Module):
-    """Buffers that begin as infinities, that change their shape, and that are registered late, as those of observers
-    and of pruning."""
+    """Buffers that begin as infinities, that change their shape, and that are registered late, on rank 0 only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +41,8 @@ class _Observed(nn.Module):
             self.high.copy_(torch.maximum(self.high, y.max()))
             self.seen.fill_(float(y.mean()))
             self.channels = y.abs().amax(0)
-            self.first.register_buffer("mask", y.mean(0) > 0)
+            if dist.get_rank() == 0:
+                self.first.register_buffer("mask", y.mean(0) > 0)
         return self.second(y)
 
 
@@ -70,37 +67,6 @@ def test_buffers_are_rank_0s_whatever_they_begin_as(run_ranks):
     for name in mine:
         assert torch.equal(mine[name], mine_now[name]) and torch.equal(mine[name], other_now[name]), name
     assert all(mine[name].isfinite().all() for name in mine) and not torch.equal(mine["seen"], other["seen"])
-
-
-def _registered_on_rank_0() -> tuple[bool, torch.Tensor]:
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(1)
-    if dist.get_rank() == 0:
-        run.ddp.module[3].register_buffer("mask", torch.arange(5))
-    return run.hook.synchronize(), run.ddp.module[3].mask
-
-
-def test_a_buffer_that_only_rank_0_has_comes_to_all(run_ranks):
-    assert all(together and torch.equal(mask, torch.arange(5)) for together, mask in run_ranks(_registered_on_rank_0))
-
-
-def _spectral(wrap: Callable[[nn.Module], nn.Module], passes: int) -> list[float]:
-    torch.manual_seed(0)
-    layers = [wrap(nn.Linear(16, 16)) for _ in range(4)]
-    model = DistributedDataParallel(nn.Sequential(*layers))
-    commhooks.attach(model, commhooks.LocalSGD(sync_every=passes))
-    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-    for step in range(passes):
-        optimizer.zero_grad()
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        (model(x) * (1 + dist.get_rank())).square().mean().backward()
-        optimizer.step()
-    return [float(each.norm()) for each in model.module.buffers()]
-
-
-@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])
-def test_the_vectors_of_a_spectral_norm_keep_their_length(run_ranks, wrap):
-    for lengths in run_ranks(_spectral, wrap, 20):
-        assert len(lengths) == 8 and lengths == pytest.approx([1.0] * 8, abs=1e-5)
 
 
 class _Taught(nn.Module):
@@ -141,41 +107,57 @@ def test_a_teacher_is_rank_0s(run_ranks):
     assert exact and torch.equal(mine, mine_now) and torch.equal(mine, other_now) and not torch.equal(mine, other)
 
 
-# ---- what a joint save says ------------------------------------------------------------------------------------------
-
-
-class _ScheduleFree(torch.optim.Optimizer):
-    """SGD whose weights in evaluation mode are the average of those that it has gone through."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"train_mode": True, "k": 0})
+class _EightBits(torch.optim.Optimizer):
+    """SGD with a momentum of integers and their scale."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        group = self.param_groups[0]
-        group["k"] += 1
-        for p in group["params"]:
-            state = self.state[p]
-            z = state.setdefault("z", p.clone())
-            state["x"] = state.get("x", p.clone()).lerp(z, 1 / group["k"])
-            z.sub_(0.1 * p.grad)
-            p.copy_(z.lerp(state["x"], 0.9))
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        group = self.param_groups[0]
-        for p in group["params"] if group["train_mode"] else ():
-            p.copy_(self.state[p]["x"])
-        group["train_mode"] = False
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            momentum = 0.9 * state["codes"] * state["scale"] + parameter.grad if state else parameter.grad
+            state["scale"] = momentum.abs().max()[None] / 127
+            state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
+            parameter.sub_(0.01 * momentum)
 
 
-def _saved_in_evaluation(steps: int, synchronized: bool) -> Any:
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=3))
-    run.optimizer = optimizer = _ScheduleFree(run.ddp.parameters())
-    run.train(steps)
+def _several_optimizers(steps: int) -> tuple[Any, Any]:
+    """The state of the optimizers of this rank before a synchronisation and after it: several that step the same
+    parameters, one of which rank 1 steps more often, one with moments of other shapes, one with codes."""
+    run = Run.new(hook="local_sgd")
+    parameters = list(run.ddp.parameters())
+    optimizers = [torch.optim.SGD(parameters, lr=0.01 * (each + 1), momentum=0.1 * each + 0.2) for each in range(2)]
+    optimizers += [torch.optim.Adafactor(parameters), _EightBits(parameters, {})]
+    optimizers[0].param_groups[0]["lr"] *= 1 + dist.get_rank()
+    for step in range(steps):
+        images, labels = batch(step, dist.get_rank())
+        for each in optimizers:
+            each.zero_grad()
+            nn.functional.cross_entropy(run.ddp(images), labels).backward()
+            each.step()
+    if dist.get_rank() == 1:
+        optimizers[2].step()
+    before = [plain(each.state_dict()) for each in optimizers]
+    run.hook.synchronize(optimizers=True)
+    return before, [plain(each.state_dict()) for each in optimizers]
+
+
+def test_the_state_of_all_optimizers_is_rank_0s(run_ranks):
+    (mine, mine_now), (other, other_now) = run_ranks(_several_optimizers, 3)
+    assert mine_now == other_now == mine
+    assert all(one != another for one, another in zip(mine, other, strict=True))
+
+
+# ---- what a joint save says ------------------------------------------------------------------------------------------
+
+
+def _in_evaluation_mode(steps: int, synchronized: bool) -> Any:
+    """Stands for a schedule-free optimizer: in evaluation mode the model has weights that its state determines."""
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(steps)
     if synchronized:
         run.hook.synchronize(optimizers=True)
-    optimizer.eval()
+    with torch.no_grad():
+        for p in run.ddp.parameters():
+            p.add_(run.optimizer.state[p]["momentum_buffer"])
     with log_lines("commhooks") as lines:
         exact = run.hook.state_dict()["exact"]
     return exact, run.weights(), [line for line in lines if "marked inexact" in line]
@@ -184,28 +166,9 @@ def _saved_in_evaluation(steps: int, synchronized: bool) -> Any:
 @pytest.mark.parametrize(("steps", "synchronized", "equal"), [(3, False, False), (4, False, True), (3, True, True)])
 def test_an_optimizer_in_evaluation_mode(run_ranks, steps, synchronized, equal):
     """At the end of a round, in the middle of one, and in the order that the docs recommend."""
-    (exact, weights, lines), (same, others, none) = run_ranks(_saved_in_evaluation, steps, synchronized)
+    (exact, weights, lines), (same, others, none) = run_ranks(_in_evaluation_mode, steps, synchronized)
     assert exact == same == torch.equal(weights, others) == equal and none == []
     assert equal == (not lines) and all("differ in the weights (0.weight and 7 more)" in line for line in lines)
-
-
-def _with_an_average_in_the_model() -> Any:
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=4)).train(2)
-    trained = [p.detach().clone() for p in run.ddp.parameters()]
-    with torch.no_grad():
-        for p in run.ddp.parameters():
-            p.mul_(0.9)  # stands for an average over time
-        run.hook.synchronize()
-        for p, own in zip(run.ddp.parameters(), trained, strict=True):
-            p.copy_(own)
-    with log_lines("commhooks") as lines:
-        exact = run.hook.state_dict()["exact"]
-    return exact, [line for line in lines if "marked inexact, because the ranks differ in the weights" in line]
-
-
-def test_weights_that_are_written_back_after_a_round(run_ranks):
-    (exact, lines), (same, none) = run_ranks(_with_an_average_in_the_model)
-    assert not exact and not same and len(lines) == 1 and none == []
 
 
 def _skipped_by_the_scaler() -> Any:
@@ -279,7 +242,7 @@ def _other_weights(apart: bool) -> Any:
     return anchor, loaded, run.weights(), [line for line in lines if "has other weights than those" in line]
 
 
-@pytest.mark.parametrize(("apart", "says"), [(False, "those of the model"), (True, "the common ones")])
+@pytest.mark.parametrize(("apart", "says"), [(False, "the weights of the model"), (True, "the common ones")])
 def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
     found = run_ranks(_other_weights, apart)
     for anchor, loaded, now, _ in found:
@@ -288,38 +251,6 @@ def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------------
-
-
-class _Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.generator, self.critic = nn.Linear(6, 6), nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor, whose: str) -> torch.Tensor:
-        return self.critic(x) if whose == "critic" else self.critic(self.generator(x))
-
-
-def _alternating(passes: int) -> Any:
-    model = DistributedDataParallel(_Pair(), find_unused_parameters=True)
-    hook = commhooks.attach(model, commhooks.LocalSGD(sync_every=3))
-    optimizers = {
-        "critic": torch.optim.SGD(model.module.critic.parameters(), lr=0.1),
-        "generator": torch.optim.SGD(model.module.generator.parameters(), lr=0.1),
-    }
-    for step in range(passes):
-        whose = ("critic", "generator")[step % 2]
-        model.zero_grad()
-        model(_own_batch(step), whose).square().mean().backward()
-        optimizers[whose].step()
-    rounds = hook.stats()["step"]
-    hook.synchronize()
-    return rounds, hook.stats()["step"], flat(model.parameters())
-
-
-def test_optimizers_that_take_turns_get_their_outer_steps(run_ranks):
-    (rounds, all_rounds, weights), (same, _, others) = run_ranks(_alternating, 9)
-    assert rounds == same == 2 and all_rounds == 3 and torch.equal(weights, others)
 
 
 class _OnTheCPU(nn.SyncBatchNorm):
@@ -395,22 +326,6 @@ def test_the_outer_gradient_is_known_after_the_end(run_ranks):
     for before, after in run_ranks(_closed):
         assert after["outer_gradient_norm"] == before["outer_gradient_norm"] > 0
         assert after["outer_gradient_cosine"] == before["outer_gradient_cosine"]
-
-
-def _without_an_interface() -> str:
-    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
-    try:
-        Run.new(hook=commhooks.DiLoCo(sync_every=3, delay=1))
-    except commhooks.HookRunError as error:
-        return str(error)
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-    return ""
-
-
-def test_a_group_of_its_own_that_cannot_connect_says_what_to_set(run_ranks):
-    for said in run_ranks(_without_an_interface):
-        assert "set GLOO_SOCKET_IFNAME to the network interface" in said and "nowhere0" in said
 
 
 def _copied_before_a_save(folder: str) -> list[list[str]]:

@@ -19,27 +19,6 @@ from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
 
 
-def _skips_on_rank_one(every: int, at: int) -> Any:
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=every))
-    spread = []
-    for step in range(2 * every):
-        images, labels = batch(step, dist.get_rank())
-        run.optimizer.zero_grad()
-        nn.functional.cross_entropy(run.ddp(images), labels).backward()
-        if not (step == at and dist.get_rank() == 1):
-            run.optimizer.step()
-        spread.append(run.hook.stats()["step"])
-    run.hook.synchronize()
-    return spread, run.weights()
-
-
-def test_a_step_that_one_rank_alone_skips_delays_only_its_outer_step(run_ranks):
-    first, second = run_ranks(_skips_on_rank_one, 3, 2)
-    assert first[0] == [0, 0, 1, 1, 1, 2]
-    assert second[0] == [0, 0, 0, 1, 1, 2]  # at its next forward pass
-    assert torch.equal(first[1], second[1])
-
-
 def _by_hand(training: bool) -> list[Any]:
     """Four steps in rounds of three, of an optimizer that torch does not know. After the third, rank 0 alone evaluates
     in the other mode."""
@@ -47,7 +26,7 @@ def _by_hand(training: bool) -> list[Any]:
     run.ddp.train(training)
     with log_lines() as lines:
         before, averaged = _four_steps(run, training)
-    return [before, averaged, [line for line in lines if "no optimizer of torch.optim has stepped" in line]]
+    return [before, averaged, [line for line in lines if "no torch.optim optimizer has stepped" in line]]
 
 
 def _four_steps(run: Run, training: bool) -> list[torch.Tensor]:
@@ -70,7 +49,7 @@ def _four_steps(run: Run, training: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("training", [True, False])
 def test_optimizers_that_torch_does_not_know_get_their_outer_step_before_the_next_forward_pass(run_ranks, training):
     (mine, averaged, warnings), (others, same, _) = run_ranks(_by_hand, training)
-    assert len(warnings) == 1 and "since the 3. backward pass" in warnings[0]
+    assert len(warnings) == 1 and "since backward pass 3" in warnings[0]
     assert not torch.equal(mine, others) and torch.equal(averaged, same)
     torch.testing.assert_close(averaged, (mine + others) / 2)
 

@@ -27,7 +27,6 @@ A fence that needs more than `import torch` names what it needs in a comment abo
 A script with `ckpt_path="last"` is started twice: the second run must continue where the first has ended.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -515,14 +514,12 @@ def _check_torchrun(words: list[str]) -> None:
 
 def _check_commhooks(words: list[str]) -> None:
     """The commands that only torchrun can start."""
-    from commhooks.tools.arguments import COMMANDS
-    from commhooks.tools.user_code import call
+    from commhooks.tools.cli import make_parser
+    from commhooks.tools.common import call
 
-    parser = argparse.ArgumentParser()
     with _refused_arguments(f"commhooks {shlex.join(words)}"):
         assert words[:1] in (["doctor"], ["network"])
-        COMMANDS[words[0]].add_arguments(parser)
-        given = parser.parse_args(words[1:])
+        given = make_parser()[0].parse_args(words)
         if words[0] == "doctor":
             call(given.build)
 

@@ -112,7 +112,7 @@ def test_without_the_other_names_nothing_is_refused():
 
 
 def test_without_lightnings_name_the_monitor_counts_optimizer_steps():
-    from lightning_commhooks.monitor import _x_axis
+    from lightning_commhooks.callbacks import _x_axis
 
     trainer = SimpleNamespace(global_step=7, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
     assert _x_axis(trainer) == 7

@@ -34,5 +34,5 @@ def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Co
     from commhooks.errors import HookConfigError
 
     choice = choose([KernelSupport.of(compressor, device, dtypes)], 0, HookConfigError)
-    compressor.kernel = choice.kernel
+    compressor.native = choice.native
     return choice

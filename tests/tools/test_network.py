@@ -13,13 +13,27 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks.tools import network
 from commhooks.tools.cli import main
-from commhooks.tools.network import link as link_module
-from commhooks.tools.network.command import measure
-from commhooks.tools.network.interfaces import Interface, busiest, sent_bytes
-from commhooks.tools.network.link import MOST, Link, Pair, measure_link, measure_pairs, pairs_to_measure
-from commhooks.tools.network.predicted import CANDIDATES, Cluster, cluster_of, exchanges, parsed_size, transformer
-from commhooks.tools.network.report import NetworkReport
+from commhooks.tools.network import (
+    CANDIDATES,
+    MOST,
+    Cluster,
+    Interface,
+    Link,
+    NetworkReport,
+    Pair,
+    busiest,
+    cluster_of,
+    exchanges,
+    measure,
+    measure_link,
+    measure_pairs,
+    pairs_to_measure,
+    parsed_size,
+    sent_bytes,
+    transformer,
+)
 
 CPU = torch.device("cpu")
 _ones = torch.ones
@@ -181,7 +195,7 @@ def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
 
 def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["network"]) == 1
-    assert "no process group: the network between the ranks" in capsys.readouterr().err
+    assert "no process group: start this like the training" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
     assert "--params huge: expected a number" in capsys.readouterr().err
     for value in ("0.0", "nan", "inf"):  # JSON has no infinite number
@@ -213,7 +227,7 @@ def _measured() -> Link:
 
 def _far_away() -> Link:
     """100 Mbit/s, and 50 ms for each message."""
-    with mock.patch.object(link_module, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes):
+    with mock.patch.object(network, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes):
         return _measured()
 
 
@@ -233,7 +247,7 @@ def _full_on_rank_1() -> tuple[Link, int]:
         sizes.append(numel)
         return _ones(numel, **more)
 
-    with mock.patch.object(torch, "ones", ones), mock.patch.object(link_module, "_ENOUGH_S", float("inf")):
+    with mock.patch.object(torch, "ones", ones), mock.patch.object(network, "_ENOUGH_S", float("inf")):
         return _measured(), max(sizes)
 
 

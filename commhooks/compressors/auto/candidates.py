@@ -9,7 +9,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.candidates import Candidate
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
 from commhooks.errors import HookConfigError
 
 _CLASSES: dict[str, type[Compressor[Any]]] = {

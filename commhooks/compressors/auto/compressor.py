@@ -16,8 +16,6 @@ from commhooks.compressors.auto import candidates, trials
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
-from commhooks.compressors.kernel import Kernel, KernelHere
-from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.options import LARGEST_STEP
 
@@ -52,7 +50,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     @property
     def inner(self) -> Compressor[Any]:
         """The compressor of the candidate in force."""
-        self._inner.kernel = self.kernel
+        self._inner.native = self.native
         return self._inner
 
     @property
@@ -117,12 +115,10 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         plans = [each.plan(infos) for each in (self._inner, *learning)]
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        """One name for all candidates: the native kernel if this machine has that of each."""
-        found = [each.kernel_here(device, dtype) for each in self._candidates if each.transactional]
-        if all(each.kernel.name == NATIVE for each in found):
-            return KernelHere(Kernel(NATIVE, " ".join(dict.fromkeys(each.kernel.build for each in found))))
-        return KernelHere(missing=next((each.missing for each in found if each.missing), ""))
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        """That of all candidates: "" if one of them has none."""
+        builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
+        return " ".join(dict.fromkeys(builds)) if all(builds) else ""
 
     # ---- learned state -----------------------------------------------------------------------------------------------
 
@@ -157,7 +153,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         said = after.line if after.why != before.why else ""
         if after.candidate != before.candidate or after.since != before.since:
             made = self._with(after)
-            made.kernel = self.kernel
+            made.native = self.native
             return made, said
         self.decision = after
         if after.watch is None or before.watch is None or after.watch.begin != before.watch.begin:

@@ -8,7 +8,7 @@ from typing import Any
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.candidates import new
 from commhooks.compressors.candidates import Candidate
-from commhooks.compressors.units import Unit
+from commhooks.compressors.unit_plan import Unit
 from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 

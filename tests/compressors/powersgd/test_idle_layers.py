@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.exchange import draw
 from commhooks.compressors.powersgd.reference import OracleMatrix
 from tests.support.inside import session_of
 from tests.support.kernels import computing_with
@@ -54,7 +54,7 @@ def _run(quiet: range, wrapper: str | None, cap: float, on_rank: int | None = No
 
 
 def _oracle(quiet: range, on_rank: int | None = None) -> list[torch.Tensor]:
-    start = codec.draw(0, LAYER, "Q", 2, SHAPES[LAYER][1], torch.float32)
+    start = draw(0, LAYER, "Q", 2, SHAPES[LAYER][1], torch.float32)
     matrix = OracleMatrix(start.T, 2)
     return [matrix.step([_gradients(rank, step, quiet, on_rank)[LAYER] for rank in range(2)]) for step in range(STEPS)]
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.accelerator import orthonormal_stack
+from commhooks.compressors.powersgd.cpu import orthonormal_rows
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,7 +46,7 @@ HARD = {
 def test_orthonormal_for_hard_inputs(name: str, dtype: torch.dtype) -> None:
     rows = HARD[name].to(dtype)
     refill = torch.nn.functional.normalize(_random(*rows.shape, seed=3), dim=-1)
-    basis = codec.orthonormal_stack(rows, refill).to(dtype).double()
+    basis = orthonormal_stack(rows, refill).to(dtype).double()
     gram = torch.bmm(basis, basis.transpose(1, 2))
     assert (gram - torch.eye(rows.shape[1])).abs().max() < (1e-6 if dtype == torch.float32 else 1e-9)
 
@@ -53,10 +54,10 @@ def test_orthonormal_for_hard_inputs(name: str, dtype: torch.dtype) -> None:
 def test_the_stack_spans_what_householder_spans() -> None:
     rows = HARD["random"].float()
     rows[1, 2] = rows[1, 0]  # a direction that is missing in one matrix of the stack only
-    stacked = codec.orthonormal_stack(rows, torch.nn.functional.normalize(torch.randn(3, 4, 50), dim=-1))
+    stacked = orthonormal_stack(rows, torch.nn.functional.normalize(torch.randn(3, 4, 50), dim=-1))
     stacked = stacked.float()
     for i in (0, 2):
-        alone, missing = codec.orthonormal_rows(rows[i], None)
+        alone, missing = orthonormal_rows(rows[i], None)
         assert not missing.any()
         assert (stacked[i].T @ stacked[i] - alone.T @ alone).abs().max() < 1e-6
     assert (rows - rows @ stacked.transpose(1, 2) @ stacked).abs().max() < 1e-5
@@ -67,4 +68,4 @@ def test_numbers_that_are_not_finite_count_as_zero() -> None:
     damaged = rows.clone()
     damaged[0, 1, 2:5] = torch.tensor([float("nan"), float("inf"), float("-inf")])
     rows[0, 1, 2:5] = 0
-    assert torch.equal(codec.orthonormal_stack(damaged, refill), codec.orthonormal_stack(rows, refill))
+    assert torch.equal(orthonormal_stack(damaged, refill), orthonormal_stack(rows, refill))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
+from commhooks.compressors.powersgd.accelerator import PackedFactors, new_packed, orthonormal_stack
+from commhooks.compressors.powersgd.exchange import draw
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -23,7 +23,7 @@ def _rows(shapes: list[tuple[int, int]], dtype: torch.dtype) -> list[torch.Tenso
 
 
 def _factors(shapes: list[tuple[int, int]], dtype: torch.dtype) -> PackedFactors:
-    refill = [codec.draw(1, str(i), "refill", *shape, dtype) for i, shape in enumerate(shapes)]
+    refill = [draw(1, str(i), "refill", *shape, dtype) for i, shape in enumerate(shapes)]
     return PackedFactors(shapes, refill, dtype, CPU)
 
 
@@ -43,7 +43,7 @@ def test_together_as_alone(name: str, dtype: torch.dtype) -> None:
     for _ in range(2):  # the memory is used again
         factors.orthonormalise(torch.cat([each.flatten() for each in rows]), keep)
         for i, (one, got) in enumerate(zip(rows, _unpacked(factors, shapes), strict=True)):
-            alone = codec.orthonormal_stack(one[None], torch.randn(1, *one.shape))[0].to(dtype)
+            alone = orthonormal_stack(one[None], torch.randn(1, *one.shape))[0].to(dtype)
             wanted = alone if keep[i] else torch.zeros_like(alone)
             assert (got - wanted).abs().max() < (1e-6 if dtype == torch.float32 else 1e-12), i
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.exchange import draw
 from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
 from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with
@@ -65,7 +65,7 @@ def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tup
     matrices = {}
     for name in COMPRESSED:
         m = torch.Size(SHAPES[name]).numel() // SHAPES[name][0]
-        matrices[name] = OracleMatrix(codec.draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
+        matrices[name] = OracleMatrix(draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
     expected: list[Gradients] = []
     for step in range(STEPS):
         ranks = [_gradients(rank, step, dtype) for rank in range(world_size)]

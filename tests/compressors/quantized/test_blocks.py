@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.kernels import add_dequantised, dequantise, quantise
+from commhooks.compressors.quantized.mean import BlockCode
 from tests.support.models import same_bits
 
 SIZE = 32
@@ -15,10 +16,10 @@ def _through(code: BlockCode, blocks: torch.Tensor, largest: float = LARGEST) ->
     """What arrives, and what is lost."""
     codes = torch.full((len(blocks), code.block_bytes), 85, dtype=torch.uint8)
     scales, lost = torch.empty(len(blocks), dtype=blocks.dtype), blocks.clone()
-    code.quantise(lost, codes, scales, code.largest_scale(largest, blocks.dtype))
-    arrived = code.dequantise(codes, scales, torch.empty_like(blocks))
+    quantise(code, lost, codes, scales, code.largest_scale(largest, blocks.dtype))
+    arrived = dequantise(code, codes, scales, torch.empty_like(blocks))
     total = torch.ones_like(blocks)
-    code.add_dequantised(codes, scales, total)
+    add_dequantised(code, codes, scales, total)
     assert same_bits(total, arrived + 1)
     return arrived, lost
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from commhooks import Int8Compress
-from commhooks.compressors.quantized.compressor import Int8Compressor
-from commhooks.compressors.quantized.shares import Shares
+from commhooks.compressors.quantized.exchange import Int8Compressor
+from commhooks.compressors.quantized.mean import Shares
 from tests.support.models import same_bits
 from tests.support.simulation import SimulatedRanks
 

@@ -6,11 +6,10 @@ first replica that holds the same shard.
 """
 
 import functools
+import io
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +24,11 @@ from commhooks.local_steps.fragments import layouts, packed, write_back
 from commhooks.local_steps.optimizers import OptimizerSteps
 
 logger = logger_of(__name__)
+
+Node = tuple[str, Any]
+"""The description of a value: a kind, and what it has. "tensor": the fields of a `_Leaf`. "dict", and "components" of a
+tensor that consists of others, such as a DTensor: nodes by name. "list", "tuple": nodes. "value": the value itself.
+"own": nothing, because it is not shared."""
 
 _WHAT = "the state of rank 0"
 _MESSAGE_BYTES = 64 * 2**20
@@ -72,8 +76,11 @@ class CommonState:
         same_form, same_bits = (len(each.unique()) == 1 for each in gather_rows(keys, group, self._counters, _WHAT).T)
         if same_form and same_bits:
             return []
-        first = described if same_form else pickle.loads(self._broadcast(pickle.dumps(described)))
-        leaves, mine = dict(_leaves(first)), dict(_leaves(described))
+        first = described if same_form else self._of_first(described)
+        leaves, mine = (
+            {path: leaf for label, node in each.items() for path, leaf in _leaves(node, label)}
+            for each in (first, described)
+        )
         row = [
             (sums[mine[path].number], 1) if path in mine and mine[path].form == leaf.form else (0, 0)
             for path, leaf in leaves.items()
@@ -139,16 +146,19 @@ class CommonState:
                 sums[place] = value
         return sums
 
-    def _broadcast(self, own: bytes) -> bytes:
-        group, device = self._source.group, self._source.device
-        length = torch.tensor([len(own)], device=device)
+    def _of_first(self, described: dict[str, Node]) -> dict[str, Node]:
+        """The description on rank 0."""
+        group, device, file = self._source.group, self._source.device, io.BytesIO()
+        torch.save(described, file)
+        length = torch.tensor([file.tell()], device=device)
         broadcast_first(length, group, None, _WHAT)
         content = torch.zeros(int(length), dtype=torch.uint8)
         if group.rank() == 0:
-            content.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+            content.copy_(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
         content = content.to(device)
         broadcast_first(content, group, self._counters, _WHAT)
-        return content.cpu().numpy().tobytes()
+        first: dict[str, Node] = torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
+        return first
 
     def _receive(self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors of rank 0 by their numbers there. `own`: on rank 0 the tensors to send."""
@@ -238,9 +248,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 # ---- a value described without its tensors ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """Stands for a tensor. `number`: its place in the list of all tensors."""
+class _Leaf(NamedTuple):
+    """A tensor. `number`: its place in the list of all tensors."""
 
     number: int
     shape: tuple[int, ...]
@@ -256,74 +265,68 @@ class _Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Components(dict[str, Any]):
-    """Stands for a tensor that consists of others: a DTensor, or 8-bit codes with their scales."""
-
-
-@dataclass(frozen=True)
-class _Own:
-    """Stands for an object that is not shared."""
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a `_Leaf` in place of each tensor, which is appended to `tensors`."""
+def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
+    """The description of `value`, whose tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
-        return _Components((name, _described(getattr(value, name), tensors)) for name in names)
+        return "components", {name: _described(getattr(value, name), tensors) for name in names}
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         tensors.append(value.detach())
-        return _Leaf(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type == "cpu")
+        return "tensor", (len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type == "cpu")
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-        return {key: _described(each, tensors) for key, each in value.items()}
+        return "dict", {key: _described(each, tensors) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_described(each, tensors) for each in value)
-    return value if value is None or type(value) in (bool, int, float, str) else _Own()
+        return type(value).__name__, [_described(each, tensors) for each in value]
+    return ("value", value) if value is None or type(value) in (bool, int, float, str) else ("own", None)
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, _Leaf]]:
-    """All leaves by their paths, which ranks with the same parts have in common."""
-    if isinstance(node, _Leaf):
-        yield path, node
-    elif isinstance(node, (dict, list, tuple)):
-        for key, each in node.items() if isinstance(node, dict) else enumerate(node):
+def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
+    """All tensors by their paths, which ranks with the same parts have in common."""
+    kind, inner = node
+    if kind == "tensor":
+        yield path, _Leaf(*inner)
+    elif kind not in ("value", "own"):
+        for key, each in inner.items() if isinstance(inner, dict) else enumerate(inner):
             yield from _leaves(each, f"{path}/{key}")
 
 
-def _rebuilt(own: Any, node: Any, arrived: Mapping[int, torch.Tensor]) -> Any:
+def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
     """The value that `node` describes, in place of `own` where that fits. `arrived`: tensors by number; `own` has equal
     ones in place of the others."""
-    if isinstance(node, _Own):
+    kind, inner = node
+    if kind == "own":
         return own
-    if isinstance(node, _Leaf):
-        new = arrived.get(node.number)
-        if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == node.form:
+    if kind == "value":
+        return inner
+    if kind == "tensor":
+        leaf = _Leaf(*inner)
+        new = arrived.get(leaf.number)
+        if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == leaf.form:
             if new is not None:
                 own.detach().copy_(new)
             return own
         if new is None:
             raise _CannotRebuild
-        return new.to("cpu" if node.on_host else new.device, copy=True)
-    if isinstance(node, _Components):
-        for name, each in node.items():
+        return new.to("cpu" if leaf.on_host else new.device, copy=True)
+    if kind == "components":
+        for name, each in inner.items():
             part = getattr(own, name, None)
             if part is None or _rebuilt(part, each, arrived) is not part:
                 raise _CannotRebuild
         return own
-    if isinstance(node, dict):
+    if kind == "dict":
         found = own if isinstance(own, dict) else {}
-        for key in found.keys() - node.keys():
+        for key in found.keys() - inner.keys():
             del found[key]
-        for key, each in node.items():
+        for key, each in inner.items():
             found[key] = _rebuilt(found.get(key), each, arrived)
         return found
-    if isinstance(node, (list, tuple)):
-        fits = isinstance(own, (list, tuple)) and len(own) == len(node)
-        items = [_rebuilt(own[place] if fits else None, each, arrived) for place, each in enumerate(node)]
-        if isinstance(node, list) and isinstance(own, list):
-            own[:] = items
-            return own
-        return type(node)(items)
-    return node
+    fits = isinstance(own, (list, tuple)) and len(own) == len(inner)
+    items = [_rebuilt(own[place] if fits else None, each, arrived) for place, each in enumerate(inner)]
+    if kind == "list" and isinstance(own, list):
+        own[:] = items
+        return own
+    return items if kind == "list" else tuple(items)
 
 
 def _messages(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:

@@ -1,6 +1,7 @@
 """What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
 
 import copy
+import io
 import time
 import warnings
 from typing import Any
@@ -23,88 +24,58 @@ def _own_batch(step: int) -> torch.Tensor:
 
 
 class _Observed(nn.Module):
-    """Buffers that begin as infinities, that change their shape, and that are registered late, on rank 0 only."""
+    """Buffers that begin as infinities, that change their shape, and that are registered late, on rank 0 only; and a
+    frozen teacher that follows the trained weights."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.teacher = nn.Parameter(torch.zeros(6, 6), requires_grad=False)
         self.register_buffer("low", torch.tensor(torch.inf))
-        self.register_buffer("high", torch.tensor(-torch.inf))
         self.register_buffer("seen", torch.tensor(torch.nan))
         self.register_buffer("channels", torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
         with torch.no_grad():
+            self.teacher.data.lerp_(self.first.weight.data, 0.1)
             self.low = torch.minimum(self.low, y.min())
-            self.high.copy_(torch.maximum(self.high, y.max()))
             self.seen.fill_(float(y.mean()))
             self.channels = y.abs().amax(0)
             if dist.get_rank() == 0:
                 self.first.register_buffer("mask", y.mean(0) > 0)
         return self.second(y)
 
+    def others(self) -> dict[str, torch.Tensor]:
+        """All that is no trained weight."""
+        return {name: each.clone() for name, each in (*self.named_buffers(), ("teacher", self.teacher))}
 
-def _observe(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The buffers before the optimizer's step with which the round ends, and after it."""
+
+def _observe(steps: int) -> Any:
+    """The state before the optimizer's step with which the round ends, after it, and of a save in mid-round."""
     model = DistributedDataParallel(_Observed())
-    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=steps))
+    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=steps), check_every=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    before = {}
-    for step in range(steps):
+    found = []
+    for step in range(steps + 1):
         optimizer.zero_grad()
         model(_own_batch(step)).square().mean().backward()
-        before = {name: each.clone() for name, each in model.module.named_buffers()}
+        found.append(model.module.others())
         optimizer.step()
-    assert hook.stats()["step"] == 1
-    return before, dict(model.module.named_buffers())
+        found.append(model.module.others())
+    exact = hook.state_dict()["exact"]
+    return *found[-4:], model.module.others(), exact
 
 
-def test_buffers_are_rank_0s_whatever_they_begin_as(run_ranks):
-    (mine, mine_now), (other, other_now) = run_ranks(_observe, 3)
-    assert mine.keys() == mine_now.keys() == other_now.keys() and "first.mask" in mine
-    for name in mine:
-        assert torch.equal(mine[name], mine_now[name]) and torch.equal(mine[name], other_now[name]), name
-    assert all(mine[name].isfinite().all() for name in mine) and not torch.equal(mine["seen"], other["seen"])
-
-
-class _Taught(nn.Module):
-    """A student, and its frozen teacher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.student = nn.Linear(6, 6)
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.student(x) - self.teacher(x.roll(1)) + x
-
-    def teach(self) -> None:
-        for mine, students in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            mine.data.mul_(0.9).add_(students.data, alpha=0.1)
-
-
-def _teach(steps: int) -> Any:
-    model = DistributedDataParallel(_Taught())
-    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=3), check_every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(_own_batch(step)).square().mean().backward()
-        optimizer.step()
-        if step < steps - 1:
-            model.module.teach()
-    own = flat(model.module.teacher.parameters())
-    saved = hook.state_dict()
-    return own, flat(model.module.teacher.parameters()), saved["exact"]
-
-
-def test_a_teacher_is_rank_0s(run_ranks):
-    """In mid-round, and with a comparison of the replicas in each round."""
-    (mine, mine_now, exact), (other, other_now, _) = run_ranks(_teach, 8)
-    assert exact and torch.equal(mine, mine_now) and torch.equal(mine, other_now) and not torch.equal(mine, other)
+def test_buffers_and_frozen_parameters_are_rank_0s(run_ranks):
+    first, second = run_ranks(_observe, 3)
+    for mine, others_before, others in ((first[0], second[0], second[1]), (first[3], second[3], second[4])):
+        assert mine.keys() == others.keys() and "first.mask" in mine
+        assert all(torch.equal(mine[name], others[name]) and mine[name].isfinite().all() for name in mine)
+        assert not torch.equal(mine["teacher"], others_before["teacher"])
+        assert not torch.equal(mine["seen"], others_before["seen"])
+    assert first[-1] and second[-1]
 
 
 class _EightBits(torch.optim.Optimizer):
@@ -150,44 +121,41 @@ def test_the_state_of_all_optimizers_is_rank_0s(run_ranks):
 # ---- what a joint save says ------------------------------------------------------------------------------------------
 
 
-def _in_evaluation_mode(steps: int, synchronized: bool) -> Any:
-    """Stands for a schedule-free optimizer: in evaluation mode the model has weights that its state determines."""
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(steps)
-    if synchronized:
-        run.hook.synchronize(optimizers=True)
-    with torch.no_grad():
-        for p in run.ddp.parameters():
-            p.add_(run.optimizer.state[p]["momentum_buffer"])
+def _save_after(what: str) -> Any:
+    """A joint save in which the ranks may differ."""
+    steps, synchronized = {"in a round": (4, False), "synchronized": (3, True)}.get(what, (3, False))
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).train(steps)
+    if what == "a skipped step":  # of an optimizer that rank 1 has not stepped since the load
+        run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).load(run.save())
+        images, labels = batch(5, dist.get_rank())
+        nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        if dist.get_rank() == 0:
+            run.optimizer.step()
+    else:  # stands for a schedule-free optimizer in evaluation mode, whose state determines the weights
+        if synchronized:
+            run.hook.synchronize(optimizers=True)
+        with torch.no_grad():
+            for p in run.ddp.parameters():
+                p.add_(run.optimizer.state[p]["momentum_buffer"])
     with log_lines("commhooks") as lines:
         exact = run.hook.state_dict()["exact"]
     return exact, run.weights(), [line for line in lines if "marked inexact" in line]
 
 
-@pytest.mark.parametrize(("steps", "synchronized", "equal"), [(3, False, False), (4, False, True), (3, True, True)])
-def test_an_optimizer_in_evaluation_mode(run_ranks, steps, synchronized, equal):
-    """At the end of a round, in the middle of one, and in the order that the docs recommend."""
-    (exact, weights, lines), (same, others, none) = run_ranks(_in_evaluation_mode, steps, synchronized)
-    assert exact == same == torch.equal(weights, others) == equal and none == []
-    assert equal == (not lines) and all("differ in the weights (0.weight and 7 more)" in line for line in lines)
-
-
-def _skipped_by_the_scaler() -> Any:
-    """Rank 1 has loaded the state of an optimizer whose step it then skips."""
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=4), loss_scale=lambda: 1.0).train(2)
-    content = run.save()
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=4), loss_scale=lambda: 1.0).load(content)
-    images, labels = batch(5, dist.get_rank())
-    nn.functional.cross_entropy(run.ddp(images), labels).backward()
-    if dist.get_rank() == 0:
-        run.optimizer.step()
-    with log_lines("commhooks") as lines:
-        exact = run.hook.state_dict()["exact"]
-    return exact, [line for line in lines if "differ in the state of SGD with 8 parameters" in line]
-
-
-def test_an_optimizer_that_one_rank_has_not_stepped(run_ranks):
-    (exact, lines), (same, _) = run_ranks(_skipped_by_the_scaler)
-    assert not exact and not same and len(lines) == 1
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("after a round", "differ in the weights (0.weight and 7 more)"),
+        ("in a round", ""),
+        ("synchronized", ""),
+        ("a skipped step", "differ in the state of SGD with 8 parameters"),
+    ],
+)
+def test_a_joint_save_says_what_differs(run_ranks, what, says):
+    (exact, weights, lines), (same, others, none) = run_ranks(_save_after, what)
+    assert exact == same == (not says) and none == [] and len(lines) == bool(says)
+    assert all(says in line for line in lines)
+    assert torch.equal(weights, others) == (what != "after a round")
 
 
 def _at_different_passes() -> Any:
@@ -308,27 +276,13 @@ def _plain(steps: int, start: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("start", [0, 2])
-def test_a_module_that_nothing_wraps(run_ranks, start):
-    for (weights, *counts), (same, *same_counts) in run_ranks(_plain, 7, start):
-        assert counts == same_counts == [(7 - start) // 3, 7]
+def test_a_module_that_nothing_wraps(run_ranks):
+    for (weights, *counts), (same, *same_counts) in run_ranks(_plain, 8, 2):
+        assert counts == same_counts == [2, 8]
         torch.testing.assert_close(weights, same)
 
 
-def _closed() -> Any:
-    hook = Run.new(hook=commhooks.LocalSGD(sync_every=2)).train(4).hook
-    before = hook.stats()
-    hook.close()
-    return before, hook.stats()
-
-
-def test_the_outer_gradient_is_known_after_the_end(run_ranks):
-    for before, after in run_ranks(_closed):
-        assert after["outer_gradient_norm"] == before["outer_gradient_norm"] > 0
-        assert after["outer_gradient_cosine"] == before["outer_gradient_cosine"]
-
-
-def _copied_before_a_save(folder: str) -> list[list[str]]:
+def _copied_before_a_save(folder: str) -> list[tuple[bool, list[str]]]:
     run = Run.new(hook=commhooks.LocalSGD(sync_every=4)).train(2)
     found = []
     for synchronized in (False, True):
@@ -340,10 +294,12 @@ def _copied_before_a_save(folder: str) -> list[list[str]]:
             warnings.simplefilter("ignore")  # of torch, about copies on the CPU
             state = {"model": copies, "hook": run.hook.state_dict("distributed")}
             dcp.save(state, checkpoint_id=f"{folder}/{synchronized}")
-        found.append([line for line in lines if "this save has ended a round" in line])
+        exact = torch.load(io.BytesIO(state["hook"]["commhooks"]))["exact"]
+        found.append((exact, [line for line in lines if "this save has ended a round" in line]))
     return found
 
 
 def test_copies_that_are_older_than_the_round_that_a_save_ends(run_ranks, tmp_path):
     (late, in_order), others = run_ranks(_copied_before_a_save, str(tmp_path))
-    assert len(late) == 1 and "cpu_offload=True" in late[0] and in_order == [] and others == [[], []]
+    assert late[0] is False and len(late[1]) == 1 and "cpu_offload=True" in late[1][0]
+    assert in_order == (True, []) and others == [(False, []), (True, [])]

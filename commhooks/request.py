@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -233,9 +234,10 @@ class HookRequest:
                 f"ranks_per_node with the hook {self.name}, a function: write a compressor instead, which works "
                 "between nodes"
             )
-        if self.ranks_per_node is not None and compressor is not None and compressor.not_between_nodes():
+        alone = "" if compressor is None else _not_between_nodes(compressor)
+        if self.ranks_per_node is not None and alone:
             raise HookConfigError(
-                f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: name a hook such as "
+                f"ranks_per_node with {hook}, which {alone}: name a hook such as "
                 "'powerSGD', 'int8_compress' or 'bf16_compress', or leave out ranks_per_node"
             )
         if self.wrapper is not None and compressor is not None and not compressor.wrappers:
@@ -279,8 +281,8 @@ class HookRequest:
         if self.config is None:
             return None
         resolved = self.config.resolved(self.total_steps if total_steps is None else total_steps)
-        made = compressor_of(self.config)(resolved)
-        return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
+        made = compressor_of(self.config)
+        return made(resolved) if self.wrapper is None else made(resolved, WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """The state and the function of a user's hook."""
@@ -377,3 +379,12 @@ def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
     except ValueError:  # a builtin
         pass
     return ""
+
+
+def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
+    """Why a compressor cannot work between nodes only; "" if it can."""
+    if not compressor.Config.sends:
+        return "sends nothing"
+    if issubclass(compressor, AdaptiveCompressor):
+        return "measures ranks that all compress the whole model"
+    return "" if compressor.plan is Compressor.plan else "compresses whole buckets"

@@ -7,7 +7,7 @@ flight.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,17 @@ class RunningExchange:
                 step.meanwhile()
 
 
+def run_to_verdicts(running: Sequence[RunningExchange]) -> torch.Tensor:
+    """Run all remaining rounds of these exchanges and wait for them. Returns whether everything received is finite
+    (0-dim bool tensor)."""
+    while left := [each for each in running if each.has_round_left]:
+        for each in left:
+            each.advance()
+    for each in running:
+        each.finish()
+    return torch.stack([each.finite for each in running]).all()
+
+
 @dataclass(eq=False)
 class BackwardPass:
     """The buckets of one backward pass, in order. All ranks run the same sequence.
@@ -114,14 +125,10 @@ class BackwardPass:
         Raises:
             HookRunError: on all ranks, if they do not send the same.
         """
-        while left := [each for each in self.running if each.has_round_left]:
-            for each in left:
-                each.advance()
-        for each in self.running:
-            each.finish()
+        good = run_to_verdicts(self.running)
         if self.comparison is not None:
             self.comparison.end()
-        return torch.stack([each.finite for each in self.running]).all()
+        return good
 
     def commit(self, good: torch.Tensor | bool) -> None:
         for each in self.running:

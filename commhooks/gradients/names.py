@@ -1,9 +1,8 @@
-"""Stable parameter names: the keys of a hook's learned and saved state.
+"""Stable parameter names, the keys of a hook's learned and saved state; and the globs of the option `exclude`.
 
-A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` a
-parameter is identified by its position among the parameters of its dtype and device type, counted from the one
-registered last. The first backward pass shows the parameters in this order for every `bucket_cap_mb`, also after a
-restart.
+A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the
+name of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
+one: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
 """
 
 import difflib
@@ -21,7 +20,7 @@ logger = logger_of(__name__)
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
-    """The first of `patterns` that matches one of a parameter's `names` (a tied parameter has several); else None."""
+    """The first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's `names`; else None."""
     return next((each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None)
 
 
@@ -38,26 +37,20 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def unmatched_sentence(patterns: Sequence[str], names: Sequence[str]) -> str | None:
-    """A warning about patterns that match none of the parameter `names`; None if every pattern matches one."""
+def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
+    """Log one warning about patterns that match no parameter of `module`, frozen parameters included."""
+    names = [name for found in all_names(module).values() for name in found]
     parts = []
     for pattern in patterns:
         if matching(names, [pattern]) is None:
             near = difflib.get_close_matches(pattern.strip("*?"), names, n=1, cutoff=0.0)
             parts.append(f"{pattern!r}" + (f" (the closest name is {near[0]!r})" if near else ""))
-    if not parts:
-        return None
-    return (
-        f"exclude: no parameter of the model matches {', '.join(parts)}. Patterns are compared with whole names, case "
-        "matters, and * stands for anything"
-    )
-
-
-def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    """Log one warning about patterns that match no parameter of `module`, frozen ones included."""
-    sentence = unmatched_sentence(patterns, [name for names in all_names(module).values() for name in names])
-    if sentence is not None:
-        logger.warning("%s.", sentence)
+    if parts:
+        logger.warning(
+            "exclude: no parameter of the model matches %s. Patterns are compared with whole names, case matters, and "
+            "* stands for anything.",
+            ", ".join(parts),
+        )
 
 
 class ParameterNames(Protocol):

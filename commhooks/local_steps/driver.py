@@ -21,7 +21,7 @@ from commhooks.comm.joint_save import JointSave
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.engine.immediate import reduce_and_time
+from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
@@ -110,9 +110,9 @@ class LocalStepsDriver:
         if self._scaled and not self.averages and self.outer.due(self.in_round + 1):
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
-            future = reduce_and_time(self._exact, bucket, group, self.counters)
+            future = reduce_immediately(self._exact, bucket, group, self.counters)
         elif self._nodes is not None:
-            future = reduce_and_time(self._exact, bucket, self._nodes.node, self.counters, over="node")
+            future = reduce_immediately(self._exact, bucket, self._nodes.node, self.counters, over="node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)
@@ -304,16 +304,16 @@ class LocalStepsDriver:
                 share()
                 return True
             rounds = self.outer.state.step + self.outer.state.nonfinite_steps
-            reason = saver.run(-1 - rounds, lambda _: share(), limit_s, passes=self._passes)
-        if reason and self._source.group.rank() == saver.logging_rank:
+            failure = saver.run(-1 - rounds, lambda _: share(), limit_s, passes=self._passes)
+        if failure is not None and failure.logged_here:
             logger.warning(
                 "hook %s: the weights of the ranks were not averaged after %s backward passes, because %s. A save or "
                 "validation now has the weights of a single rank.",
                 self._name,
                 self.counters.backward_passes,
-                reason,
+                failure.reason,
             )
-        return not reason
+        return failure is None
 
     def _share(self, optimizers: bool) -> None:
         if self.apart:

@@ -86,15 +86,13 @@ AREAS = {
             ),
         ),
         Part(
-            "observer streams",
-            ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
+            "streams",
+            ("engine/test_streams", "hook/test_metrics"),
         ),
         Part(
             "*",
             (
                 "engine/test_backward_pass",
-                "engine/test_meanwhile",
-                "engine/test_simulation",
                 "engine/test_immediate",
                 "engine/test_masked_commit",
                 "engine/test_settle",
@@ -148,7 +146,6 @@ AREAS = {
         Part(
             "*",
             (
-                "compressors/quantized/test_shares",
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
                 "engine/test_kernel_choice::test_different_machines",
@@ -163,10 +160,10 @@ AREAS = {
             "*",
             (
                 "compressors/powersgd/test_fields",
-                "compressors/powersgd/test_packed_factors",
+                "compressors/powersgd/test_accelerator_factors",
                 "compressors/powersgd/test_cpu",
                 "compressors/native/test_threads",
-                "compressors/powersgd/test_batched_rank",
+                "compressors/powersgd/test_batched",
                 "compressors/powersgd/test_powersgd_against_oracle",
                 "compressors/powersgd/test_accelerator",
             ),
@@ -194,11 +191,6 @@ AREAS = {
 
 
 EXPLAINED = {
-    (
-        "commhooks/engine/observer.py",
-        "self._begin = 0",
-        "self._begin = 1",
-    ): "`begin_pass` sets it before it is read",
     (
         "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",

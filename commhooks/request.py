@@ -24,7 +24,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, reason_first
-from commhooks.options import HookConfig, converted, plain
+from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
     FACTORIES,
@@ -111,13 +111,6 @@ def check_value(where: str, value: Any, kind: Any, expected: str = "") -> Any:
     if not (found == "auto" if isinstance(found, str) else found is None or isinstance(found, bool) or found >= 1):
         raise invalid(where, value, expected)
     return found
-
-
-def check_choice(where: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise HookConfigError unless `value` is one of `choices`."""
-    if value not in choices:
-        near = [each for each in choices if isinstance(each, str)]
-        raise invalid(where, value, f"one of {', '.join(map(repr, choices))}", near)
 
 
 def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:

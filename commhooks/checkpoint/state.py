@@ -346,18 +346,17 @@ class SavedLearnedState:
                 own = {name: [tensor] for name, tensor in state["residual"].items()}
                 return Contribution("per_rank", [self._rank], own, shares=shares)
             return self._inexact(failure)
-        residuals = {} if missing else self._residuals()
-        if not missing and (self._world_size == 1 or state.local_shared):
-            # No communication needed: the residual of each rank is the mean.
-            return Contribution("mean", everyone, residuals)
+        saver, residuals = self.joint_save(), {} if missing else self._residuals()
+        alike = not missing and (self._world_size == 1 or state.local_shared)  # the residual of each rank is the mean
         collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
             for name, mine in residuals.items():
                 collected[name] = group.mean(mine) if residual == "mean" else group.gather(mine)
 
-        saver = self.joint_save()
-        if not joint:
+        if alike:
+            failure = saver.of_all_shards(None) if joint and saver is not None else None
+        elif not joint:
             failure = failure or Failure("this rank saves on its own", self._rank == 0)
         elif saver is None:
             failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
@@ -367,6 +366,8 @@ class SavedLearnedState:
             failure = saver.run(state.step, collect, limit_s, refusal=missing, torn=torn)
         if failure is not None:
             return self._inexact(failure)
+        if alike:
+            return Contribution("mean", everyone, residuals)
         if residual == "mean":
             self._rebase(collected)
         return Contribution("mean" if residual == "mean" else "per_rank", everyone, collected)

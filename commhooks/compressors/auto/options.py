@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from commhooks.options import HookConfig
+from commhooks.options import HookConfig, check_choice
 
 MARGIN = 1.1
 """The factor by which another hook must shorten the step to be chosen. Hooks whose steps differ by less are equally
@@ -78,11 +78,10 @@ class Auto(HookConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.quality in QUALITIES, "quality", f"one of {', '.join(map(repr, QUALITIES))}")
+        check_choice(f"{type(self).__name__}: quality", self.quality, QUALITIES)
         self._require(2 <= self.measure_steps <= 10_000, "measure_steps", "2 to 10000")
         again = self.check_again_every
         self._require(again is None or 10 <= again <= 2**31, "check_again_every", "10 or more, or None")
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
 def check_accelerate() -> None:
     """Raise ImportError if Accelerate is missing or too old; the message says what to install."""
-    from commhooks.hook.supported import needed
+    from commhooks.errors import needed
 
     with needed("accelerate", sentence="accelerate_commhooks needs Accelerate: pip install accelerate"):
         import accelerate  # noqa: F401

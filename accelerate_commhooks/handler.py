@@ -1,25 +1,30 @@
 """`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
 
 import dataclasses
+import os
+import sys
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.prepared import HookedModel, accelerator_in_construction, calling_accelerator, loss_scale_of
-from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
-from accelerate_commhooks.requested import RunValues, checked_request, stock_requests
-from accelerate_commhooks.saving import override_saves, saved_hooks
-from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, VARIABLE, Settings
+from accelerate_commhooks.replicas import check_leaves_something, override_prepare, replicas_of
+from accelerate_commhooks.saving import HookedModel, saved_hooks
+from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
-from commhooks.hook.for_plugins import PREFIX, HookRequest, Meter, attach_request
+from commhooks.hook.for_plugins import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
 
 logger = logger_of(__name__)
+
+_NO = DDPCommunicationHookType.NO
 
 
 @dataclass(eq=False, repr=False)
@@ -77,12 +82,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         self.given: frozenset[str]
         """The names of the arguments that the user has given, here or from outside."""
+        self.run_length: int | None = None
+        """The length of the run, if transformers' Trainer knows it and `total_steps` is None."""
+        self.ddp_defaults: dict[str, Any] = {}
+        """DDP arguments of transformers' Trainer, for those that the user has not given here."""
         self._hooked: list[HookedModel] = []
         self._meter = Meter()
         self._settings: Settings | None = None
         self._warned_alone = False
-        self.run_values = RunValues()
-        asks = self.hook is not None or "hook" in self.given or stock_requests(self)
+        asks = self.hook is not None or "hook" in self.given or self._stock_requests()
         settings = None if asks else Settings.from_environment()
         if settings is not None:
             settings.check()
@@ -91,7 +99,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             for name in outside.keys() - self.given:
                 setattr(self, name, outside[name])
             self.given |= outside.keys()
-        checked_request(self)
+        request = self.request
+        if request.config is not None:
+            request.config.resolved(request.total_steps)  # a fraction needs total_steps
         if settings is not None:
             self._use(settings)
 
@@ -110,14 +120,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if isinstance(overrides, str):
             raise HookConfigError(f"overrides={overrides!r} is a text; expected a list of texts 'key=value'")
         overrides = list(overrides)
-        given = Settings.from_environment() if path is None else Settings.read(path, overrides)
+        given = Settings.from_environment(overrides) if path is None else Settings.read(path, overrides)
         if given is None:
             raise HookConfigError(
                 f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
                 f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
             )
-        if path is None and overrides:
-            given = given.overridden(overrides)
         with given.named_in_errors():
             handler = cls(**given.arguments())
         handler._use(given)
@@ -134,9 +142,37 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return [hook for hooked in self._hooked if (hook := hooked.hook) is not None]
 
     @property
+    def request(self) -> HookRequest:
+        """What the fields ask for now: handlers of Accelerate may be changed.
+
+        Raises:
+            HookConfigError: as the constructor.
+        """
+        if not isinstance(self.dim, int):
+            raise HookConfigError(
+                f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
+                f"write CommHookKwargs(hook={self.dim!r})"
+            )
+        given = {name: getattr(self, name) for name in ARGUMENTS}
+        if stock := self._stock_requests():
+            if any(given[name] is not None for name in ("hook", "hook_options", "wrapper")):
+                ours = "hook" if self.hook is not None else "hook_options or wrapper"
+                raise HookConfigError(
+                    f"{' and '.join(stock)} beside {ours}=: both ask for a communication hook, and DDP takes one only. "
+                    "Keep hook= (with hook_options= and wrapper=)"
+                )
+            given |= self._translated()
+        elif self.hook is None and "hook" not in self.given:
+            raise HookConfigError(
+                "CommHookKwargs needs hook=, such as 'powerSGD', or settings from `accelerate-commhooks launch` or a "
+                f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
+            )
+        return HookRequest.parse(**given)
+
+    @property
     def off(self) -> bool:
         """Whether the handler is for DDP without a hook: `hook=None`."""
-        return checked_request(self).off
+        return self.request.off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
         """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
@@ -148,7 +184,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.hook.metrics`, with `commhooks/1/...` for the second of several models; means
+        The names are those of `commhooks.report`, with `commhooks/1/...` for the second of several models; means
         are since the previous call. Without a hook nothing is logged. Gradients are read from `.grad`: call this after
         `optimizer.step()` and before `optimizer.zero_grad()`, or the two metrics that need them are omitted. It does
         not communicate: all ranks may call it, or only the main process.
@@ -191,12 +227,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         shards = accelerator.distributed_type is DistributedType.FSDP
         if not (shards and self.off):
             check_leaves_something(accelerator)
-        if shards:
-            serve_replicas(accelerator, self)
-        else:
-            override_saves(accelerator)
         accelerator.ddp_handler = self
         saved_hooks(accelerator)
+        if shards:
+            override_prepare(accelerator, self)
         if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
         return self
@@ -209,47 +243,56 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
                 "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several "
                 "ranks.",
-                checked_request(self).name,
+                self.request.name,
             )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
-        # subclasses. `type()`, `isinstance` and the methods below are not affected. It is also the only moment at which
-        # a handler meets an accelerator that will shard, or wrap no model.
-        accelerator, shards = accelerator_in_construction()
-        if accelerator is not None and shards:
-            serve_replicas(accelerator, self)
-        elif accelerator is not None:
-            override_saves(accelerator)
+        # subclasses. `type()`, `isinstance` and the methods below are not affected. Of an accelerator that will shard
+        # by FSDP (it has set the variable by then) the handler hears nothing else.
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and (accelerator := _calling_accelerator()):
+            override_prepare(accelerator, self)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments of `DistributedDataParallel`, by name."""
-        return {f.name: getattr(self, f.name) for f in DDP_FIELDS}
+        own = {f.name: getattr(self, f.name) for f in DDP_FIELDS}
+        return own | {name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)}
+
+    def has_set(self, name: str) -> bool:
+        """Whether the user has given or assigned the DDP argument `name`."""
+        return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must call this."""
-        self._attach(model, checked_request(self), calling_accelerator(self))
+        # Accelerate 1.15 passes the model alone.
+        self._attach(model, self.request, _calling_accelerator())
 
     def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. Every rank must
-        call this. A hook that the model has from an earlier `prepare` is taken off."""
-        request = checked_request(self)
+        """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica, in place of a hook
+        from an earlier `prepare`. Every rank must call this."""
+        request = self.request
+        saved_hooks(accelerator)
         if request.off:
             if self._settings is not None:
                 self._settings.message("")
             return
-        request = saved_by_replicas(request, given="save_residual" in self.given)
-        for earlier in filter(None, [each.hook for each in self._hooked if each.is_of(model)]):
-            earlier.detach()
-        self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
+        if request.save_residual == "per_rank":
+            if "save_residual" in self.given:
+                raise HookConfigError(
+                    "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
+                    "replicas, 'mean' (the default), or no residuals, 'drop'"
+                )
+            request = dataclasses.replace(request, save_residual="mean")
+        for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
+            if earlier is not None:
+                earlier.detach()
+        self._attach(model, request, accelerator, replicas_of(accelerator))
 
     def __repr__(self) -> str:
-        fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        written = {"hook"} & self.given if self.hook is None and not stock_requests(self) else set()
-        shown = ", ".join(f"{f.name}={v!r}" for f, v in fields if f.name in written or not _is_default(f, v))
-        return f"{type(self).__qualname__}({shown})"
+        names = [f.name for f in dataclasses.fields(self) if f.name in self.given]
+        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _values(self) == _values(other)
@@ -257,6 +300,27 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never the hooks of wrapped models.
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
+
+    def _stock_requests(self) -> list[str]:
+        """The fields of Accelerate's handler that ask for a hook of torch and are set."""
+        return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
+
+    def _translated(self) -> dict[str, Any]:
+        """The arguments for the hook of commhooks that those fields stand for."""
+
+        def chosen(name: str, allowed: Iterable[DDPCommunicationHookType]) -> str | None:
+            value = getattr(self, name)
+            text = getattr(value, "value", value)
+            if text is not None:
+                check_choice(name, text, tuple(choice.value for choice in allowed))
+            return None if text == _NO.value else text
+
+        hook = chosen("comm_hook", DDPCommunicationHookType)
+        wrapper = chosen("comm_wrapper", (_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16))
+        if hook is None:
+            given = "comm_wrapper" if wrapper is not None else "comm_state_option"
+            raise HookConfigError(f"{given} without comm_hook: there is no communication hook that it could be for")
+        return {"hook": hook, "hook_options": self.comm_state_option or None, "wrapper": wrapper}
 
     def _use(self, settings: Settings) -> None:
         self._settings = settings
@@ -266,19 +330,34 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         )
 
     def _attach(
-        self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
+        self,
+        model: torch.nn.Module,
+        request: HookRequest,
+        accelerator: Accelerator | None,
+        replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._hooked = [each for each in self._hooked if each.hook is not None and not each.is_of(model)]
-        if self.attached_hooks and callable(getattr(request.hook_state, "state_dict", None)):
+        self._hooked = [each for each in self._hooked if each.hook is not None]
+        if self._hooked and callable(getattr(request.hook_state, "state_dict", None)):
             raise AttachError(
                 f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
                 "Give each model a handler of its own, or make states by a factory: "
                 "commhooks.register_hook(name, factory)"
             )
-        scale = loss_scale_of(accelerator)
-        message = None if self._settings is None else self._settings.message
+        scale = message = None
+        if accelerator is not None:
+            weak = weakref.ref(accelerator)
+            # Looked up at each call, because the scaler may be set later.
+            scale = ScaleOf(lambda: getattr(weak(), "scaler", None), accelerator.device)
+            saved_hooks(accelerator)
+        if self._settings is not None:
+            message = self._settings.message
         hook = attach_request(
-            model, request, total_steps=self.total_steps, loss_scale=scale, on_unused=message, **groups
+            model,
+            request,
+            total_steps=request.total_steps or self.run_length,
+            replicate_group=replicate_group,
+            loss_scale=scale,
+            on_unused=message,
         )
         if message is not None:
             message("")
@@ -287,18 +366,21 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         hooked = HookedModel(model, hook, request.strict)
         self._hooked.append(hooked)
         if accelerator is not None:
-            saved_hooks(accelerator).add(hooked)
+            saved_hooks(accelerator).add(model, hooked)
         else:
             logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
 
 
+def _calling_accelerator() -> Accelerator | None:
+    """The accelerator that is calling the caller of this function: `self` in the nearest frame."""
+    frame = sys._getframe(2)
+    while frame is not None and not issubclass(type(frame.f_locals.get("self")), Accelerator):  # `__class__` calls this
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals["self"]
+
+
 def _values(handler: Any) -> dict[str, Any]:
     return {f.name: getattr(handler, f.name) for f in dataclasses.fields(handler)}
-
-
-def _is_default(f: "dataclasses.Field[Any]", value: Any) -> bool:
-    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-    return type(value) is type(default) and bool(value == default)
 
 
 def _rebuild(cls: type[CommHookKwargs], values: dict[str, Any]) -> CommHookKwargs:

@@ -1,48 +1,87 @@
-"""Save and load hooks in `accelerator.save_state` and `load_state`.
+"""The state of the hooks in `accelerator.save_state` and `load_state`.
 
-Accelerate calls the functions registered with `register_save_state_pre_hook` and `register_load_state_pre_hook` on
-every rank that saves or loads, before it writes or reads its own files. Per model there is one shared file, which the
-main process writes, and one file per rank:
+Accelerate calls the functions of `register_save_state_pre_hook` and `register_load_state_pre_hook` on every rank that
+saves or loads. Each model has one shared file, which the main process writes, and one file per rank:
 
     comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
     comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
 
 No rank waits for another one, so that saving on the main process alone does not hang. docs/checkpoint_format.md
-describes the files. A model sharded by FSDP2 has a folder in place of the files, which all ranks write together, as
-Accelerate does with such a model:
-
-    comm_hook    comm_hook_1
+describes the files. A model sharded by FSDP2 has a folder, `comm_hook` or `comm_hook_1`, which all ranks write
+together.
 """
 
+import contextlib
 import functools
-import itertools
+import os
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.atomic_write import write_together
-from accelerate_commhooks.prepared import HookedModel, unwrapped
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import HookFolder, cut_off, located, nothing_saved, payload_parts, reason_first
+from commhooks.hook.for_plugins import (
+    HookFolder,
+    compiled_from,
+    cut_off,
+    located,
+    nothing_saved,
+    payload_parts,
+    reason_first,
+)
 
 logger = logger_of(__name__)
 
 _REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
 
 _OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank\d+)?\.pt)?")
-"""The names of our files, and without the second group of our folders; the first one is the number of the model."""
+"""The number of the model, and for files, but not for folders, the rest of the name."""
 
-_Check = Callable[[CommHook], Callable[[], None]]
-"""Checks what was saved for a hook. Returns a function that lets the hook take it over."""
 
-# One `SavedHooks` per accelerator, shared by all of its handlers, as long as the accelerator exists.
+class HookedModel:
+    """A wrapped model and its hook. All references are weak.
+
+    Attributes:
+        is_sharded: the model is sharded by FSDP2; otherwise it is wrapped in DDP.
+        strict: whether loading the state of another hook is an error.
+    """
+
+    def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool) -> None:
+        self.is_sharded, self.strict = isinstance(model, FSDPModule), strict
+        self._model, self._hook = weakref.ref(model), weakref.ref(hook)
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The hook; None if its model was deleted, or the hook was detached."""
+        hook = self._hook()
+        return None if self._model() is None or hook is None or hook.detached else hook
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is the wrapped model, the module inside it, or a compiled form of one of them."""
+        own = self._model()
+        return own is not None and self.hook is not None and unwrapped(model) is unwrapped(own)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The original module in `model`, which may be compiled, wrapped in DDP, or both."""
+    while True:
+        if (original := compiled_from(model)) is not None:
+            model = original
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+# One `SavedHooks` per accelerator, shared by all of its handlers.
 _SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
 
 
@@ -54,67 +93,30 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
     return known
 
 
-class HookedSave:
-    """The `save_state` or `save_model` of an accelerator with a handler: first registers the save and load hooks, since
-    the folder may hold those of an earlier save though no model has a hook now, and ends the rounds of hooks that
-    average weights. A pickled accelerator has the method of its class.
-
-    Accelerate 1.15 registers nothing during its construction, tells handlers nothing of models that it does not wrap,
-    writes sharded weights before it calls save hooks, and calls none in `save_model`. So these public methods are
-    overridden, on this one object.
-    """
-
-    def __init__(self, accelerator: Accelerator, name: str) -> None:
-        self._accelerator, self._name = weakref.ref(accelerator), name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        accelerator: Any = self._accelerator()
-        saved_hooks(accelerator).end_rounds(state=self._name == "save_state")
-        return getattr(type(accelerator), self._name)(accelerator, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._accelerator(), self._name)
-
-
-def override_saves(accelerator: Accelerator) -> None:
-    for name in ("save_state", "save_model"):
-        setattr(accelerator, name, HookedSave(accelerator, name))
-
-
 class SavedHooks:
     """The hooks of one accelerator's models, numbered in the order in which the models were prepared.
 
     A model keeps its number when another one is deleted. `free_memory` restarts the numbering, as for Accelerate's own
-    files. A module that is prepared again keeps its number, and the hook of its latest DDP model is saved.
+    files. If a module is prepared again, the hook of its latest wrapped model is saved.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
-        self._models: list[HookedModel] = []
-        self._loaded_early: dict[int, _Check] = {}
+        self._of_modules: weakref.WeakKeyDictionary[torch.nn.Module, HookedModel] = weakref.WeakKeyDictionary()
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
 
-    def add(self, model: HookedModel) -> None:
-        """Add a newly prepared model; a state loaded for it earlier is applied now."""
-        if self._freed(added=model.module):
-            self._models = []
-        number = next((i for i, known in enumerate(self._models) if known.module is model.module), len(self._models))
-        self._models[number : number + 1] = [model]
-        early = self._loaded_early.pop(number, None)
-        if early is not None and model.hook is not None:
-            early(model.hook)()
-
-    def end_rounds(self, *, state: bool) -> None:
-        """End the rounds of hooks that average weights. `state`: for `save_state`, where the hook of a DDP model does
-        so by itself when it is saved."""
-        for model in self._models:
-            if (hook := model.hook) is not None and (model.is_sharded or not state):
-                hook.synchronize(optimizers=state)
+    def add(self, model: torch.nn.Module, hooked: HookedModel) -> None:
+        """Add a newly prepared model."""
+        self._of_modules[unwrapped(model)] = hooked
+        if hooked.hook is not None and hooked.hook.stats()["step_in_round"] is not None:
+            self._end_rounds_before("save_model")
+            if hooked.is_sharded:
+                self._end_rounds_before("save_state")
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
-        """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones. Files of an
-        earlier save there, for which there is no hook now, are removed: they belong to other weights.
+        """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Files of an
+        earlier save there that belong to no hook now are removed: they belong to other weights.
 
         No rank waits for another one, unless a hook has `save_residual="mean"` or averages weights, or its model is
         sharded: then all ranks must call this.
@@ -123,59 +125,47 @@ class SavedHooks:
             OSError: as `write_together`.
             HookRunError: the folder of an earlier save cannot be removed.
         """
-        rank = self._live_accelerator().process_index
-        for number, model in enumerate(self._models):
+        rank, models = self._live_accelerator().process_index, self._numbered()
+        for number, model in enumerate(models):
             if model.is_sharded and (hook := model.hook) is not None:
                 _folder(folder, number).remove()
                 _folder(folder, number).save(hook)
 
         def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
-            for number, model in enumerate(self._models):
+            for number, model in enumerate(models):
                 if not model.is_sharded and (hook := model.hook) is not None:
                     shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
                     path = _path(folder, number)
-                    yield _of_rank(path, rank), own  # None: an earlier save in this folder may have left one
+                    yield _of_rank(path, rank), own  # None removes the file of an earlier save
                     if writes_shared:
                         yield path, shared
-            for path in self._left_over(folder) if writes_shared else ():
+            for path in _left_over(folder, models) if writes_shared else ():
                 yield path, None
 
         write_together(files(), rank)
 
     @reason_first()
     def load(self, folder: str) -> None:
-        """Load the files of `save`. All ranks must call this. States of models that are not prepared yet are applied
-        when they are.
+        """Load the files of `save` into the hooks of the models that are prepared. All ranks must call this.
 
         Raises:
             PayloadError: a file is damaged or does not fit. Nothing was changed.
         """
-        accelerator = self._live_accelerator()
-        without = accelerator.distributed_type is DistributedType.NO or getattr(accelerator.ddp_handler, "off", False)
-        if without and not self._models:
-            return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
-        early: dict[int, _Check] = {}
-        for number in itertools.count():
-            path, known = _path(folder, number), number < len(self._models)
-            is_sharded = self._models[number].is_sharded if known else path.with_suffix("").is_dir()
-            if not known and not is_sharded and not path.exists():
-                break
-            hook = self._models[number].hook if known else None
-            if is_sharded:
-                check: _Check = functools.partial(self._from_folder, folder, number)
-            elif (saved := self._read(path, hook)) is not None:
-                check = functools.partial(_checked, saved, path)
-            else:
+        for number, model in enumerate(self._numbered()):
+            if (hook := model.hook) is None:
                 continue
-            if hook is not None:
-                take_over.append(check(hook))
-            if not known or self._freed():
-                early[number] = check
+            path, place = _path(folder, number), _folder(folder, number)
+            if model.is_sharded and place.is_complete():
+                take_over.append(place.prepare_load(hook, strict=model.strict))
+            elif not model.is_sharded and (saved := self._read(path)) is not None:
+                with located(path, _REMEDY):
+                    take_over.append(hook.prepare_load(saved))
+            elif self._live_accelerator().is_main_process:
+                logger.warning(nothing_saved(folder, path.stem if model.is_sharded else path.name, hook.name))
         for each in take_over:
             each()
-        self._loaded_early = early
 
     # ---- what Accelerate calls ---------------------------------------------------------------------------------------
 
@@ -185,27 +175,37 @@ class SavedHooks:
         main = accelerator.is_local_main_process if everywhere else accelerator.is_main_process
         self.save(output_dir, writes_shared=main)
 
+    def _end_rounds_before(self, name: str) -> None:
+        """Let the method `name` of the accelerator first end the rounds of hooks that average weights.
+
+        Accelerate 1.15 calls no hook in `save_model`, and writes sharded weights before it calls the hooks of
+        `save_state`. So these public methods are overridden, on this one object.
+        """
+        accelerator = self._live_accelerator()
+        method = getattr(type(accelerator), name)
+
+        @functools.wraps(method)
+        def ends_rounds_first(*args: Any, **kwargs: Any) -> Any:
+            for model in self._numbered():
+                if (hook := model.hook) is not None:
+                    hook.synchronize(optimizers=name == "save_state")
+            return method(self._live_accelerator(), *args, **kwargs)
+
+        setattr(accelerator, name, ends_rounds_first)
+
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _left_over(self, folder: str) -> Iterator[Path]:
-        """What an earlier save in `folder` has left and a load would read, of hooks that are not saved now."""
-        kept = {(number, model.is_sharded) for number, model in enumerate(self._models) if model.hook is not None}
-        for path in Path(folder).iterdir():
-            if (ours := _OURS.fullmatch(path.name)) is not None:
-                number, is_sharded = int(ours[1] or 0), ours[2] is None
-                read = _folder(folder, number).last_file if is_sharded else path
-                if (number, is_sharded) not in kept and read.is_file():
-                    yield read
+    def _numbered(self) -> list[HookedModel]:
+        """The models that have had a hook, without those that `free_memory` has released.
 
-    def _from_folder(self, folder: str, number: int, hook: CommHook) -> Callable[[], None]:
-        saved = _folder(folder, number)
-        if saved.is_complete():
-            return saved.prepare_load(hook, strict=self._models[number].strict)
-        if self._live_accelerator().is_main_process:
-            logger.warning(nothing_saved(folder, _path(folder, number).stem, hook.name))
-        return lambda: None
+        Accelerate 1.15 has no public list of its models: save hooks receive it, but load hooks receive a copy, which
+        other hooks may have emptied.
+        """
+        prepared = getattr(self._live_accelerator(), "_models", self._of_modules)
+        modules = dict.fromkeys(unwrapped(each) for each in prepared)
+        return [self._of_modules[each] for each in modules if each in self._of_modules]
 
-    def _read(self, path: Path, hook: CommHook | None) -> dict[str, Any] | None:
+    def _read(self, path: Path) -> dict[str, Any] | None:
         """The payload for this rank, of the model whose shared file is `path`; None if the checkpoint has none."""
         accelerator = self._live_accelerator()
         rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -215,8 +215,6 @@ class SavedHooks:
                     f"{path} is missing, though {_of_rank(path, rank).name} is there: the shared part of the "
                     f"communication hook's state is written by the main process. Copy it from there. {_REMEDY}"
                 )
-            if hook is not None and accelerator.is_main_process:
-                logger.warning(nothing_saved(path.parent, path.name, hook.name))
             return None
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -235,25 +233,21 @@ class SavedHooks:
         parts = (_part(_of_rank(path, each), shared, each) for each in needed)  # one at a time: they are large
         return payload_parts.merge(shared, parts, rank, world_size)
 
-    def _freed(self, added: torch.nn.Module | None = None) -> bool:
-        """Whether the accelerator has released all models since they were prepared. `added`: one that it has just got.
-
-        Accelerate 1.15 has no callback for `free_memory`. Its list of models, which save hooks receive, has no public
-        name; load hooks receive a copy, which other hooks may have emptied. Without that list: never.
-        """
-        prepared = getattr(self._live_accelerator(), "_models", None)
-        if prepared is None:
-            return False
-        modules = [unwrapped(each) for each in prepared]
-        if sum(each is added for each in modules) > 1:  # prepared twice
-            return False
-        kept = {id(each) for each in modules if each is not added}
-        return not any(id(known.module) in kept for known in self._models)
-
     def _live_accelerator(self) -> Accelerator:
         accelerator = self._accelerator()
         assert accelerator is not None  # the accelerator is the caller
         return accelerator
+
+
+def _left_over(folder: str, models: list[HookedModel]) -> Iterator[Path]:
+    """What an earlier save in `folder` has left and a load would read, of hooks that are not saved now."""
+    kept = {(number, model.is_sharded) for number, model in enumerate(models) if model.hook is not None}
+    for path in Path(folder).iterdir():
+        if (ours := _OURS.fullmatch(path.name)) is not None:
+            number, is_sharded = int(ours[1] or 0), ours[2] is None
+            read = _folder(folder, number).last_file if is_sharded else path
+            if (number, is_sharded) not in kept and read.is_file():
+                yield read
 
 
 def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
@@ -268,7 +262,7 @@ def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | Non
         problem = payload_parts.problem_of_part(shared, part, rank)
     except FileNotFoundError:
         problem = "is missing"
-    except Exception as error:  # as above
+    except Exception as error:  # as in `_read`
         problem = _unreadable(path, error)
     if problem is None:
         return part
@@ -289,11 +283,54 @@ def _of_rank(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}_rank{rank}.pt")
 
 
-def _checked(saved: dict[str, Any], path: Path, hook: CommHook) -> Callable[[], None]:
-    with located(path, _REMEDY):
-        return hook.prepare_load(saved)
-
-
 def _unreadable(path: Path, error: Exception) -> str:
     reason = (str(error).splitlines() or [""])[0]
     return cut_off(path, error) or f"cannot be read ({type(error).__name__}: {reason})"
+
+
+# ------------------------------------------------------------------------------------------------- files, all or none
+
+
+def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: int) -> None:
+    """Save each content at its path; None removes a file of an earlier save. Readers see the old or the new content of
+    each file, never a part of it, and after an error while writing, such as a full disk, no file has changed. A killed
+    process leaves files `.NAME.RANK.tmp`, which are never read; the next save overwrites them.
+
+    Raises:
+        OSError: a file could not be written; the error names it and the reason.
+    """
+    temporary: dict[Path, Path | None] = {}  # by final path
+    try:
+        for path, content in files:
+            temporary[path] = None
+            if content is not None:
+                temporary[path] = beside = path.with_name(f".{path.name}.{rank}.tmp")
+                with _naming(path), open(beside, "wb") as file:
+                    try:
+                        torch.save(content, file)
+                    except RuntimeError as error:
+                        # torch 2.13 raises "unexpected pos 640 vs 598" in place of the error of the disk.
+                        if isinstance(error.__context__, OSError):
+                            raise error.__context__ from None
+                        raise
+                    file.flush()
+                    os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
+        for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # removals come last
+            with _naming(path):
+                if written is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    os.replace(written, path)
+    finally:
+        for written in filter(None, temporary.values()):
+            with contextlib.suppress(OSError):
+                written.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Make OSErrors of the body name `path` instead of the temporary file or no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

@@ -9,31 +9,33 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 import contextlib
 import inspect
 import os
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 
 with needed(
     "accelerate",
     "transformers",
     sentence="accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate",
 ):
-    from accelerate import DistributedDataParallelKwargs
-    from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import get_last_checkpoint
+    from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+    from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metrics, save_between_steps
-from commhooks import CommHook, HookConfigError
-from commhooks.errors import no_such
-from commhooks.hook.for_plugins import Meter, arguments_in
+from commhooks import AttachError, CommHook, HookConfigError
+from commhooks.errors import logger_of, no_such
+from commhooks.hook.for_plugins import PREFIX, Meter, arguments_in
 
 if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+logger = logger_of(__name__)
 
 
 class CommHookTrainerMixin(_Base):
@@ -47,7 +49,7 @@ class CommHookTrainerMixin(_Base):
     is loaded from the checkpoint, in which every rank has saved its part.
 
     Where the Trainer reports (`report_to`), it reports the metrics of the hook beside the loss, with the names of
-    `commhooks.hook.metrics`; gradient norms are those after clipping. The lines that it prints leave them out.
+    `commhooks.report`; gradient norms are those after clipping. The lines that it prints leave them out.
 
     Args:
         hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
@@ -102,12 +104,18 @@ class CommHookTrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Also add the hook to the accelerator. Called at construction and in each trial of a hyperparameter search."""
         super().create_accelerator_and_postprocess()
-        trainers_own = self.accelerator.ddp_handler
+        handler, trainers_own = self._hook_handler, self.accelerator.ddp_handler
         if trainers_own is not None:
-            for name, value in _merged(self._hook_handler, trainers_own.to_dict(), self.args).items():
-                self._hook_handler.run_values.set(self._hook_handler, name, value)
+            handler.ddp_defaults = trainers_own.to_dict()
+            for name, value in handler.ddp_defaults.items():
+                theirs = getattr(handler, name)
+                if getattr(self.args, f"ddp_{name}", None) is not None and handler.has_set(name) and theirs != value:
+                    raise HookConfigError(
+                        f"{name}={theirs!r} in CommHookKwargs(...), but ddp_{name}={value!r} in "
+                        "TrainingArguments(...): give it in one of them"
+                    )
             self.accelerator.ddp_handler = None  # replaced by our handler, which now holds its arguments
-        self._hook_handler.attach(self.accelerator)
+        handler.attach(self.accelerator)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Also set the length of the run in the handler. Called before the model is wrapped."""
@@ -115,8 +123,7 @@ class CommHookTrainerMixin(_Base):
         passes = values[-1]  # synchronised ones: one for each step of the optimizer, as a rule
         if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
             passes *= args.gradient_accumulation_steps
-        handler = self._hook_handler
-        handler.run_values.set(handler, "total_steps", handler.run_values.users(handler, "total_steps") or passes)
+        self._hook_handler.run_length = passes
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -205,19 +212,103 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     return handler
 
 
-def _merged(handler: CommHookKwargs, trainers_own: dict[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """DDP's arguments: those that the user has given in a handler, and the Trainer's, which it decides itself where
-    `TrainingArguments` says nothing."""
-    default, merged = DistributedDataParallelKwargs().to_dict(), {}
-    for name, trainers in trainers_own.items():
-        users = handler.run_values.users(handler, name)
-        if name not in handler.given and users == default[name]:
-            merged[name] = trainers
-            continue
-        if getattr(args, f"ddp_{name}", None) is not None and users != trainers:
-            raise HookConfigError(
-                f"{name}={users!r} in CommHookKwargs(...), but ddp_{name}={trainers!r} in TrainingArguments(...): give "
-                "it in one of them"
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+class HookCallback(TrainerCallback):
+    """Prepares the hook between wrapping and the first step, reads its metrics, closes it after the last step, and
+    checks that each checkpoint contains it."""
+
+    def __init__(self, trainer: "CommHookTrainerMixin") -> None:
+        self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, handler = self.trainer, self.trainer._hook_handler
+        if handler.is_attached(trainer.model_wrapped):
+            if trainer._resume_folder is not None:
+                saved_hooks(trainer.accelerator).load(trainer._resume_folder)
+        elif trainer.accelerator.num_processes == 1:
+            handler.warn_alone()
+        elif not handler.off:
+            raise AttachError(
+                f"hook {handler.hook!r} is not attached: the model in training is a "
+                f"{type(trainer.model_wrapped).__name__} that the Trainer's accelerator has not wrapped in "
+                "DistributedDataParallel. Use the Trainer without a hook for models that are sharded or wrapped already"
             )
-        merged[name] = users
-    return merged
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the metrics for the step that is about to be made, while its gradients are there."""
+        step = state.global_step + 1
+        due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
+        if due or step == 1 and args.logging_first_step:
+            self.trainer._metrics_at = {step: self.trainer._metrics()}
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let other callbacks see the model of all ranks."""
+        if (hook := self.trainer.comm_hook) is not None:
+            hook.synchronize()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (hook := self.trainer.comm_hook) is not None:
+            if not (args.load_best_model_at_end and state.best_model_checkpoint):  # loaded by now, on all ranks
+                hook.synchronize()
+            hook.close()
+            self.trainer._closed_hook = hook
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, hook = self.trainer, self.trainer.comm_hook
+        missing = trainer._saved_at_step != state.global_step and not args.save_only_model
+        if hook is not None and missing and state.is_world_process_zero:
+            logger.warning(
+                "the checkpoint of step %s does not hold the state of hook %r: %s.save_model does not call "
+                "super().save_model(output_dir, _internal_call).",
+                state.global_step,
+                hook.name,
+                trainer.__class__.__name__,  # behind the proxy
+            )
+
+
+class _WithoutMetrics(TrainerCallback):
+    """For callbacks that print logs: the metrics of the hook are for trackers."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        shown = {name: value for name, value in (logs or {}).items() if not name.startswith(f"{PREFIX}/")}
+        super().on_log(args, state, control, logs=shown, **kwargs)
+
+
+class _Printer(_WithoutMetrics, PrinterCallback):
+    pass
+
+
+class _Progress(_WithoutMetrics, ProgressCallback):
+    pass
+
+
+def print_no_metrics(trainer: Trainer) -> None:
+    """Replace the callbacks that transformers has added to print logs. A user's own, also a subclass, stays."""
+    for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
+        for callback in [each for each in trainer.callback_handler.callbacks if type(each) is theirs]:
+            trainer.remove_callback(callback)
+            trainer.add_callback(ours)
+
+
+class _BetweenSteps(JITCheckpointCallback):
+    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step.
+
+    transformers 5.23 also saves between the backward pass and the optimizer's step. By then the hook has taken part in
+    a step that the weights have not made: whoever resumes would repeat it on the residual that it left.
+    """
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for `on_step_end`, which follows."""
+
+
+def save_between_steps(trainer: Trainer) -> None:
+    """Replace the callback by which `trainer` saves on SIGTERM, if it does."""
+    if not trainer.args.enable_jit_checkpoint:
+        return  # a callback of this class would be the user's
+    own = trainer.pop_callback(JITCheckpointCallback)  # the first one: the Trainer's
+    if isinstance(own, JITCheckpointCallback):
+        ours = _BetweenSteps()
+        ours.trainer, ours.jit_manager = own.trainer, own.jit_manager
+        trainer.add_callback(ours)

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 from commhooks.compressors.base import Compressor
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.simulation import SimulatedRanks
 
 CONTEXT, BATCH = 64, 8

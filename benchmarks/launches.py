@@ -21,7 +21,7 @@ from machine import machine
 from models import GPT2, TASKS
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.local_driver import LocalDriver
 
 Shapes = Sequence[tuple[int, ...]]

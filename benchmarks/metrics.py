@@ -7,7 +7,7 @@ kind on the same batch. The first two kinds take turns with each other, then the
 
   without     as if nobody had written the clocks: they are taken out
   clocks      what every step does, asked for or not: longer than `without` by so much
-  reading     all values read after the step (`commhooks.hook.metrics.Meter`), as loggers do every so many steps
+  reading     all values read after the step (`commhooks.report.Meter`), as loggers do every so many steps
 
 What is told is the median over the rounds of the difference within a round. `% of a step` is that of the clocks, which
 is in every step, or of a reading, of which there is one in EVERY steps.
@@ -23,7 +23,7 @@ from hooks import wrap
 from machine import machine
 from models import TASKS, forward_loss, make, numel
 
-from commhooks.hook.metrics import Meter
+from commhooks.report import Meter
 
 WARM_UP, START, EVERY = 6, 2, 50
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
@@ -35,7 +35,7 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
     wrapped, hook = wrap(model, label, start=START)
     assert hook is not None
     batch = task.batch(BATCH_SIZE.get(name, 16))
-    meter, clocks = Meter(), hook._runner.counters.clocks
+    meter, clocks = Meter(), hook._hook.counters.clocks
 
     def step(after: Callable[[], object] = lambda: None) -> float:
         wrapped.zero_grad(set_to_none=True)

@@ -1,11 +1,11 @@
 """How much code one training step enters, and how much there is: what a reader has to follow.
 
-    python benchmarks/size.py [--hooks powerSGD int8 allreduce bf16]
+    python benchmarks/size.py [--hooks powerSGD int8 allreduce bf16 diloco]
 
-A model of six linear layers in one process; `sys.setprofile` notes every function of the packages that one steady step
-enters, in the thread that runs the backward pass.
+A model of six linear layers in one process; `sys.setprofile` notes every function of the packages that one steady
+backward pass enters, in the thread that runs it. Of diloco these are the functions of a round of three whole steps.
 
-  files, functions    of the packages that the step enters
+  files, functions    of the packages that the step or round enters
   changes of file     how often a call or a return leads into another file
 """
 
@@ -30,8 +30,15 @@ import commhooks
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
-STEPS_BEFORE = 5
-OPTIONS = {"powerSGD": {"start_powerSGD_iter": 1}, "int8": {"start_iter": 1}, "int4": {"start_iter": 1}}
+STEPS_BEFORE = 6
+EVERY = {"diloco": 3}
+"""Steps in a round."""
+OPTIONS = {
+    "powerSGD": {"start_powerSGD_iter": 1},
+    "int8": {"start_iter": 1},
+    "int4": {"start_iter": 1},
+    "diloco": {"sync_every": EVERY["diloco"], "outer_momentum": 0.9},
+}
 
 
 class Followed:
@@ -62,17 +69,23 @@ class Followed:
 
 
 def follow(hook: str) -> Row:
-    """The figures of one step with this hook."""
+    """The figures of one step or round with this hook."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
     commhooks.attach(ddp, hook, hook_options=OPTIONS.get(hook)).quiet()
-    for _ in range(STEPS_BEFORE):
-        ddp(torch.randn(8, 64)).square().mean().backward()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     followed = Followed()
-    loss = ddp(torch.randn(8, 64)).square().mean()
-    with followed():
-        loss.backward()
+    for _ in range(STEPS_BEFORE):
+        _step(ddp, optimizer)
+    if hook in EVERY:
+        with followed():
+            for _ in range(EVERY[hook]):
+                _step(ddp, optimizer)
+    else:
+        loss = ddp(torch.randn(8, 64)).square().mean()
+        with followed():
+            loss.backward()
     files = {file for file, _ in followed.functions}
     return {
         "hook": hook,
@@ -80,6 +93,11 @@ def follow(hook: str) -> Row:
         "functions": len(followed.functions),
         "changes of file": followed.changes,
     }
+
+
+def _step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ddp(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
 
 
 def lines(package: str) -> tuple[int, int]:
@@ -91,7 +109,7 @@ def lines(package: str) -> tuple[int, int]:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--hooks", nargs="+", default=["powerSGD", "int8", "allreduce", "bf16"])
+    made.add_argument("--hooks", nargs="+", default=["powerSGD", "int8", "allreduce", "bf16", "diloco"])
     args = parse(made, hooks=["powerSGD"])
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -99,7 +117,7 @@ def main() -> None:
     dist.destroy_process_group()
     columns = {name: number(name) for name in ("hook", "files", "functions", "changes of file")}
     notes = ["{}: {} files, {} lines".format(package, *lines(package)) for package in PACKAGES]
-    report("size", "size: what a steady step enters, CPU, DDP", args, machine(), rows, columns, notes)
+    report("size", "size: what a steady step or a round enters, CPU, DDP", args, machine(), rows, columns, notes)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""The errors that commhooks raises, the loggers of its warnings, and helpers for their texts. All errors derive from
-`CommHookError`, so that one `except` catches them."""
+"""The errors that commhooks raises and the sentences in them, the loggers of its warnings, and the versions of
+frameworks that the plugins need. All errors derive from `CommHookError`, so that one `except` catches them."""
 
+import contextlib
 import difflib
 import logging
-from collections.abc import Collection, Iterable
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 
@@ -45,13 +50,19 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:90]}... ({type(value).__name__})"
 
 
-def invalid(where: str, value: object, expected: str) -> HookConfigError:
-    """The error about the `value` of the argument, option or setting `where`."""
-    return HookConfigError(f"{where}={shown(value)}; expected {expected}")
+def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
+    """The error about the `value` of an argument, option or setting.
+
+    Args:
+        where: its name, or the key path to it.
+        near: values of which the closest one is offered.
+    """
+    hint = did_you_mean(value, near) if isinstance(value, str) else ""
+    return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 
 
 def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookConfigError:
-    """The error about a `name` that is none of the `known` arguments, options or settings (`kind`: one of these)."""
+    """The error about a `name` that is not among the `known` arguments, options or settings (`kind`: one of these)."""
     if not known:
         return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
     return HookConfigError(f"{whose} has no {kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
@@ -89,3 +100,82 @@ def logger_of(module: str) -> _Logger:
     """The logger of a module. Its warnings begin with "commhooks:", so that users see where they come from; its other
     messages, such as those that torch's hooks log, remain as they are."""
     return _Logger(logging.getLogger(module), None)
+
+
+_summary_logger = logging.getLogger("commhooks.summary")
+
+
+def log_summary(line: str) -> None:
+    """Log a line for users, or print it if logging is not configured, so that users see that the hook is active."""
+    text = f"commhooks: {line}"
+    if _summary_logger.isEnabledFor(logging.INFO) and _summary_logger.hasHandlers():
+        _summary_logger.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reason_first() -> Iterator[None]:
+    """Context manager: rank 0 prints the message of a CommHookError as soon as the body raises it. All ranks raise such
+    errors, and their interleaved tracebacks end with the reason."""
+    try:
+        yield
+    except CommHookError as error:
+        import torch.distributed as dist  # local, because it is slow to import
+
+        if dist.is_initialized():
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+        else:  # set by launchers
+            rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        if rank == 0 and ranks > 1 and not error.said:
+            error.said = True
+            print(f"commhooks: error: {error}", file=sys.stderr, flush=True)
+        raise
+
+
+# ---- versions --------------------------------------------------------------------------------------------------------
+
+OLDEST = {
+    "accelerate": "1.10.0",
+    "lightning": "2.6.0",
+    "lightning_fabric": "2.6.0",
+    "pytorch_lightning": "2.6.0",
+    "transformers": "5.3.0",
+}
+"""The oldest versions that the plugins support, as in pyproject.toml; docs/versions.md has the reasons."""
+
+
+def check_version(framework: ModuleType) -> None:
+    """Raise ImportError if `framework`, one of `OLDEST`, is too old."""
+    name, version = framework.__name__, framework.__version__
+    if _numbers(version) < _numbers(OLDEST[name]):
+        raise ImportError(
+            f"commhooks needs {name} {OLDEST[name]} or newer, and {version} is installed: "
+            f'pip install --upgrade "{name.replace("_", "-")}>={OLDEST[name]}"'
+        )
+
+
+@contextlib.contextmanager
+def needed(*packages: str, sentence: str) -> Iterator[None]:
+    """Context manager for importing `packages`, which are keys of `OLDEST`.
+
+    Args:
+        sentence: what to install, for the message.
+
+    Raises:
+        ImportError: one of them is not installed or too old.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in packages:
+            raise
+        raise ImportError(sentence) from error
+    for each in packages:
+        check_version(sys.modules[each])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 6, 0) of "2.6.0rc1+local", and of "2.6"."""
+    found = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(map(int, f"{found[0]}.0.0".split(".")))[:3] if found else (0, 0, 0)

@@ -1,22 +1,17 @@
-"""`CommHookDDP` for Fabric: its DDP strategy with a communication hook of commhooks for every model that is set up.
+"""`CommHookDDP` for the Fabric of `lightning.fabric`.
 
 fabric = Fabric(devices=2, strategy=CommHookDDP(hook="powerSGD"))
 model, optimizer = fabric.setup(model, optimizer)
 fabric.save("state.ckpt", {"model": model, "optimizer": optimizer})   # with the state of the model's hook
 """
 
-from commhooks.hook.supported import needed
-from lightning_commhooks.fabric_strategy import HookedFabricDDP
+from typing import TYPE_CHECKING
 
-with needed(
-    "lightning",
-    sentence="this needs lightning.fabric: pip install lightning. For lightning_fabric write "
-    "`from lightning_commhooks.lightning_fabric import CommHookDDP`",
-):
-    from lightning.fabric.strategies import DDPStrategy
+from lightning_commhooks.packages import fabric_class
+
+if TYPE_CHECKING:
+    from lightning_commhooks.fabric_strategy import CommHookDDP
+else:
+    CommHookDDP = fabric_class("lightning.fabric")
 
 __all__ = ["CommHookDDP"]
-
-
-class CommHookDDP(HookedFabricDDP, DDPStrategy):
-    __doc__ = HookedFabricDDP.__doc__

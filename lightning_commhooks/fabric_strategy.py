@@ -4,7 +4,7 @@ communication hook for every model that is set up."""
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,12 +26,15 @@ from lightning_commhooks.checkpoint import (
     in_signal_handler,
     naming,
 )
-from lightning_commhooks.hooked_strategy import loss_scale, warn
-from lightning_commhooks.strategy import HookType, check_ddp_arguments
-from lightning_commhooks.twins import FabricDDPStrategy
+from lightning_commhooks.strategy import HookType, check_ddp_arguments, loss_scale, warn
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy
+else:
+    DDPStrategy = object  # see packages.py
 
 
-class HookedFabricDDP(FabricDDPStrategy):
+class CommHookDDP(DDPStrategy):
     """Fabric's `DDPStrategy` with a communication hook, on every device, saved and restored by `fabric.save` and
     `fabric.load`.
 
@@ -64,10 +67,9 @@ class HookedFabricDDP(FabricDDPStrategy):
         ranks_per_node: int | Literal["auto"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
+        check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(**arguments_in(locals()))
-        self._total_steps = total_steps
         self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
         self._warned_about_saving = False
 
@@ -100,7 +102,6 @@ class HookedFabricDDP(FabricDDPStrategy):
         hook = attach_request(
             model,
             self._request,
-            total_steps=self._total_steps,
             loss_scale=loss_scale(self.precision, self.root_device),
         )
         if not self._request.off:

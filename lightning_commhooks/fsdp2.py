@@ -4,14 +4,14 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from commhooks import CommHook, HookConfigError
+from commhooks import HookConfigError
 from commhooks.hook.for_plugins import (
     HookFolder,
     HookRequest,
@@ -20,17 +20,17 @@ from commhooks.hook.for_plugins import (
     explains_arguments,
     nothing_saved,
 )
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
-from lightning_commhooks.hooked_strategy import HookedStrategy, warn
-from lightning_commhooks.round_end import HookRoundEnd, put_first
-from lightning_commhooks.strategy import HookType
-from lightning_commhooks.twins import ModelParallelStrategy
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from lightning_commhooks.strategy import HookedStrategy, HookType, warn
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+else:
+    ModelParallelStrategy = object  # see packages.py
 
 
-class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
+class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
     """`ModelParallelStrategy` for models that are sharded within groups of ranks, and averaged by a hook between these
     groups. The hook is saved and resumed with the trainer's checkpoints, which are distributed ones (a folder each).
 
@@ -48,9 +48,6 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     Raises:
         commhooks.HookConfigError: at construction, as `CommHookDDP`.
     """
-
-    round_end_callback: ClassVar[type[HookRoundEnd]]
-    """`CommHookRoundEnd` of the Trainer's package."""
 
     @explains_arguments
     def __init__(
@@ -95,16 +92,6 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        if self.lightning_module is None:
-            raise HookConfigError(
-                "CommHookFSDP2.setup_environment was called before the Trainer knows the module. Lightning's own "
-                "ModelParallelStrategy (2.6) hands the device mesh to the module here, and fails without one, too: let "
-                "fit call it, or connect the processes with torch.distributed.init_process_group"
-            )
-        callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, HookCheckpoint) for callback in callbacks):
-            raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
-        put_first(self.lightning_module.trainer, self.round_end_callback)
         super().setup_environment()
         replicas = self.num_nodes if self._replicate_size == "auto" else self._replicate_size
         if self.world_size % replicas:
@@ -136,26 +123,23 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The Trainer asks for it first of all that it saves.
-        self.end_round(optimizers=True)
+        # The Trainer asks for the weights before all else that it saves.
+        if self._saved_hook is not None:
+            self._saved_hook.synchronize(optimizers=True)
         return super().lightning_module_state_dict()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        full = "optimizer_states" in checkpoint
-        path = Path(self.broadcast(filepath))
+        is_full, path = "optimizer_states" in checkpoint, Path(self.broadcast(filepath))
         self._folder_in(path).remove()
         super().save_checkpoint(checkpoint, path, storage_options)
-        module = self.lightning_module
-        if full and self._saved_hook is not None and module is not None and self.hook_belongs_to(module):
+        if is_full and self._saved_hook is not None:
             self._folder_in(path).save(self._saved_hook)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path, module, hook = Path(self.broadcast(checkpoint_path)), self.lightning_module, self._saved_hook
-        take_over = None
-        if module is None or module.trainer.state.fn != "fit":
-            hook = None
+        path, take_over = Path(self.broadcast(checkpoint_path)), None
+        hook = self._saved_hook if self._trainer.state.fn == "fit" else None
         # Check the hook's state before the model and the optimizers load theirs.
         if hook is not None and (folder := self._folder_in(path)).is_complete():
             take_over = folder.prepare_load(hook, strict=self._request.strict)
@@ -167,24 +151,24 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             warn(nothing_saved("the checkpoint", why, hook.name))
         return loaded
 
-    @property
-    def _saved_hook(self) -> CommHook | None:
-        """That of checkpoints: none with `hook=None`, as for `CommHookDDP`."""
-        return None if self._request.off else self._comm_hook
+    def _settle_callbacks(self, trainer: Any) -> None:
+        super()._settle_callbacks(trainer)
+        if any(isinstance(each, self.checkpoint_callback) for each in trainer.callbacks):
+            raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
 
     def _folder_in(self, checkpoint: Path) -> HookFolder:
         return HookFolder(checkpoint / CHECKPOINT_KEY, "CommHookFSDP2", self.broadcast)
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
-    """The module that `fully_shard` was called on last.
+    """The module that contains all others which `fully_shard` was called on.
 
     Raises:
         HookConfigError: there is none, or several.
     """
     roots: dict[str, Any] = {}
     for name, each in module.named_modules():  # what contains a module comes before it
-        if isinstance(each, FSDPModule) and not any(_is_below(name, root) for root in roots):
+        if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):
             roots[name] = each
     if len(roots) != 1:
         raise HookConfigError(
@@ -218,7 +202,3 @@ def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
             f"{', '.join(alone[:2])}{more} would be trained, and fully_shard does not know them: nobody averages their "
             "gradients, and the ranks drift apart. Call fully_shard on a module that contains them, or freeze them"
         )
-
-
-def _is_below(name: str, other: str) -> bool:
-    return other == "" or name.startswith(f"{other}.")

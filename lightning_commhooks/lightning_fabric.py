@@ -1,17 +1,7 @@
-"""`CommHookDDP` for Fabric from the package `lightning_fabric`, which comes with `pytorch_lightning`. See fabric.py."""
+"""`CommHookDDP` for the Fabric of the package `lightning_fabric`, a part of `pytorch_lightning`; see fabric.py."""
 
-from commhooks.hook.supported import needed
-from lightning_commhooks.fabric_strategy import HookedFabricDDP
-
-with needed(
-    "lightning_fabric",
-    sentence="this needs the package lightning_fabric: pip install lightning-fabric. For lightning.fabric write "
-    "`from lightning_commhooks.fabric import CommHookDDP`",
-):
-    from lightning_fabric.strategies import DDPStrategy
+from lightning_commhooks.packages import fabric_class
 
 __all__ = ["CommHookDDP"]
 
-
-class CommHookDDP(HookedFabricDDP, DDPStrategy):  # type: ignore[misc]
-    __doc__ = HookedFabricDDP.__doc__
+CommHookDDP = fabric_class("lightning_fabric")

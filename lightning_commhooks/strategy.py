@@ -1,21 +1,28 @@
-"""`CommHookDDP`: Lightning's DDP strategy with a communication hook of commhooks."""
+"""`CommHookDDP`: Lightning's DDP strategy with a communication hook, and what it has in common with `CommHookFSDP2`."""
 
 import dataclasses
 import inspect
+import math
 import re
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import HookConfigError, PayloadError
-from commhooks.errors import no_such
+from commhooks import CommHook, HookConfigError, PayloadError
+from commhooks.errors import WARNING_PREFIX, no_such
 from commhooks.hook.for_plugins import (
     COMPRESSORS,
     HookConfig,
     HookRequest,
+    LossScale,
+    ScaleOf,
     arguments_in,
+    attach_request,
     cut_off,
     explains_arguments,
     nothing_saved,
@@ -23,25 +30,26 @@ from commhooks.hook.for_plugins import (
 )
 from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
-    HookCheckpoint,
+    PER_RANK_WARNING_BYTES,
     SaveResidual,
     naming,
     saves_alone,
     with_defaults,
 )
-from lightning_commhooks.hooked_strategy import HookedStrategy, warn
-from lightning_commhooks.round_end import put_first
-from lightning_commhooks.twins import DDPStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
+    DDPStrategy = ParallelStrategy = object  # see packages.py
     # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
+MODULES = {"lightning.pytorch": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
+"""The packages with a Trainer, and where our classes for each are imported from."""
 
 _OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _FROM_LIGHTNING = {
@@ -51,7 +59,150 @@ _FROM_LIGHTNING = {
 _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
-class HookedDDP(HookedStrategy, DDPStrategy):
+class HookedStrategy(ParallelStrategy):
+    """Base of the strategies with a hook."""
+
+    # Of the Trainer's package, set in packages.py: its name, `CommHookCheckpoint` and `CommHookRoundEnd`.
+    package: ClassVar[str]
+    checkpoint_callback: "ClassVar[type[pl.Callback]]"
+    round_end_callback: "ClassVar[type[pl.Callback]]"
+
+    _request: HookRequest
+    # Set when the model is wrapped. Before that, and in pickles, there is only the configuration.
+    _comm_hook: CommHook | None = None
+    _hooked_module: "weakref.ref[pl.LightningModule] | None" = None
+    _callbacks: "list[pl.Callback] | None" = None
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The attached hook: `stats()`, `plan()`. None before the model is wrapped, and for `CommHookDDP(hook=None)`.
+        After fit it is kept, closed (see `CommHook.close`).
+
+        With the spawn and fork launchers, as in notebooks, it lives in the worker processes and is None in the main
+        one: `hook_stats(trainer)` has its numbers.
+        """
+        return self._comm_hook
+
+    @property
+    def save_residual(self) -> str:
+        """Which residuals checkpoints hold: "mean", "per_rank" or "drop"."""
+        return self._request.save_residual
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._arguments()}){self._not_for_the_other_trainer()}"
+
+    def _arguments(self) -> str:
+        return f"hook={self._request.name!r}"
+
+    # ---- what Lightning calls ----------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
+        # one at which an added callback receives all events. Scripts may call this before `fit`, which calls it again.
+        if self.lightning_module is not None:
+            self._settle_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer = self._trainer
+        # The tuner's trial runs, as of the learning-rate finder, have a list of callbacks of their own (lightning 2.6).
+        if trainer.callbacks is self._callbacks and not trainer.fast_dev_run:
+            left = _steps_left(trainer)
+            if self._comm_hook is not None and left is not None:
+                self._comm_hook.will_end(left)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        # Launchers that fork or spawn send `trainer.state` of rank 0 back to the main process (lightning 2.6).
+        self._trainer.state.comm_hook_stats = None if self._comm_hook is None else self._comm_hook.stats()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._comm_hook is not None:
+            if self.lightning_module is not None and self._trainer.fast_dev_run:
+                self._comm_hook.quiet()
+            self._comm_hook.close()  # otherwise another fit of this module could not attach a hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickles (of the spawn launcher) and copies contain the configuration, never the hook of a wrapped model.
+        return {**super().__getstate__(), "_comm_hook": None, "_hooked_module": None, "_callbacks": None}
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _saved_hook(self) -> CommHook | None:
+        """The hook that checkpoints hold: none with `hook=None`, and none that was attached to another module."""
+        module, hooked = self.lightning_module, self._hooked_module
+        if self._request.off or module is None or hooked is None or hooked() is not module:
+            return None
+        return self._comm_hook
+
+    def _attach(self, model: Any, **groups: Any) -> None:
+        """Attach the hook to `model`, which is or is in the wrapped LightningModule."""
+        assert self.lightning_module is not None
+        self._hooked_module = weakref.ref(self.lightning_module)
+        request = _with_start(self._request, self._trainer)
+        scale = loss_scale(self._trainer.precision_plugin, self.root_device)
+        self._comm_hook = attach_request(model, request, loss_scale=scale, **groups)
+
+    def _settle_callbacks(self, trainer: Any) -> None:
+        """Check the callbacks and loggers, and put the one that ends rounds first.
+
+        Raises:
+            HookConfigError: a callback of ours is for the other package.
+        """
+        if trainer.state.fn == "fit":
+            self._check_packages([*trainer.callbacks, *trainer.loggers])
+        # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
+        if not any(isinstance(each, self.round_end_callback) for each in trainer.callbacks):
+            trainer.callbacks.insert(0, self.round_end_callback())
+
+    def _check_packages(self, objects: list[object]) -> None:
+        """Warn about objects of the other package, which this Trainer does not recognise as callbacks or loggers."""
+        here, other = self.package, self._other_package()
+        root = other.partition(".")[0]
+        strangers = [
+            each for each in objects if any(base.__module__.partition(".")[0] == root for base in type(each).__mro__)
+        ]
+        names = [type(each).__name__ for each in strangers]
+        for each, name in zip(strangers, names, strict=True):
+            if type(each).__module__ == MODULES[other]:
+                raise HookConfigError(
+                    f"this {name} is for the Trainer of {other}, and the Trainer is from {here}: write `from "
+                    f"{MODULES[here]} import {name}`"
+                )
+        if strangers:
+            warn(
+                f"this Trainer is from {here}, and these are from {other}: {', '.join(names)}. The Trainer does not "
+                f"recognise them, for example as checkpoint callbacks: replace every import of {other}"
+            )
+
+    def _not_for_the_other_trainer(self) -> str:
+        """Part of the `repr` where both packages are imported: the error of the other package's Trainer shows nothing
+        of the strategy but its `repr`."""
+        other = self._other_package()
+        if other.partition(".")[0] not in sys.modules:
+            return ""
+        return (
+            f" (a strategy for `{self.package}.Trainer`; a `{other}.Trainer` cannot use it: write `from "
+            f"{MODULES[other]} import {type(self).__name__}`, or replace every import of {other})"
+        )
+
+    def _other_package(self) -> str:
+        return next(each for each in MODULES if each != self.package)
+
+
+class CommHookDDP(HookedStrategy, DDPStrategy):
     """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints. With
     `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None and checkpoints hold nothing of a hook.
 
@@ -65,8 +216,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
             offered), a value of the wrong type, or an impossible combination.
     """
 
-    checkpoint_callback: ClassVar[type[HookCheckpoint]]
-    """`CommHookCheckpoint` of the Trainer's package."""
+    _trained_at_wrap: frozenset[str] = frozenset()
 
     @explains_arguments
     def __init__(
@@ -82,33 +232,51 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         ranks_per_node: Union[int, Literal["auto"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(ddp_kwargs, HookedDDP.__init__, super().__init__)
+        check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
         self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(**self._given))
         self._checkpoint_path: str | Path = "the checkpoint"
+        self._warned_about_size = False
 
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
-        # one at which an added callback receives all events. Scripts may call this before `fit`, which calls it again.
-        if self.lightning_module is not None:
-            self._settle_checkpointing(self.lightning_module.trainer)
-        super().setup_environment()
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
         self._attach(self.model)
+        self._trained_at_wrap = frozenset(self._trained_parameters())
         if self._request.off:
             self._comm_hook = None
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        late = self._trained_parameters() if batch_idx == 0 and self._comm_hook is not None else []
+        late = [name for name in late if name not in self._trained_at_wrap]
+        if late:
+            self._trained_at_wrap |= frozenset(late)
+            warn(
+                f"{len(late)} parameters (the first is {late[0]}) were frozen or missing when the model was wrapped in "
+                "DistributedDataParallel and are trained now: DDP never averages their gradients, with a communication "
+                "hook or without, and the ranks drift apart. Unfreeze before fit and set a learning rate of 0, or call "
+                "fit again, which wraps the model anew."
+            )
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The Trainer asks for it first of all that it saves, of weights alone, too.
-        module = self.lightning_module
-        if module is not None and self.hook_belongs_to(module) and not saves_alone(module.trainer):
-            self.end_round(optimizers=True)
+        # The Trainer asks for the weights before all else that it saves, and for weights-only checkpoints, too.
+        hook = self._saved_hook
+        if hook is not None and not saves_alone(self._trainer):
+            hook.synchronize(optimizers=True)
         return super().lightning_module_state_dict()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        hook = self._saved_hook
+        if hook is not None and "optimizer_states" in checkpoint:  # a full one: Lightning calls this on every rank
+            self._warn_about_size(hook)
+            joint = not saves_alone(self._trainer)
+            checkpoint[CHECKPOINT_KEY] = hook.state_dict(self.save_residual, gather=True, joint=joint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @reason_first()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -133,6 +301,9 @@ class HookedDDP(HookedStrategy, DDPStrategy):
 
     @reason_first()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # Lightning calls this after the model is wrapped, only in fit and only for full checkpoints. Therefore
+        # `validate(ckpt_path=...)` does not change the hook, and the learning-rate finder, which restores its own
+        # checkpoint, resets it.
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
@@ -147,22 +318,46 @@ class HookedDDP(HookedStrategy, DDPStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _settle_checkpointing(self, trainer: "pl.Trainer") -> None:
-        """Find or add the callback, and combine its options with those of this strategy."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        given = sum(isinstance(callback, HookCheckpoint) for callback in callbacks)
-        if given > 1:
-            raise HookConfigError(f"{given} CommHookCheckpoint callbacks in one Trainer; give one, or none")
-        ours = put_first(trainer, self.checkpoint_callback)
-        for name, mine in self._given.items():
-            theirs = getattr(ours, name)
-            if mine is not None and theirs is not None and mine != theirs:
-                raise HookConfigError(
-                    f"CommHookDDP({name}={mine!r}) and CommHookCheckpoint({name}={theirs!r}) contradict each other; "
-                    f"set {name} in one place"
-                )
-            if theirs is not None:
-                self._request = dataclasses.replace(self._request, **{name: theirs})
+    def _settle_callbacks(self, trainer: Any) -> None:
+        super()._settle_callbacks(trainer)
+        given: list[Any] = [each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)]
+        if len(given) > 1:
+            raise HookConfigError(f"{len(given)} CommHookCheckpoint callbacks in one Trainer; give one, or none")
+        for callback in given:
+            for name, ours in self._given.items():
+                theirs = getattr(callback, name)
+                if ours is not None and theirs is not None and ours != theirs:
+                    raise HookConfigError(
+                        f"CommHookDDP({name}={ours!r}) and CommHookCheckpoint({name}={theirs!r}) contradict each "
+                        f"other; set {name} in one place"
+                    )
+                if theirs is not None:
+                    self._request = dataclasses.replace(self._request, **{name: theirs})
+
+    def _trained_parameters(self) -> list[str]:
+        assert self.lightning_module is not None
+        return [name for name, each in self.lightning_module.named_parameters() if each.requires_grad]
+
+    def _warn_about_size(self, hook: CommHook) -> None:
+        if self.save_residual != "per_rank" or self._warned_about_size:
+            return
+        size = hook.plan().memory.residual * self.world_size
+        if size > PER_RANK_WARNING_BYTES:
+            self._warned_about_size = True
+            warn(
+                f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({self.world_size} ranks) into "
+                "every checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
+            )
+
+
+def warn(text: str, stacklevel: int = 5) -> None:
+    """Warn on rank 0."""
+    from lightning_utilities.core.rank_zero import rank_zero_warn  # here, because without Lightning it is missing
+
+    rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=stacklevel)  # 4 and this function
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
@@ -187,3 +382,44 @@ def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) 
             raise no_such(
                 "CommHookDDP", "argument", name, sorted(known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"]))
             )
+
+
+def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | None:
+    """Returns the current scale of the GradScaler of a precision plugin (of a Trainer or Fabric); None without one."""
+    if getattr(plugin, "scaler", None) is None:
+        return None
+    return ScaleOf(lambda: plugin.scaler, device)
+
+
+def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
+    """`request` with its start as a number of steps.
+
+    Raises:
+        HookConfigError: it is a fraction of a run of unknown length.
+    """
+    config = request.config
+    if config is None or isinstance(config.configured_start, int):
+        return request
+    steps, option = _steps_left(trainer), config.start_option
+    if steps is None and config.configured_start is not None:
+        unknown = "does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or"
+        if not trainer.lightning_module.automatic_optimization:
+            unknown = "does not know in backward passes (manual optimization decides how many each batch has):"
+        raise HookConfigError(
+            f"{option}={config.configured_start!r} is a fraction of the run, whose length the Trainer {unknown} give "
+            f"{option} as an int, a number of steps"
+        )
+    return dataclasses.replace(request, config=config.resolved(steps))
+
+
+def _steps_left(trainer: "pl.Trainer") -> int | None:
+    """Number of synchronised backward passes from here to the end of the run; None if unknown.
+
+    Automatic optimization has one per optimizer step, also with gradient accumulation. With manual optimization the
+    user's code decides.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        return None
+    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are subtracted.
+    left = trainer.estimated_stepping_batches - trainer.global_step
+    return int(left) if 1 <= left < math.inf else None

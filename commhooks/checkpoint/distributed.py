@@ -1,29 +1,100 @@
 """The state of a hook for `torch.distributed.checkpoint` (DCP).
 
-DCP saves a tensor once for all ranks, a sharded one (DTensor) piece by piece, and loads into tensors that are there
-already. So this form has the same keys on every rank, at every step and for every number of shards:
+DCP saves a tensor once for all ranks, a DTensor shard by shard, and loads into existing tensors. So this form has the
+same keys on every rank, at every step and for every number of shards:
 
     {"commhooks": bytes, "residual": {name: tensor, ...}}
 
-`residual` holds the mean over the replicas, in the shape and with the placement of the parameter, for every parameter
-whose residual could be kept if nothing were sharded. Hooks that average weights have `anchor` and `outer_momentum`
-beside it, in the same form. Everything else is small and differs between shards, such as Q and
-the residual of a shard that is compressed although the whole parameter would not be: `commhooks` holds the payloads of
-all shards without the other residuals (see `payload`), as bytes.
+`residual` holds the mean over the replicas, with the shape and placement of the parameter, for every parameter that
+would have a residual if nothing were sharded. Hooks that average weights have `anchor` and `outer_momentum` in the same
+form. Everything else is small and differs between shards, such as Q, or the residual of a shard that is compressed
+although the whole parameter would not be. `commhooks` holds it as bytes: the payloads of all shards (`payload.py`)
+without the tensors above.
+
+A shard of a model with another number of shards gets its piece of the residual from DCP. It continues with the Q of the
+saved shard that held its first row, which is a good start; anything else begins afresh.
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from commhooks.checkpoint.checks import check_count, check_header, check_learned, check_tensor, damaged
-from commhooks.checkpoint.reshard import fitted_to_shard
-from commhooks.comm.collective import gather_bytes, gather_rows
+from commhooks.checkpoint.payload import check_count, check_header, check_learned, check_tensor, damaged
+from commhooks.comm.collectives import gather_bytes, gather_rows
 from commhooks.errors import PayloadError, shown
-from commhooks.gradients.source import GradientSource
+from commhooks.gradients.source import Extent, GradientSource
+
+
+def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) -> dict[str, Any]:
+    """A payload for this rank's shard of the model. `payloads`: the checked payloads of all saved shards."""
+    index, count = source.place
+    if len(payloads) == count and not _turned(payloads, source):
+        return payloads[index]
+    fitted = dict(next((each for each in payloads if each.get("residual") == "mean"), payloads[0]))
+    if "parameters" not in fitted:
+        return fitted
+    known = source.names.known()
+    fitted["parameters"] = {
+        name: _fitted_entry([each["parameters"].get(name, entry) for each in payloads], source.extent(name))
+        if name in known
+        else entry
+        for name, entry in fitted["parameters"].items()
+    }
+    fitted |= {key: {} for key in fitted if key.startswith("batched_")}
+    return fitted
+
+
+def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
+    """Whether a parameter is sharded along another dimension than it was saved with."""
+    for name in source.names.known():
+        found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
+        if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):
+            return True
+    return False
+
+
+def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str, Any]:
+    local, shapes = list(extent.shape), [entry["shape"] for entry in entries]
+    dim = _sharded_dim(shapes, extent)
+    if dim is None:  # of another model: `payload.read` says so
+        return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}
+    begin = extent.start if dim == extent.dim else 0
+    first_row, held_by = 0, entries[0]
+    for entry in entries if local else ():
+        if first_row <= begin:
+            held_by = entry
+        first_row += entry["shape"][dim]
+    q, row_dim = held_by["q"], held_by["row_dim"]
+    rest = local[:row_dim] + local[row_dim + 1 :]
+    fits = q is not None and list(q.shape[1:]) == rest and 0 not in local
+    residual = _residual(entries, dim, extent)
+    return {"shape": local, "row_dim": row_dim, "q": q if fits else None, "residual": residual}
+
+
+def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
+    """The dimension along which shards of these shapes make the whole parameter, preferably the dimension of `extent`;
+    None if they belong to another parameter."""
+    whole = list(extent.whole)
+    for dim in (extent.dim, *range(len(whole))):
+        others = whole[:dim] + whole[dim + 1 :]
+        fit = all(len(each) == len(whole) and each[:dim] + each[dim + 1 :] == others for each in shapes)
+        if fit and (not whole or sum(each[dim] for each in shapes) == whole[dim]):
+            return dim
+    return None
+
+
+def _residual(entries: Sequence[dict[str, Any]], dim: int, extent: Extent) -> torch.Tensor | None:
+    """This shard's piece of the residuals in the entries; None, which stands for zeros, if they hold none."""
+    found = next((entry["residual"] for entry in entries if entry["residual"] is not None), None)
+    if found is None:
+        return None
+    pieces = [entry["residual"] for entry in entries]
+    pieces = [found.new_zeros(e["shape"]) if x is None else x for e, x in zip(entries, pieces, strict=True)]
+    return torch.cat(pieces, dim).narrow(extent.dim, extent.start, extent.shape[extent.dim]).clone()
+
 
 REST, RESIDUAL = "commhooks", "residual"
 _FORMAT, _VERSION = "commhooks distributed", 1
@@ -36,8 +107,8 @@ def to_distributed(
     """The state in DCP's form. All ranks of the model must call this.
 
     Args:
-        payload: of this rank's shard, with the mean of its residuals, or none; is used up.
-        kept: see `Runner.kept_fields`; equal on all ranks.
+        payload: of this rank's shard, with the mean of its residuals, or none; changed in place.
+        kept: field -> parameter -> dtype of the tensors that DCP saves; equal on all ranks.
         source: the model.
     """
     found: dict[tuple[str, str], torch.Tensor] = {}
@@ -66,7 +137,7 @@ def to_distributed(
 
 
 def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
-    """The payload of this rank's shard, for `prepare_load`, from a state in DCP's form.
+    """The payload of this rank's shard, from a state in DCP's form.
 
     Raises:
         PayloadError: it is damaged.
@@ -118,7 +189,7 @@ def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _local(saved: Any, where: str) -> torch.Tensor:
-    """This rank's part. `where`: its key, for messages."""
+    """This rank's part of a saved tensor. `where`: its key, for messages."""
     own: torch.Tensor = saved.to_local() if isinstance(saved, DTensor) else saved
     check_tensor(own, where)
     return own.detach().cpu()

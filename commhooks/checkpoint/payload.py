@@ -1,247 +1,365 @@
-"""The checkpoint payload: what `CommHook.state_dict()` returns. Documented in docs/checkpoint_format.md.
+"""The form of a checkpoint payload, documented in docs/checkpoint_format.md: its checks, and its parts for one file per
+rank. Plain types and tensors only, so that `torch.load(weights_only=True)` reads it.
 
-Plain types and tensors only, so that `torch.load(weights_only=True)` reads it. Tensors are keyed by parameter name and
-stored in the parameter's logical order, independent of its memory format. Loading is all or nothing: `read` checks
-everything and returns new learned state, which the caller then applies.
+A checkpoint may be damaged or come from an untrusted source, so everything is checked before any of it is used: every
+defect raises a `PayloadError` that names the key.
+
+For one file per rank a payload is split into a shared part and a part per rank, with the rank's residuals or its state
+of a user's hook. All carry the same fingerprint, a hash of the data that are equal on every rank, so that the parts of
+one save can be recognised without communication.
 """
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import ctypes
+import hashlib
+import math
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from commhooks.checkpoint.checks import COUNTERS, FLOATS, VERSION, check_learned, check_range, damaged
-from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.base import Compressor
-from commhooks.compressors.state_field import StateField
-from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.engine.state import LearnedState
-from commhooks.errors import PayloadError, logger_of, shown
-from commhooks.gradients.layout import memory_order
+from commhooks.comm.counters import CONTINUED
+from commhooks.errors import PayloadError, shown
 from commhooks.gradients.precision import compute_dtype
 
-logger = logger_of(__name__)
+VERSION = 1
+COUNTERS = "counters"
+"""The key of the counters of the rank that saved."""
+REPLICAS_EQUAL = "replicas_equal"
+"""The key with False in payloads of hooks that average nothing; other payloads lack it."""
+_LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
+_MOST_RANKS = 2**20
+_LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class Target:
-    """The hook and the model for which a payload is made or loaded.
+def check_header(payload: object) -> dict[str, Any]:
+    """Check the keys that the payloads of all hooks have. Returns the payload."""
+    if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
+        raise PayloadError(
+            f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
+            "expected what a hook's state_dict returned. To begin with fresh memory, leave out this load"
+        )
+    if not _is(payload.get("version"), VERSION):
+        raise PayloadError(
+            f"the saved hook state has format version {shown(payload.get('version'))}; this commhooks reads version "
+            f"{VERSION}: load it with the commhooks that saved it"
+        )
+    if type(payload.get("hook")) is not str or type(payload.get("options")) is not dict:
+        raise damaged("'hook' is not a name or 'options' not a dict")
+    counters = payload.get(COUNTERS)
+    if type(counters) is not dict:
+        raise damaged(f"{COUNTERS!r} is {shown(counters)}, not a dict")
+    for name in CONTINUED:
+        check_count(counters, name, 0)
+    if type(payload.get(REPLICAS_EQUAL, True)) is not bool:
+        raise damaged(f"{REPLICAS_EQUAL!r} is {shown(payload[REPLICAS_EQUAL])}, not True or False")
+    check_count(payload, "step", 0)
+    return payload
 
-    Attributes:
-        hook: name of the hook.
-        compressor: the compressor with its current options.
-        parameters: name -> parameter of the current model.
-        plans: name -> plan of each compressed parameter; empty for a compressor of whole buckets.
-        rank, world_size: those of this process in the hook's group.
-        is_logging_rank: this rank logs the warnings that concern all ranks.
+
+def check_learned(payload: dict[str, Any]) -> None:
+    """Check the further keys of a payload with learned state."""
+    check_count(payload, "nonfinite_steps", 0)
+    world_size = check_world_size(payload)
+    scale: Any = payload.get("loss_scale")
+    if type(scale) not in (int, float) or not 1 / _LARGEST_LOSS_SCALE < scale < _LARGEST_LOSS_SCALE:
+        raise damaged(f"'loss_scale' is {shown(scale)}, not a positive number that float32 holds")
+    if type(payload.get("exact")) is not bool:
+        raise damaged(f"'exact' is {shown(payload.get('exact'))}, not True or False")
+    kind, ranks = payload.get("residual"), payload.get("residual_ranks")
+    if type(kind) is not str or kind not in ("mean", "per_rank", "none"):
+        raise damaged(f"'residual' is {shown(kind)}")
+    if type(ranks) is not list or not all(type(rank) is int and 0 <= rank < world_size for rank in ranks):
+        raise damaged(f"'residual_ranks' is not a list of ranks below {world_size}")
+    if len(set(ranks)) != len(ranks):
+        raise damaged("'residual_ranks' holds a rank twice")
+    for key in ("parameters", "batched_q", *bucket_keys(payload)):
+        if type(payload.get(key)) is not dict:
+            raise damaged(f"{key!r} is not a dict")
+    for name, entry in payload["parameters"].items():
+        _check_entry(name, entry, kind, len(ranks))
+    for key in ("batched_q", *bucket_keys(payload)):
+        for name, tensor in payload[key].items():
+            if type(name) is not str or (key == "batched_q" and not name.startswith("batched.")):
+                raise damaged(f"{key} has a key {shown(name)}")
+            check_tensor(tensor, f"{key}[{shown(name)}]")
+            too_large = key == "batched_q" and _largest(tensor) > torch.finfo(torch.float32).max
+            if key == "batched_q" and (tensor.dim() != 2 or tensor.shape[0] < 1 or too_large):
+                raise damaged(f"batched_q[{shown(name)}] is not a matrix of float32 numbers")
+
+
+def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
+    """Check that the numbers of a checked entry are small enough for a step in `dtype`.
+
+    Finite is not enough: the sum of a row of the largest numbers, or a change of the loss scale, would yield inf. A
+    non-finite step is never committed, so no step could be committed any more.
     """
-
-    hook: str
-    compressor: Compressor[Any]
-    parameters: Mapping[str, torch.Tensor]
-    plans: Mapping[str, UnitPlan]
-    rank: int
-    world_size: int
-    is_logging_rank: bool
-
-    def kept_dtype(self, field: StateField, name: str) -> torch.dtype:
-        """The dtype in which a field of a parameter of this name is kept, as far as the weights tell."""
-        plan = self.plans.get(name)
-        return compute_dtype(self.parameters[name].dtype) if plan is None else field.dtype(plan)
+    largest = torch.finfo(dtype).max
+    where = f"parameters[{shown(name)}]"
+    if entry["q"] is not None and _largest(entry["q"]) > largest:
+        raise damaged(f"{where}['q'] holds numbers too large for {dtype}")
+    residual = entry["residual"]
+    for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
+        if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:
+            raise damaged(f"{where}['residual'] with loss_scale {loss_scale} holds numbers too large for {dtype}")
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """The residuals of a payload: what differs between ranks.
-
-    Attributes:
-        kind: "mean", "per_rank" or "none".
-        ranks: the ranks whose residuals are included.
-        residuals: per parameter a tensor, or a list with one per rank, in the form of the learned state.
-        exact: a run that resumes from the payload continues exactly as this one.
-        shares: each rank has residuals for its share of the parameters only.
-    """
-
-    kind: str = "none"
-    ranks: list[int] = field(default_factory=list)
-    residuals: Mapping[str, torch.Tensor | list[torch.Tensor]] = field(default_factory=dict)
-    exact: bool = True
-    shares: bool = False
+def factor_keys(entry: dict[str, Any]) -> list[str]:
+    """The keys of an entry's replicated tensors: "q", and the keys of other compressors."""
+    return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
-def build(target: Target, state: LearnedState, local: Contribution, counters: dict[str, int]) -> dict[str, Any]:
-    """Make a payload. `counters`: `Counters.cumulative()`."""
-    parameters: dict[str, dict[str, Any]] = {}
-    fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
-    for name, parameter in target.parameters.items():
-        entry: dict[str, Any] = {
-            "shape": list(parameter.shape),
-            "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
-            # Every entry has these two keys, whatever the hook.
-            "q": None,
-            "residual": None,
-        }
-        for each in fields:
-            value = (state[each.key] if each.replicated else local.residuals).get(name)
-            if isinstance(value, list):
-                entry[each.key] = [each.to_saved(one, parameter) for one in value]
-            elif value is not None:
-                entry[each.key] = saved = each.to_saved(value, parameter)
-                if saved.dtype not in FLOATS:
-                    raise PayloadError(
-                        f"the field {each.key!r} is kept in {saved.dtype}; a checkpoint takes float16, bfloat16, "
-                        "float32, float64"
-                    )
-        parameters[name] = entry
-    return {
-        "format": "commhooks",
-        "version": VERSION,
-        "hook": target.hook,
-        "options": dataclasses.asdict(target.compressor.config),
-        "step": state.step,
-        "nonfinite_steps": state.nonfinite_steps,
-        COUNTERS: counters,
-        "world_size": target.world_size,
-        "loss_scale": float(state.loss_scale),
-        "exact": local.exact,
-        "residual": local.kind,
-        "residual_ranks": list(local.ranks),
-        **({"residual_shares": True} if local.shares else {}),
-        "parameters": parameters,
-        "batched_q": {},
-        **{
-            f"batched_{each.key}": {n: tensor.detach().to("cpu", copy=True) for n, tensor in state[each.key].items()}
-            for each in target.compressor.state_fields
-            if each.per == "bucket"
-        },
-        "hook_state": None,
-        **({"notes": target.compressor.notes} if isinstance(target.compressor, AdaptiveCompressor) else {}),
-    }
+def bucket_keys(payload: dict[str, Any]) -> list[str]:
+    """The keys other than "batched_q" under which compressors of whole buckets save tensors."""
+    return sorted(key for key in payload if type(key) is str and key.startswith("batched_") and key != "batched_q")
 
 
-def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedState:
-    """Make new learned state from a payload whose header has been checked. Has no side effects except warnings.
-
-    Raises:
-        PayloadError: the payload is damaged, or, with `strict`, of another model (names and shapes are listed).
-    """
-    check_learned(payload)
-    parameters = payload["parameters"]
-    fitting = _compare(parameters, target, strict)
-    state = LearnedState.of(target.compressor.state_fields)
-    state.step, state.nonfinite_steps = payload["step"], payload["nonfinite_steps"]
-    state.local_shared = payload["residual"] != "per_rank"
-    state.loss_scale = float(payload["loss_scale"])
-    fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
-    for name in fitting:
-        entry, parameter = parameters[name], target.parameters[name]
-        check_range(name, entry, compute_dtype(parameter.dtype), payload["loss_scale"])
-        for each in fields:
-            saved = entry.get(each.key)
-            # The gradient of a complex parameter is sent uncompressed and leaves no residual.
-            if saved is None or (parameter.is_complex() and not each.replicated):
-                continue
-            if each.replicated:
-                value = _fitted(each, saved, entry["row_dim"], name, target)
-            else:
-                own = _own_residual(saved, payload, target)
-                state.local_missing |= own is None
-                value = None if own is None else each.from_saved(own, parameter, entry["row_dim"])
-            if value is not None:
-                # A wider one stays: FSDP's reduce_dtype, known in the first pass only, may be wider than the weights.
-                dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
-                # Copies: the state changes in place, and what was loaded may be loaded into another hook, too.
-                state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
-    if payload.get("residual_shares") is True and payload["step"] > target.compressor.start_step:
-        # The rank that saved may have had none, as the owner of nothing that is compressed.
-        state.local_missing |= not _is_of(payload, target)
-    if payload["residual"] == "none" and payload["exact"] is False and state.local:
-        state.local_missing = state.missing_was_said = True
-        if target.is_logging_rank:
-            logger.warning(
-                "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
-                "without residuals. Training resumes from residuals of zero; step and Q are kept.",
-                payload["hook"],
-            )
-    if state.local_missing:
-        state.forget_local()
-    if not state.local:
-        state.drop_local()
-    for each in target.compressor.state_fields:
-        if each.per == "bucket":
-            saved = payload.get(f"batched_{each.key}", {})
-            copies = {
-                name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()
-            }
-            state[each.key].update(copies)
-    return state
+def check_world_size(payload: dict[str, Any]) -> int:
+    return check_count(payload, "world_size", 1, _MOST_RANKS)
 
 
-def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, target: Target) -> torch.Tensor | None:
-    """A replicated tensor fitted to the current plan; None if the parameter is not compressed now, or if the tensor
-    cannot be used.
-
-    Raises:
-        PayloadError: the tensor cannot belong to this parameter.
-    """
-    plan = target.plans.get(name)
-    if plan is None:
-        return None
-    try:
-        value = field.from_saved(saved, target.parameters[name], row_dim)
-        problem = None if value is None else field.problem(value, plan)
-        if value is not None and problem is None:
-            value = field.refit(value, plan, target.compressor.initial_value(field, plan, torch.float64))
-    except Exception as error:  # fields of users' compressors: so far only checked to be finite tensors
-        raise damaged(f"parameters[{shown(name)}][{field.key!r}] does not fit: {error}") from error
-    if problem is not None:
-        raise damaged(f"it has {problem}")
+def check_count(content: dict[str, Any], key: str, smallest: int, largest: int = _LARGEST) -> int:
+    """Check that `content[key]` is an int (not a bool) between `smallest` and `largest`; returns it."""
+    value = content.get(key)
+    if type(value) is not int or not smallest <= value <= largest:
+        raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
     return value
 
 
-def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:
-    """The saved names whose shapes match the model. If some do not match, raises PayloadError with `strict`, else logs
-    a warning."""
-    problems = {}
-    for name in parameters:
-        if name not in target.parameters:
-            problems[name] = "in the saved state, not in the model (removed, renamed, or frozen now)"
-        elif list(target.parameters[name].shape) != parameters[name]["shape"]:
-            saved, now = tuple(parameters[name]["shape"]), tuple(target.parameters[name].shape)
-            problems[name] = f"saved with shape {saved}, now {now}"
-    for name in target.parameters:
-        if name not in parameters:
-            problems[name] = "in the model, not in the saved state (added, renamed, or frozen then)"
-    if problems:
-        text = "the saved hook state is of another model:\n  " + "\n  ".join(
-            f"{name}: {problem}" for name, problem in problems.items()
-        )
-        if strict:
-            raise PayloadError(
-                f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
-                "loads the others"
-            )
-        if target.is_logging_rank:
-            logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
-    return [name for name in parameters if name not in problems]
+def damaged(what: str) -> PayloadError:
+    return PayloadError(f"damaged hook state: {what}")
 
 
-def _own_residual(saved: Any, payload: dict[str, Any], target: Target) -> torch.Tensor | None:
-    """This rank's residual from the saved ones of a parameter; None if it was not saved."""
-    ranks, world_size = payload["residual_ranks"], payload["world_size"]
-    own: torch.Tensor | None = None
-    if payload["residual"] == "mean":
-        own = saved
-    elif _is_of(payload, target):
-        own = saved[ranks.index(target.rank)]
-    elif len(ranks) == world_size != target.world_size:  # all ranks are included: `check_learned` excludes duplicates
-        # Another world size: every rank uses the mean, which preserves the mean over the ranks.
-        own = torch.stack(saved).mean(0)
-    return own
+def _is(value: object, expected: object) -> bool:
+    """Equality that also requires equal types, so that tensors and bools cannot pass."""
+    return type(value) is type(expected) and value == expected
 
 
-def _is_of(payload: dict[str, Any], target: Target) -> bool:
-    """Whether a payload with residuals per rank has those of this one."""
-    return payload["world_size"] == target.world_size and target.rank in payload["residual_ranks"]
+def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
+    where = f"parameters[{shown(name)}]"
+    if type(name) is not str or type(entry) is not dict:
+        raise damaged(f"{where} is not a dict with a name")
+    for key in ("shape", "row_dim", "q", "residual"):
+        if key not in entry:
+            raise damaged(f"{where} has no {key!r}")
+    shape, row_dim, residual = entry["shape"], entry["row_dim"], entry["residual"]
+    if type(shape) is not list or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
+        raise damaged(f"{where}['shape'] is not a list of sizes")
+    if type(row_dim) is not int or not 0 <= row_dim < max(len(shape), 1):
+        raise damaged(f"{where}['row_dim'] is not a dimension")
+    row_of_q = shape[:row_dim] + shape[row_dim + 1 :]
+    for key in factor_keys(entry):
+        if type(key) is not str:
+            raise damaged(f"{where} has a key {shown(key)}")
+        factor = entry[key]
+        check_tensor(factor, f"{where}[{shown(key)}]")
+        if key == "q" and (len(shape) < 2 or factor.shape[:1] == (0,) or list(factor.shape[1:]) != row_of_q):
+            raise damaged(f"{where}[{key!r}] does not fit the shape")
+    if residual is None:
+        return
+    if isinstance(residual, list) != (kind == "per_rank") or kind == "none":
+        raise damaged(f"{where}['residual'] does not go with residual={kind!r}")
+    if isinstance(residual, list) and len(residual) != copies:
+        raise damaged(f"{where}['residual'] does not hold one tensor per rank")
+    for each in residual if isinstance(residual, list) else [residual]:
+        check_tensor(each, f"{where}['residual']")
+        if list(each.shape) != shape:
+            raise damaged(f"{where}['residual'] does not fit the shape")
+
+
+def check_tensor(value: Any, where: str) -> None:
+    """Check that `value` is a tensor of real, finite numbers with enough storage. `where`: its key, for messages. No
+    hook saves non-finite numbers, and a hook that loaded one could never commit a step."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
+        raise damaged(f"{where} is not a tensor with numbers in it")
+    if value.dtype not in FLOATS:
+        raise damaged(f"{where} has dtype {value.dtype}")
+    # Strides of 0 make a tensor of any size from one number: reading it would take forever.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise damaged(f"{where} has more elements than there are numbers in it")
+    if not math.isfinite(_largest(value)):
+        raise damaged(f"{where} holds inf or NaN")
+
+
+def _largest(value: torch.Tensor) -> float:
+    """The largest absolute value; NaN if `value` contains one."""
+    if not value.numel():
+        return 0.0
+    low, high = torch.aminmax(value.detach())
+    return float(torch.maximum(-low, high))
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+PART_FORMAT = "commhooks rank part"
+
+
+def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Split the result of `state_dict()` into the shared part and the part of this rank (None if that is empty).
+
+    If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part says so,
+    even if the rank that makes it has no residuals.
+
+    Args:
+        run: a number that only the ranks of this run know; see `CommHook.run_number`.
+    """
+    saved = saved if run is None else {**saved, "run": f"{run:016x}"}
+    shared = {**saved, "fingerprint": save_id(saved)}
+    shares = shared.pop("residual_shares", False)
+    own: dict[str, torch.Tensor] = {}
+    if saved.get("residual") == "per_rank":
+        if saved["residual_ranks"] != [rank]:
+            raise ValueError(f"split: expected the residuals of rank {rank} only, not {saved['residual_ranks']}")
+        entries = saved["parameters"]
+        own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}
+        without = {name: entry | {"residual": [] if shares or name in own else None} for name, entry in entries.items()}
+        shared |= {"parameters": without, "residual_ranks": []}
+    if not own and not shares and saved.get("hook_state") is None:
+        return shared, None
+    part = {
+        "format": PART_FORMAT,
+        "version": VERSION,
+        "fingerprint": shared["fingerprint"],
+        "rank": rank,
+        "world_size": saved["world_size"],
+        "residuals": own,
+        "hook_state": saved.get("hook_state"),
+    }
+    return shared, part
+
+
+def save_id(saved: dict[str, Any]) -> str:
+    """A hash of the data in a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
+    digest = hashlib.sha256()
+    head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
+    digest.update(repr((head, sorted(saved["options"].items()))).encode())
+    digest.update(str(saved.get("run", "")).encode())
+    entries = saved.get("parameters", {}).items()
+    factors = [(name, entry["q"]) for name, entry in entries]
+    for name, entry in entries:
+        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key != "q"]
+    factors += sorted(saved.get("batched_q", {}).items())
+    factors += [(f"{key} of {name}", each) for key in bucket_keys(saved) for name, each in sorted(saved[key].items())]
+    for name, q in factors:
+        digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
+        if q is not None:
+            flat = q.detach().cpu().contiguous()
+            # Read the bytes of the tensor without numpy, which torch does not require.
+            digest.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+    return digest.hexdigest()
+
+
+def check_shared(shared: object) -> dict[str, Any]:
+    """Check that a shared part is complete and undamaged; returns it.
+
+    Raises:
+        PayloadError: it is incomplete or damaged.
+    """
+    checked = check_header(shared)
+    if "parameters" in checked:
+        check_learned(checked)
+    else:
+        check_world_size(checked)
+    try:
+        whole = checked.get("fingerprint") == save_id(checked)
+    except Exception:  # not made by `split`, for example options that cannot be sorted or have no repr
+        whole = False
+    if not whole:
+        raise PayloadError("damaged hook state: its content and its fingerprint do not belong together")
+    return checked
+
+
+def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
+    """The ranks whose parts `rank` (of `world_size` ranks now) must read to load: none, its own, or all that saved."""
+    if shared.get("hook_state") is not None:
+        return [rank] if shared["world_size"] == world_size else []
+    if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
+        return []
+    return [rank] if shared["world_size"] == world_size else list(range(shared["world_size"]))
+
+
+def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
+    """Why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
+    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
+        return "is not the part of one rank of a hook state of this version"
+    if part.get("fingerprint") != shared["fingerprint"]:
+        return "is of another save than the shared file beside it"
+    if part.get("rank") != rank:
+        return f"is of rank {shown(part.get('rank'))}, not of rank {rank}"
+    residuals = part.get("residuals")
+    if not isinstance(residuals, dict):
+        return "has no residuals"
+    if "hook_state" not in part:
+        return "has no hook_state"
+    entries = shared.get("parameters", {})
+    for name, residual in residuals.items():
+        q = entries[name]["q"] if name in entries else None
+        try:
+            check_tensor(residual, "it")
+            if "loss_scale" in shared:
+                dtype = torch.float32 if q is None else compute_dtype(q.dtype)
+                check_range(name, {"q": None, "residual": residual}, dtype, shared["loss_scale"])
+        except PayloadError as error:
+            return f"has a residual for {shown(name)} that does not fit ({error})"
+        if name not in entries or list(residual.shape) != entries[name]["shape"]:
+            return f"has a residual for {shown(name)} that does not fit"
+    return None
+
+
+def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
+    """The payload that `rank` (of `world_size` ranks now) loads.
+
+    Args:
+        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is
+            read part by part, so that only one model-sized copy is in memory.
+
+    Returns:
+        The payload with the rank's own residuals if the world size is unchanged, else with the mean of all. If a part
+        is missing, the payload says that residuals exist and contains none; all ranks that load it drop theirs.
+    """
+    merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
+    if shared.get("hook_state") is not None:
+        for part in parts:
+            merged["hook_state"] = shared["hook_state"] if part is None else part["hook_state"]
+        return merged
+    needed = ranks_needed(shared, rank, world_size)
+    if not needed:
+        return merged
+    total: dict[str, torch.Tensor] = {}
+    for part in parts:
+        if part is None:
+            return merged
+        for name, residual in part["residuals"].items():
+            total[name] = residual if name not in total else total[name] + residual
+    entries = shared["parameters"]
+    if shared["world_size"] == world_size:
+        residuals: dict[str, Any] = {name: [residual] for name, residual in total.items()}
+        merged |= {"residual": "per_rank", "residual_ranks": [rank]}
+    else:
+        residuals = {name: residual / shared["world_size"] for name, residual in total.items()}
+        merged |= {"residual": "mean", "residual_ranks": needed}
+    # A missing entry stands for a residual of zeros.
+    merged["parameters"] = {name: entry | {"residual": residuals.get(name)} for name, entry in entries.items()}
+    return merged
+
+
+def cut_off(path: str | Path, error: Exception) -> str:
+    """The end of a message about a file that `torch.load` has failed to read with `error` because its end is missing;
+    "" if its end is there, or if the file is not on this machine."""
+    try:
+        size = Path(path).stat().st_size
+        with open(path, "rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return ""
+    if size == 0:
+        return "cannot be read: it is empty: what wrote it was interrupted"
+    # In torch's older format the pickle itself ends early (torch 2.13, Python 3.10 to 3.14).
+    early = isinstance(error, EOFError) or re.search("unexpected EOF|data was truncated|Ran out of input", str(error))
+    if early or (is_zip and not zipfile.is_zipfile(path)):
+        return f"cannot be read: it is cut off after {size} bytes: what wrote or copied it was interrupted"
+    return ""

@@ -1,9 +1,138 @@
-"""Counters of a hook's work, read by `CommHook.stats()`."""
+"""Counters and times of a hook's work, read by `CommHook.stats()`.
 
-from collections.abc import Mapping
+Times on the CPU are measured on the host. On CUDA events on the stream measure them, without synchronising: they are
+read once they have completed, or when `collect(wait=True)` is called.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from commhooks.comm.clocks import Clocks
+import torch
+
+from commhooks.gradients import precision
+
+Mark = Any
+"""A point in time: `time.perf_counter()` on the CPU, an event on CUDA, None on other devices."""
+
+
+@dataclass
+class Times:
+    """Times in seconds."""
+
+    codec_s: float = 0.0
+    """Time inside the hook without waiting."""
+    waiting_s: float = 0.0
+    """Time spent waiting for collectives, including the delay of other ranks."""
+    left_to_ddp_s: float = 0.0
+    """Part of `waiting_s` that DDP spends on futures of hooks that return at once: from the last hook call to the
+    completion of the last future."""
+
+
+class Clocks:
+    """The times of one session: `total` since its start, and those of the `last_pass`."""
+
+    def __init__(self) -> None:
+        self.total = Times()
+        self.last_pass = Times()
+        self._called: Mark = None
+        self._open: deque[tuple[Mark, Mark, Callable[[float], None]]] = deque()
+        self._collecting = threading.RLock()
+
+    def begin_pass(self) -> None:
+        if self._open:
+            self.collect(wait=False)
+        self.last_pass = Times()
+
+    @contextlib.contextmanager
+    def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
+        """Count the time of the body as codec time. A nested body with `waiting` counts as waiting time instead."""
+        begin = mark(device)
+        try:
+            yield
+        finally:
+            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
+
+    def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
+        """Call this when a hook has returned a future that DDP waits for, and the returned function when that future
+        completes."""
+        this_pass = self.last_pass
+
+        def count(seconds: float) -> None:  # replaces the value of the previous future
+            longer = seconds - this_pass.left_to_ddp_s
+            this_pass.left_to_ddp_s = seconds
+            for times in (self.total, this_pass):
+                times.waiting_s += longer
+
+        self._called = mark(device)
+        return lambda: self._between(self._called, mark(device), count)
+
+    def collect(self, *, wait: bool) -> None:
+        """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
+        # Without `wait` a thread must not wait for another one that waits for the device here.
+        if not self._collecting.acquire(blocking=wait):
+            return
+        try:
+            while self._open:
+                head = begin, end, count = self._open[0]
+                if wait:
+                    begin.synchronize()  # the two events may be on different streams
+                    end.synchronize()
+                elif not (begin.query() and end.query()):
+                    return
+                if not self._open or self._open[0] is not head:
+                    continue  # a signal handler called `collect` while this thread waited
+                self._open.popleft()
+                count(max(0.0, begin.elapsed_time(end) / 1000))
+        finally:
+            self._collecting.release()
+
+    def _count(self, this_pass: Times, seconds: float, *, waiting: bool) -> None:
+        for times in (self.total, this_pass):
+            times.codec_s += -seconds if waiting else seconds
+            times.waiting_s += seconds if waiting else 0.0
+
+    def _between(self, begin: Mark, end: Mark, count: Callable[[float], None]) -> None:
+        if isinstance(end, float):
+            count(end - begin)
+        elif end is not None:
+            self._open.append((begin, end, count))
+
+
+def has_clock(device: torch.device) -> bool:
+    """Whether times on `device` can be measured: on the CPU and on CUDA."""
+    return precision.is_host_readable(device) or precision.has_streams(device)
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the current stream of `device`."""
+    if precision.is_host_readable(device):
+        return time.perf_counter()
+    return event_on(device) if has_clock(device) else None
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Seconds from one mark to another; NaN on a device without a clock. On CUDA the host waits for both."""
+    if begin is None or end is None:
+        return float("nan")
+    if isinstance(end, float):
+        return end - float(begin)
+    begin.synchronize()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def event_on(device: torch.device) -> Any:
+    """A timing event recorded on the current stream of `device`."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
 
 CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_sent", "bytes_uncompressed")
 """The counters that a checkpoint holds."""
@@ -21,12 +150,12 @@ class PassCounters:
 class Counters:
     """Counters of one session on this rank.
 
-    Bytes are those of the tensors passed to all-reduce. Other collectives are counted as an all-reduce that puts as
-    many bytes on the network: an all-gather or an all-to-all as half of the tensor that holds the parts of all ranks.
-    A rank then sends 2 (W - 1) / W times the counted bytes, for W ranks, whatever the collective.
+    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Another collective counts as an all-reduce that
+    puts as many bytes on the network: half of the tensor that holds the parts of all ranks. So for W ranks each rank
+    sends 2 (W - 1) / W times the counted bytes, whatever the collective.
 
-    `backward_passes` counts every synchronised backward pass; `nonfinite_steps` those that were not committed because a
-    number was inf or NaN on some rank; `compressed_steps` those that were compressed and committed.
+    `backward_passes` counts synchronised backward passes; `nonfinite_steps` the passes that were not committed because
+    a number was inf or NaN on some rank; `compressed_steps` the passes that were compressed and committed.
     """
 
     backward_passes: int = 0
@@ -48,15 +177,15 @@ class Counters:
     """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """What the runs before this one have counted; see `cumulative`."""
+    """The counts of the runs before this one."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """The counters that go on in a run that resumes, with the counts of the runs before it."""
+        """The `CONTINUED` counters of this run and of the runs that it has resumed."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Let `cumulative()` be `saved` now."""
+        """Set `cumulative()` to `saved`."""
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -1,12 +1,27 @@
-"""Process groups: which backend one uses, and new ones of its ranks."""
+"""Process groups: their backend, new groups of their ranks, and the ranks that a failed collective has lost.
 
-from collections.abc import Sequence
+gloo closes the connection to a rank that has ended, and after a time-out all connections of this rank, at both ends, so
+that the other ranks fail in turn. To tell them from the cause, each rank that has failed leaves a note in the store of
+the default group: a rank whose connection is closed and that has left no note has ended or hangs. The note also names
+the ranks that its author has found to be the cause, for ranks that communicate only with ranks that failed in turn.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from commhooks.errors import HookRunError
-from commhooks.gradients.torch_private import groups_here, timeout_of
+from commhooks.gradients.torch_private import groups_here, store_of, timeout_of
+
+TAG = 2**30
+"""The tag of all messages, beyond the tags of users who send in the same group."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -24,8 +39,8 @@ GLOO_INTERFACE = (
 
 
 def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of some ranks of `within`, or of all, with its time-out. All ranks of `within` call this, each for
-    a group that it is in. torch keeps the group until `destroy_process_group`.
+    """A new group of some or all ranks of `within`, with the same timeout. All ranks of `within` must call this, each
+    for a group that it is in. torch keeps the group until `destroy_process_group`.
 
     Raises:
         HookRunError: the ranks cannot connect.
@@ -44,11 +59,112 @@ def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGr
 
 
 def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of `within` be in equally many groups: torch 2.13 makes this number a part of the name under which
-    the ranks of a new group find each other, and with different ones they wait until the time-out. A rank of fewer
-    groups gets some of its own, of which nobody makes use."""
+    """Make all ranks of `within` members of equally many groups. torch 2.13 makes this number a part of the name under
+    which the ranks of a new group find each other; if the numbers differ, the ranks wait until the timeout. A rank in
+    fewer groups gets unused groups of its own."""
     own = groups_here()
     most = torch.tensor([own], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=within)
     for _ in range(int(most) - own):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+Found = TypeVar("Found")
+CPU = torch.device("cpu")
+_LOST: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
+"""The lost ranks of each failed group. The futures of its buckets fail one by one, and all report the same ranks."""
+_TOLD: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Default groups in whose store this rank has left a note. A rank that goes on, with another group, cannot tell later
+which notes are new."""
+
+CLOSED_LIMIT_S = 0.5
+TIMED_OUT_LIMIT_S = 2.0
+"""How long to wait for notes. Ranks whose connection was closed leave one at once; ranks that were busy when another
+rank's collective timed out may be late."""
+
+
+def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
+    """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
+
+    Returns their numbers in the default group; empty if that is unknown, as on a rank that has gone on after an earlier
+    failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three times
+    `TIMED_OUT_LIMIT_S` after a timeout."""
+    if group.size() == 1 or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
+        return []
+    if group in _LOST:
+        return _LOST[group]
+    ranks, here = dist.get_process_group_ranks(group), group.rank()
+    closed = [ranks[other] for other in range(group.size()) if other != here and _is_closed(other, group)]
+    world = dist.group.WORLD
+    assert world is not None
+    if not closed or world in _TOLD:
+        return []
+    _TOLD.add(world)
+    timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
+    notes = _Notes(store_of(world), TIMED_OUT_LIMIT_S if timed_out else CLOSED_LIMIT_S)
+    found = closed
+
+    def look() -> None:
+        nonlocal found
+        with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
+            found = notes.find(ranks[here], closed, ranks)
+
+    # The process that holds the store may be stopped, and then no limit ends a call of the store.
+    thread = threading.Thread(target=look, name="commhooks lost ranks", daemon=True)
+    thread.start()
+    thread.join(3.5 * notes.limit_s)
+    if found:
+        _LOST[group] = found
+    return found
+
+
+def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
+    """Whether the connection to rank `other` of `group` is closed: then gloo refuses even to post a receive."""
+    try:
+        dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=TAG + 1)
+    except RuntimeError:
+        return True
+    return False
+
+
+class _Notes:
+    """The notes of failed ranks in the store."""
+
+    def __init__(self, store: dist.Store, limit_s: float) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # they may share a store
+        self._store = dist.PrefixStore(f"commhooks/failed/{attempt}", store)
+        self.limit_s = limit_s
+
+    def find(self, own: int, closed: Collection[int], group: Collection[int]) -> list[int]:
+        """Leave a note, and find the ranks that have ended or hang."""
+        self._store.set(str(own), "")
+        others = [rank for rank in group if rank != own]
+        # In this order: a rank that was not in a collective yet need not have noticed.
+        found = self._silent(closed) or self._silent(others) or self._within_limit(lambda: self._named_by(others))
+        self._store.set(str(own), " ".join(map(str, found)))
+        return found
+
+    def _silent(self, ranks: Collection[int]) -> list[int]:
+        """The ranks that leave no note within the limit."""
+        silent = list(ranks)
+
+        def all_spoke() -> bool:
+            silent[:] = [rank for rank in silent if not self._store.check([str(rank)])]
+            return not silent
+
+        self._within_limit(all_spoke)
+        return silent
+
+    def _named_by(self, ranks: Collection[int]) -> list[int]:
+        return sorted({int(each) for rank in ranks for each in self._store.get(str(rank)).decode().split()})
+
+    def _within_limit(self, look: Callable[[], Found]) -> Found:
+        deadline = time.monotonic() + self.limit_s
+        while not (found := look()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
+
+
+def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank is the one that logs what concerns all ranks of the model."""
+    return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)

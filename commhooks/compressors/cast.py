@@ -1,5 +1,5 @@
-"""Averaging in the bucket's dtype or in 16 bits: one all-reduce per bucket, no learned state. The hook call returns at
-once, unless ranks form nodes."""
+"""Hooks without learned state: averaging in the bucket's dtype or in 16 bits, with one all-reduce per bucket, and no
+averaging at all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import torch
 
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo
-from commhooks.compressors.hook_config import ConfigT, HookConfig
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.options import ConfigT, HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,14 @@ class BF16Compress(HookConfig):
     hook_name: ClassVar[str] = "bf16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("bf16",)
     own_wire: ClassVar[str | None] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noop(HookConfig):
+    """No communication at all: shows how fast training would be without a network. Never train with it."""
+
+    hook_name: ClassVar[str] = "noop"
+    sends: ClassVar[bool] = False
 
 
 class Stateless(Compressor[ConfigT]):
@@ -88,3 +96,16 @@ class FP16Compressor(Cast[FP16Compress]):
 class BF16Compressor(Cast[BF16Compress]):
     Config = BF16Compress
     title = "bf16 compression"
+
+
+class NoopCompressor(Stateless[Noop]):
+    """Every rank keeps its own gradients."""
+
+    Config = Noop
+    title = "no communication"
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        if self.wire_dtype is None or flat.is_sparse:
+            return flat
+        return flat.copy_(flat.to(self.wire_dtype))
+        yield  # a generator that sends nothing

@@ -4,13 +4,15 @@ The part of `delta = gradient + residual` that a compressor does not send become
 (Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from commhooks.compressors.base import State, StepInfo
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.precision import compute_dtype
+
+Fill = Callable[[int], torch.Tensor]
 
 
 def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) -> torch.Tensor:
@@ -45,3 +47,39 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
             state["residual"][slot.name] = left
         return
     state["residual"][slot.name] = torch.where(good, left, 0.0 if old is None else old)
+
+
+class NamedViews:
+    """One tensor whose pieces are the entries of a dict, so that learned state kept by name can be processed together.
+
+    Args:
+        names: per entry its name, its offset in `whole` and its shape.
+        whole: the memory of the entries, 1-D.
+    """
+
+    def __init__(self, names: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._views = {name: whole[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
+
+    def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
+        """Copy `entries` into the whole tensor and return it. A missing entry i becomes `fill(i)`, or zeros. Does not
+        change the dict."""
+        for i, (name, view) in enumerate(self._views.items()):
+            known = entries.get(name)
+            if known is view:
+                continue
+            if known is not None:
+                if known.is_cuda:  # allocated on another stream, and may be freed before this stream has copied it
+                    known.record_stream(torch.cuda.current_stream(known.device))
+                view.copy_(known)
+            elif fill is not None:
+                view.copy_(fill(i))
+            else:
+                view.zero_()
+        return self.whole
+
+    def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
+        """As `gather`, and replace each entry of the dict by its piece of the whole tensor."""
+        whole = self.gather(entries, fill)
+        entries.update(self._views)
+        return whole

@@ -1,12 +1,12 @@
 """A compressor's decision for each parameter: plain data, computed from shapes and options alone."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.gradients.names import ParameterNames
+from commhooks.options import HookConfig
 
 AnyPlan = TypeVar("AnyPlan", bound="UnitPlan")
 
@@ -56,7 +56,8 @@ class UnitPlan:
     itemsize_sent: int | None = None
     """Bytes per sent element; None: those of the gradient's dtype, or of a wrapper's if that is narrower."""
     state_name: str = ""
-    """The key of the learned state of a bucket compressed as a whole. The key of a parameter is its name."""
+    """The key of the learned state of a bucket that is planned as a whole, compressed or not. The key of a parameter is
+    its name."""
     lowered: bool = True
     """Sent in the dtype of a wrapper if that is narrower. False for sparse gradients."""
 
@@ -131,3 +132,21 @@ class MemoryPlan:
 def real_itemsize(dtype: torch.dtype) -> int:
     """Bytes of one real number: a complex one counts as two in `numel`."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+
+
+class Unit(NamedTuple):
+    """The unit, kB or MB, for all sizes in one text or table."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of(cls, largest: float) -> "Unit":
+        """The unit in which `largest` bytes, and parts of that, can be read."""
+        return cls("kB", 1000) if largest < 10**6 else cls("MB", 10**6)
+
+    def number(self, size: float) -> str:
+        return f"{size / self.size:.3f}"
+
+    def text(self, size: float) -> str:
+        return f"{self.number(size)} {self.name}"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import new_future
+from commhooks.comm.collectives import new_future
 from commhooks.gradients.ddp import checked_bucket
 
 __all__ = ["noop_hook"]

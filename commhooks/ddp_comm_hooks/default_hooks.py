@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import resolve_group
-from commhooks.comm.hook_result import checked_future, checked_value
+from commhooks.comm.collectives import resolve_group
 from commhooks.compressors import cast
 from commhooks.ddp_comm_hooks.powerSGD_hook import lowered
 from commhooks.engine.immediate import reduce_immediately
+from commhooks.errors import HookRunError
 from commhooks.gradients.ddp import BucketReader, checked_bucket
+from commhooks.gradients.torch_private import AnyFuture
 
 __all__ = [
     "allreduce_hook",
@@ -99,3 +100,31 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
 
 
 bf16_compress_hook.__name__ = "bf16_compress"  # see the end of `_wrap`; pickle uses __qualname__
+
+
+_EXPECTED = (
+    "it must return a torch.futures.Future that holds the reduced bucket, for example "
+    "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])"
+)
+
+
+def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.Tensor]:
+    """Return `returned` if it is a future; raise HookRunError otherwise."""
+    if not isinstance(returned, AnyFuture):
+        raise HookRunError(f"hook {hook_name!r} returned a {type(returned).__name__}; {_EXPECTED}")
+    return returned
+
+
+def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
+    """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements; raise HookRunError
+    otherwise.
+
+    If it is raised in a callback of the future, backward raises a RuntimeError with the same text.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
+    if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket
+        raise HookRunError(
+            f"the future of hook {hook_name!r} holds {value.numel()} numbers for a bucket of {numel}; {_EXPECTED}"
+        )
+    return value

@@ -4,46 +4,48 @@ The step number and the options determine which collectives a step runs. Ranks t
 collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or none.
 """
 
+import collections
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, agreement_key, gather_rows
+from commhooks.comm.collectives import Send, agreement_key, gather_rows, gather_texts, on_all_shards
 from commhooks.comm.counters import Counters
-from commhooks.comm.shards import is_logging_rank, on_all_shards
+from commhooks.comm.groups import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.registry import BUILT_IN
-from commhooks.engine.arrangement import FLAT, Flat
-from commhooks.engine.held_state import HeldState
+from commhooks.engine.buckets import KnownBuckets
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
-from commhooks.engine.known_buckets import KnownBuckets
+from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
-from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.bucket import Bucket
+from commhooks.errors import HookRunError, log_summary, logger_of
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
 
 logger = logger_of(__name__)
+Started = TypeVar("Started")
+_WHAT = "the comparison of what the ranks send"
+_MOST = 4
+"""Different things that an error shows."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What holds from one comparison of the ranks to the next, as the compressor in force says.
+    """What the compressor in force says, from one comparison of the ranks to the next.
 
     Attributes:
         start: committed steps before its first exchange.
-        exact_step: its exchange depends on the exact step.
-        adaptive: the compressor itself if it may decide anew; else None.
+        exact_step: whether its exchange depends on the exact step.
     """
 
     start: int
     exact_step: bool
-    adaptive: AdaptiveCompressor[Any] | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Binding:
 
 
 class Consensus:
-    """What all ranks of one session do alike, and when they compare it.
+    """What all ranks of a session must do alike, and the comparisons that make sure of it.
 
     Attributes:
         compressor: the compressor in force; a load or its own decision may replace it (`replaced`).
@@ -78,64 +80,61 @@ class Consensus:
         arrangement: how the ranks share the work.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, the same on all ranks; None before the first backward pass.
-        remarks: what the compressor wants rank 0 to tell the user. Whoever tells it clears the list.
+        compares_sends: the ranks compare what they send for a bucket that `is_new`, because the compressor is a user's
+            own.
+        agreement: what the ranks have agreed on; None until they compare their states, and again after a load or a
+            change of the compressor.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
         self.compressor = compressor
-        self.arrangement: Flat = FLAT
+        self.compares_sends = _is_users(compressor)
+        self.arrangement: Arrangement = FLAT
         self.choice: Choice | None = None
         self.nonce: int | None = None
-        self.remarks: list[str] = []
         self._held = held
         self._counters = counters
-        self._agreement: Agreement | None = None  # None: to be compared
-        self._compared: set[tuple[int, ...]] = set()  # buckets, by their parameters
+        self.agreement: Agreement | None = None
+        self._seen: set[tuple[int, ...]] = set()  # buckets, by their parameters
         self.bind(binding)
 
     @property
     def compared(self) -> bool:
         """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
         they have residuals of the same parameters, unless they share them out."""
-        return self._agreement is not None
+        return self.agreement is not None
 
     def bind(self, binding: Binding) -> None:
         """Work for this model. Allowed only before the first backward pass."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
 
-    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The ranks that a collective is for. `everyone`: those that the session is bound to."""
-        fewer = self.arrangement.groups.get(over)
-        return everyone if fewer is None else fewer()
-
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
-        if self.compressor.kernel != choice.kernel:
-            self.compressor.kernel = choice.kernel
-            self.buckets.clear()  # their workspaces were made for another one
+        if self.compressor.native != choice.native:
+            self.compressor.native = choice.native
+            self.buckets.clear()  # their workspaces were made for the other one
 
     def replaced(self, compressor: Compressor[Any]) -> None:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
         again, and the loaded state is checked and refitted."""
         self.compressor = compressor
+        self.compares_sends = _is_users(compressor)
         if self.choice is not None:
-            compressor.kernel = self.choice.kernel
-        self._agreement = None
+            compressor.native = self.choice.native
+        self.agreement = None
         self._held.torn = False
         self.buckets.clear()
-        self._compared.clear()
+        self._seen.clear()
 
-    def compares_sends(self, bucket: Bucket) -> bool:
-        """Whether the ranks compare what they send for `bucket`: for a compressor of the user's own, the first
-        time that the layout occurs. Call this when compression has begun; afterwards the layout counts as compared."""
-        if type(self.compressor) in BUILT_IN:
-            return False
+    def is_new(self, bucket: Bucket) -> bool:
+        """Whether the layout of `bucket` occurs for the first time; afterwards it is known. Call this once compression
+        has begun."""
         layout = tuple(map(id, bucket.parameters))
-        compares = layout not in self._compared
-        self._compared.add(layout)
-        return compares
+        new = layout not in self._seen
+        self._seen.add(layout)
+        return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Before each backward pass: compare the states of the ranks after a start, a load or a change of the
@@ -151,10 +150,10 @@ class Consensus:
             HookConfigError: no rank can run the hook.
         """
         # Compared before ranks at different steps decide on different collectives.
-        agreement = self._agreement or self._compare(group, flat)
-        if agreement.adaptive is not None:
-            self._reconsider(agreement.adaptive, group, flat.device)
-            agreement = self._agreement or self._compare(group, flat)
+        agreement = self.agreement or self._compare(group, flat)
+        if isinstance(self.compressor, AdaptiveCompressor):
+            self._reconsider(self.compressor, group, flat.device)
+            agreement = self.agreement or self._compare(group, flat)
         return agreement
 
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -171,8 +170,8 @@ class Consensus:
                 if compressor.chosen != adaptive.chosen:
                     held.state.drop_local()
                 self.replaced(compressor)
-        if remark:
-            self.remarks.append(remark)
+        if remark and self.buckets.is_logging_rank:
+            log_summary(remark)
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a
@@ -184,8 +183,8 @@ class Consensus:
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
-        adaptive = compressor if isinstance(compressor, AdaptiveCompressor) else None
-        in_force = compressor.config, None if adaptive is None else adaptive.notes
+        notes = compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
+        in_force = compressor.config, notes
         configuration = agreement_key(compressor.name, in_force, compressor.wire_dtype, shapes)
         chosen, device = self.choice, flat.device
         if chosen is None:
@@ -222,8 +221,12 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        self._agreement = Agreement(compressor.start_step, compressor.needs_exact_step, adaptive)
-        return self._agreement
+        self.agreement = Agreement(compressor.start_step, compressor.needs_exact_step)
+        return self.agreement
+
+
+def _is_users(compressor: Compressor[Any]) -> bool:
+    return not type(compressor).__module__.startswith("commhooks.")
 
 
 def _check_configurations(configurations: list[int]) -> None:
@@ -242,4 +245,81 @@ def _check_steps(steps: list[int], of: str = "") -> None:
         raise HookRunError(
             f"the ranks are at different steps of the hook: {by_rank}{of}. Load the same checkpoint on every "
             "rank before the first backward pass, or on none"
+        )
+
+
+class SendComparison:
+    """Compares the Sends of one backward pass, each before it is issued, in a small all-gather.
+
+    gloo ends the process if the ranks of a collective send different sizes, and a rank that sends more often than the
+    others waits for them. Built-in compressors follow their plans; a user's own may have a fault.
+
+    If the ranks of `group` differ, none of them issues anything more, and `end` raises the error. Until then they take
+    part in the rest of the pass, because ranks of their node, or with other shards, may wait for them.
+
+    Args:
+        group: the ranks that exchange.
+    """
+
+    def __init__(
+        self, consensus: "Consensus", group: dist.ProcessGroup, device: torch.device, counters: Counters | None
+    ) -> None:
+        self._group, self._device, self._counters = group, device, counters
+        self._name = consensus.compressor.name
+        # Ranks that exchange something else, and must fail together with these.
+        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
+        self._others = [each() for each in apart if each is not None]
+        self._sends_of: collections.Counter[int] = collections.Counter()
+        self._problem = ""
+
+    def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
+        """`start(send)`, the next Send of `bucket`, if all ranks send the same; None if they do not."""
+        # What the ranks of a node send each other is the engine's own.
+        return start(send) if send.over == "node" or self.agree(bucket, send) else None
+
+    def agree(self, bucket: int, send: Send) -> bool:
+        """Whether all ranks send the same as the next Send of `bucket`, and have done so before."""
+        self._sends_of[bucket] += 1
+        what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
+        dtype = str(send.tensor.dtype).removeprefix("torch.")
+        tensor = f"op={send.op!r}, {what}, {dtype}{', sparse' if send.tensor.is_sparse else ''}, last={send.last}"
+        number = f"Send {self._sends_of[bucket]}"
+        return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
+
+    def end(self) -> None:
+        """After the last Send of the pass.
+
+        Raises:
+            HookRunError: on all ranks, if some have sent something else than others, or more.
+        """
+        self._compare("no further Send", "", "")
+        for group in self._others:
+            failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)
+            if gather_rows(failed, group, self._counters, _WHAT).any():
+                self._problem = next(filter(None, gather_texts(self._problem, group, self._device, _WHAT)))
+        if self._problem:
+            raise HookRunError(self._problem)
+
+    def _compare(self, number: str, label: str, rest: str) -> bool:
+        """Labels may differ: they are for messages."""
+        if self._problem:
+            return False
+        own = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)
+        keys = gather_rows(own, self._group, self._counters, _WHAT).flatten().tolist()
+        if len(set(keys)) > 1:
+            self._problem = self._differences(gather_texts(number + label + rest, self._group, self._device, _WHAT))
+        return not self._problem
+
+    def _differences(self, texts: list[str]) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in zip(dist.get_process_group_ranks(self._group), texts, strict=True):
+            ranks_of.setdefault(text, []).append(rank)
+        shown = [
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()
+        ]
+        more = f"; and {len(shown) - _MOST} others" if len(shown) > _MOST else ""
+        return (
+            f"the exchange of {self._name} does not send the same on all ranks. {'; '.join(shown[:_MOST])}{more}. "
+            "Every rank must yield the same Sends: their number, and op, shape, dtype and last of each, must follow "
+            "from the plan and the options, not from values or from the rank"
         )

@@ -1,39 +1,34 @@
-"""Choose the kernel with which all ranks compute.
+"""Choose what all ranks compute with: the native library if all have the same build of it, otherwise torch.
 
-Each rank notes its `KernelSupport`. The ranks compare the keys of these in an exchange that they make anyway, and only
-if they differ do they exchange the whole. Every rank then makes the same choice.
+Every rank computes its own copy of the averaged gradient, so ranks whose results differ in the last bits would drift
+apart. The ranks compare the keys of their `KernelSupport` in an exchange that they make anyway, and exchange the whole
+only if keys differ.
 """
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import agreement_key, gather_texts
+from commhooks.comm.collectives import agreement_key, gather_texts
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.kernel import TORCH, Kernel
 from commhooks.errors import CommHookError, HookConfigError
 from commhooks.gradients.precision import arithmetic_of
 
 
-@dataclass(frozen=True)
-class KernelSupport:
-    """What one rank can compute with.
+class KernelSupport(NamedTuple):
+    """What one rank can compute with."""
 
-    Attributes:
-        kernel: its fastest kernel; see `KernelHere`.
-        missing: why a faster one is missing.
-        arithmetic: see `arithmetic_of`; "" for hooks that compute nothing from what they receive.
-        cannot: why this machine cannot run the hook at all; "" if it can.
-    """
-
-    kernel: Kernel = TORCH
+    build: str = ""
+    """`Compressor.native_build`, if it is the same for all dtypes; "" without native kernels."""
     missing: str = ""
+    """Why there are none, and the remedy; "" if none are missed."""
     arithmetic: str = ""
+    """See `arithmetic_of`; "" for hooks that compute nothing from what they receive."""
     cannot: str = ""
+    """Why this machine cannot run the hook at all; "" if it can."""
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
@@ -43,55 +38,46 @@ class KernelSupport:
                 compressor.check_here(device, dtype)
         except HookConfigError as error:
             return cls(cannot=str(error))
-        found = [compressor.kernel_here(device, dtype) for dtype in dtypes]
-        missing = next((each.missing for each in found if each.missing), "")
-        return cls(
-            _common([each.kernel for each in found]),
-            missing,
-            arithmetic_of(device) if compressor.computes_from_received else "",
-        )
+        arithmetic = arithmetic_of(device) if compressor.computes_from_received else ""
+        try:
+            builds = {compressor.native_build(device, dtype) for dtype in dtypes}
+        except HookConfigError as error:
+            return cls(missing=str(error), arithmetic=arithmetic)
+        return cls(builds.pop() if len(builds) == 1 else "", arithmetic=arithmetic)
 
     @property
     def key(self) -> int:
         """Equal on two ranks that support the same."""
-        return agreement_key(self.as_text())
-
-    def as_text(self) -> str:
-        return json.dumps([self.kernel.name, self.kernel.build, self.missing, self.arithmetic, self.cannot])
-
-    @classmethod
-    def from_text(cls, text: str) -> "KernelSupport":
-        name, build, *others = json.loads(text)
-        return cls(Kernel(name, build), *others)
+        return agreement_key(*self)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The kernel of all ranks, and what rank 0 should log about it.
+class Choice(NamedTuple):
+    """What all ranks compute with, and what rank 0 should log about it."""
 
-    Attributes:
-        kernel: the fastest one of rank 0 if all ranks have it, otherwise torch.
-        slower: why not a faster one; "" if there is none.
-        drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
-    """
-
-    kernel: Kernel = TORCH
+    native: bool = False
     slower: str = ""
+    """Why not with the native library; "" if no rank misses it."""
     drift: str = ""
+    """How the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not."""
+
+    @property
+    def kernel(self) -> str:
+        """Its name for users."""
+        return "native" if self.native else "torch"
 
     def remarks(self, name: str, *, checked: bool = False) -> list[str]:
-        """What rank 0 should log. `name`: the compressor's; `checked`: the weights of the replicas are compared
-        now and then, so that drift does not go unseen."""
-        said = []
+        """What rank 0 should log. `name`: the compressor's; `checked`: the weights of the replicas are compared now and
+        then, so that drift does not go unseen."""
+        lines = []
         if self.slower:
-            said.append(f"{name} computes with the kernel {self.kernel.name!r} on all ranks. {self.slower}")
+            lines.append(f"{name} computes with the kernel {self.kernel!r} on all ranks. {self.slower}")
         if self.drift and not checked:
-            said.append(
+            lines.append(
                 f"the machines of the ranks may compute the last bits of {name} differently, so that the replicas "
                 f"drift apart slowly: {self.drift}. Use machines, versions and thread counts of one kind, or have the "
                 "weights compared by commhooks.attach(..., check_every=N)"
             )
-        return said
+        return lines
 
 
 def agreed_choice(
@@ -109,19 +95,9 @@ def agreed_choice(
     """
     supports = [own] * len(keys)
     if len(set(keys)) > 1:
-        what = "what each rank can compute with"
-        supports = [KernelSupport.from_text(text) for text in gather_texts(own.as_text(), group, device, what)]
+        texts = gather_texts(json.dumps(own), group, device, "what each rank can compute with")
+        supports = [KernelSupport(*json.loads(text)) for text in texts]
     return choose(supports, group.rank(), error)
-
-
-def _common(kernels: Sequence[Kernel]) -> Kernel:
-    return kernels[0] if len(set(kernels)) == 1 else TORCH
-
-
-def _by_rank(texts: Sequence[str]) -> str:
-    """Each text with its ranks."""
-    ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts)}
-    return "; ".join(f"ranks {which}: {text}" for text, which in ranks.items())
 
 
 def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> Choice:
@@ -134,13 +110,19 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
             f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
             f"Why: {supports[unable[0]].cannot}"
         )
-    kernel = _common([each.kernel for each in supports])
+    builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
     if lacking:  # one reason will do: each may name other files
         slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
-    elif supports[0].kernel != kernel:
-        builds = [f"{each.kernel.name} {each.kernel.build}".rstrip() + f" ({each.arithmetic})" for each in supports]
-        slower = f"the ranks' kernels differ: {_by_rank(builds)}"
-    arithmetic = [support.arithmetic for support in supports]
-    return Choice(kernel, slower, _by_rank(arithmetic) if len(set(arithmetic)) > 1 else "")
+    elif supports[0].build and len(builds) > 1:
+        texts = [f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports]
+        slower = f"the ranks' kernels differ: {_by_rank(texts)}"
+    drift = _by_rank(arithmetic) if len(set(arithmetic)) > 1 else ""
+    return Choice(len(builds) == 1 and "" not in builds, slower, drift)
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """Each text with its ranks."""
+    ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts)}
+    return "; ".join(f"ranks {which}: {text}" for text, which in ranks.items())

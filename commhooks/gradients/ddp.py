@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import AttachError, HookRunError
+from commhooks.errors import AttachError, HookRunError, logger_of
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import all_names, own_name
-from commhooks.gradients.names import ModelNames
-from commhooks.gradients.source import GradientSource, Reducer, described_parameter
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import ModelNames, all_names, own_name
+from commhooks.gradients.source import Future, GradientSource, Reducer, described_parameter, sparse_parameters
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
@@ -25,18 +24,20 @@ from commhooks.gradients.torch_private import (
     run_after_backward,
 )
 
+logger = logger_of(__name__)
+
 _NO_BUCKET_YET = sys.maxsize
 
 
 class BucketReader:
     """Converts the buckets that DDP passes to a hook, and finds out where a backward pass begins and ends.
 
-    With `static_graph`, DDP reduces all buckets of its first backward pass together, at the end of the pass; it calls
-    each of them number 0 and none the last, and waits for their futures at once (torch 2.13, `delay_all_reduce`). They
-    are numbered here, and the last one is known by the number of parameters.
+    With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
+    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and knows the last bucket by the
+    number of parameters.
 
     Args:
-        parameters: how many parameters DDP reduces; None: not known.
+        parameters: the number of parameters that DDP reduces; None: unknown.
     """
 
     def __init__(self, parameters: int | None = None) -> None:
@@ -49,8 +50,8 @@ class BucketReader:
         """The next bucket of this rank.
 
         Args:
-            end_pass: called at the end of a backward pass whose last bucket never arrives, which happens when DDP skips
-                buckets that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
+            end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
+                that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
 
         Raises:
             HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured; or
@@ -102,13 +103,14 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group`: None for the model's own. `module`: whose parameters these are; None for the one inside.
+        """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps.
 
         Raises:
             AttachError: the model has a communication hook of its own.
         """
         _check_free(ddp_model)
-        self._ranks_differ = False
+        self._ranks_differ = self._closed = False
+        self._used: set[int] | None = None  # ids of the parameters used since the latest synchronised pass; None: all
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -116,6 +118,7 @@ class DDPGradients(GradientSource):
         reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
+        self._reader = BucketReader(len(self.names.known()))
         # All parameters may have been frozen after wrapping.
         self.device = next(iter([*self.names.known().values(), *ddp_model.module.parameters()])).device
 
@@ -127,7 +130,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         try:
-            ddp_model.register_comm_hook(state, reducer.run)
+            ddp_model.register_comm_hook(state, _Registered(reducer.name, self._reduce, reducer))
         except RuntimeError as error:
             # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
             raise AttachError(
@@ -136,10 +139,43 @@ class DDPGradients(GradientSource):
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if ddp_model.find_unused_parameters and not ddp_model.static_graph:
-            self.used = set()
-            note = functools.partial(_note_used, self.used)  # it holds no more than the set
+            self._used = set()
+            note = functools.partial(_note_used, self._used)  # it holds no more than the set
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
+
+    def unregister(self) -> None:
+        raise AttachError(
+            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
+        )
+
+    def _reduce(self, reducer: Reducer, state: Any, bucket: dist.GradBucket) -> Future:
+        """The hook that DDP calls."""
+        if self._closed:
+            raise HookRunError(
+                f"a backward pass after close() of this hook ({reducer.name!r}), which ended its training: wrap "
+                "the model in a new DistributedDataParallel, and attach a hook to that"
+            )
+        found = self._reader.read(bucket, functools.partial(self._end_pass, reducer))
+        if self._used is not None:
+            used = self._used
+            found.unused = [i for i, p in enumerate(found.parameters) if p.grad is not None and id(p) not in used]
+        if found.is_first:
+            self._check_join()
+        future = reducer.reduce(found)
+        if found.is_last:
+            reducer.passed()
+            if self._used is not None:
+                self._used.clear()
+        return future
+
+    def _end_pass(self, reducer: Reducer) -> None:
+        reducer.end_pass()
+        if self._used is not None:
+            self._used.clear()
+
+    def close(self) -> None:
+        self._closed = True
 
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
@@ -162,7 +198,7 @@ class DDPGradients(GradientSource):
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.known().items()}
 
-    def check_pass(self) -> None:
+    def _check_join(self) -> None:
         ddp_model = self._ddp_model()
         if ddp_model is None:
             return
@@ -188,6 +224,32 @@ class DDPGradients(GradientSource):
         return [(n, p) for n, p in module.named_parameters() if id(p) in own]
 
 
+class _Registered(functools.partial[Future]):
+    """The function that a DDP model keeps. torch pickles it with the model, as `torch.save(ddp_model)`,
+    `copy.deepcopy` and `AveragedModel(ddp_model)` do, and registers no hook in the copy (torch 2.13). So the copy of
+    this function leaves the hook behind, with process group and learned state. DDP's logging data show its name."""
+
+    def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
+        made = super().__new__(cls, function, *args)
+        vars(made).update(__name__=name, __qualname__=name)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (vars(self)["__name__"],)
+
+
+def _copied(name: str) -> _Registered:
+    logger.info("a model with hook %r was copied or loaded whole: the copy has no hook until one is attached.", name)
+
+    def refuse(state: Any, bucket: dist.GradBucket) -> Future:
+        raise HookRunError(
+            f"this function is from a copy of a model with the hook {name!r}, and copies have no hook: attach one with "
+            "commhooks.attach(copied_model, ...)"
+        )
+
+    return _Registered(name, refuse)
+
+
 def _note_used(used: set[int], parameter: torch.Tensor) -> None:
     used.add(id(parameter))
 
@@ -198,23 +260,23 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
-    """If DDP's `Reducer` were the last to hold the process group, both would end while Python's lock is held (torch
-    2.13), and on gloo that can wait for ever: the group waits for its threads, and such a thread for the lock, to free
-    what Python has given to the latest collective. Python itself lets go of a group without its lock.
+    """Keep the process group alive until DDP's `Reducer` has ended.
 
-    The interpreter holds the group, and not the model: the garbage collector, if it is what ends the model, takes apart
-    what belongs to it in any order.
+    If the `Reducer` were the last owner of the group, both would end while the GIL is held (torch 2.13). On gloo that
+    can deadlock: the group waits for its threads, and a thread waits for the GIL, to free the tensors of the latest
+    collective. Python itself releases a group without the GIL. The interpreter owns the group here, not the model,
+    because the garbage collector takes apart a model in any order.
     """
     finalizer = weakref.finalize(ddp_model.reducer, _let_go, ddp_model.process_group)
     finalizer.atexit = False  # the Reducer may outlive that moment
 
 
 def _let_go(group: dist.ProcessGroup) -> None:
-    """Called when the `Reducer` has ended; afterwards nothing refers to the group from here."""
+    """Called when the `Reducer` has ended; the finalizer then releases its reference to the group."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:
-    """What DDP passes to a hook, if a hook can handle it.
+    """Return `grad_bucket` if a hook can handle it.
 
     Raises:
         HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured.
@@ -231,15 +293,6 @@ def checked_bucket(grad_bucket: object) -> dist.GradBucket:
             "that the hook runs outside of the graphs; or train without a hook"
         )
     return grad_bucket
-
-
-def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """ids of the parameters whose gradients will be sparse."""
-    return {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
-    }
 
 
 def _check_free(ddp_model: DistributedDataParallel) -> None:

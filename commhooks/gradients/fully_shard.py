@@ -8,36 +8,234 @@ it calls (torch 2.13, `foreach_reduce`)
 2. after dividing the buffer in place, and for each parameter in the order of the buffer: it makes the piece the
    parameter's `.grad`, and calls its post-accumulate hooks.
 
-So 2 tells which parameters are in the buffer (those without a gradient in this pass are not), and with the last of them
-the bucket is complete and can be sent. Its average is known at the end of the backward pass, when all buckets of the
-step have been found finite: only then do the averages replace the `.grad`.
+So step 2 tells which parameters are in the buffer: parameters without a gradient in this pass are not. With the last of
+them the bucket is complete and is sent. At the end of the backward pass, when all buckets of the step have been found
+finite, the averages replace the `.grad`.
 """
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import all_names, own_name
-from commhooks.gradients.local_shard import (
-    NOTHING_SHARDED,
-    LocalShard,
-    RunningPass,
-    UnitBuffer,
-    common_mesh,
-    is_sharded,
-    local_values,
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import ModelNames, all_names, own_name
+from commhooks.gradients.source import (
+    Extent,
+    Future,
+    GradientSource,
+    Reducer,
+    call_after_accumulation,
+    described_parameter,
+    held_weakly,
 )
-from commhooks.gradients.names import ModelNames
-from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter, held_weakly
 from commhooks.gradients.torch_private import count_accumulate_hooks, current_task, run_after_backward
+
+NOTHING_SHARDED = (
+    "no parameter of this model is both trainable and sharded by fully_shard, so a communication hook would have "
+    "nothing to do: leave out the hook, or attach it after unfreezing parameters"
+)
+
+
+def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
+    """`parameter`, typed as the DTensor that it is. Its `.data` would not do: torch 2.13 caches results of operations
+    by mesh, and may return a mesh of a process group that was destroyed."""
+    assert isinstance(parameter, DTensor)
+    return parameter
+
+
+def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's shard of the values; shares its memory."""
+    return as_dtensor(parameter).to_local().detach()
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """This rank's shard of a parameter.
+
+    Attributes:
+        local: the values of the shard, in place of the parameter in buckets.
+        extent: where the shard lies in the parameter.
+        numel_padded: elements in FSDP's buffers, as many as the largest shard has.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    local: torch.Tensor
+    extent: Extent
+    numel_padded: int
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.nn.Parameter) -> "LocalShard":
+        sharded, local = as_dtensor(parameter), local_values(parameter)
+        (placement,), mesh = sharded.placements, sharded.device_mesh
+        dim = placement.dim if isinstance(placement, Shard) else 0  # Replicate: on a mesh of one rank
+        size = sharded.size(dim)
+        largest = -(-size // mesh.size())
+        start = min(mesh.get_local_rank() * largest, size)
+        extent = Extent(tuple(sharded.shape), tuple(local.shape), dim, start)
+        return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
+
+    def as_whole(self, part: torch.Tensor) -> DTensor:
+        """`part`, of the shard's shape, as a DTensor that is placed like the parameter."""
+        sharded = as_dtensor(self.parameter)
+        shape, stride = sharded.shape, sharded.stride()
+        return DTensor.from_local(
+            part, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's shard of the gradient."""
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+@dataclass(eq=False)
+class UnitBuffer:
+    """The buffer in which FSDP has reduced a unit. Its parameters become known one by one; then it is sent.
+
+    Attributes:
+        flat: as FSDP passed it.
+        sent: the bucket's buffer: `flat`, or a copy of it without the padding.
+        average: of `sent`.
+    """
+
+    flat: torch.Tensor
+    shards: list[LocalShard] = field(default_factory=list)
+    sent: torch.Tensor = field(init=False)
+    average: Future = field(init=False)
+
+    @property
+    def complete(self) -> bool:
+        return sum(shard.numel_padded for shard in self.shards) == self.flat.numel()
+
+    def without_padding(self) -> torch.Tensor:
+        if all(shard.local.numel() == shard.numel_padded for shard in self.shards):
+            return self.flat
+        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
+
+    def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
+        """The part of `buffer` that belongs to each shard, 1-D."""
+        found, offset = [], 0
+        for shard in self.shards:
+            found.append((shard, buffer[offset : offset + shard.local.numel()]))
+            offset += shard.numel_padded if padded else shard.local.numel()
+        return found
+
+
+@dataclass(eq=False)
+class RunningPass:
+    """A running backward pass.
+
+    Attributes:
+        task: see `current_task`.
+        units: the units that have been sent.
+        filling: the unit whose parameters FSDP is naming.
+        earlier: gradients of earlier backward passes (accumulation), taken out of `.grad`.
+    """
+
+    task: int
+    units: list[UnitBuffer] = field(default_factory=list)
+    filling: UnitBuffer | None = None
+    earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
+
+    def check_filled(self) -> None:
+        if self.filling is not None:
+            raise HookRunError(
+                "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
+                "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters. "
+                "With Accelerate call prepare(model, optimizer) again; in Lightning unfreeze before fit"
+            )
+
+    def check_new(self, unit: UnitBuffer) -> None:
+        sent = {shard.name for each in self.units for shard in each.shards}
+        again = next((shard.name for shard in unit.shards if shard.name in sent), None)
+        if again is not None:
+            raise HookRunError(
+                f"fully_shard has reduced {again} twice in one backward pass: its module is called more than once "
+                "before the backward pass. Apply fully_shard to a module around all of these calls instead"
+            )
+
+    def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
+        """FSDP would add to these gradients what is not averaged yet."""
+        for shard in shards:
+            if shard.parameter.grad is not None:
+                self.earlier.append((shard, shard.parameter.grad))
+                shard.parameter.grad = None
+
+    def take_over_averages(self) -> None:
+        """Wait for the averages and make them the gradients, added to the earlier ones."""
+        for unit in self.units:
+            for shard, piece in unit.pieces(unit.average.wait(), padded=False):
+                grad = shard.grad
+                assert grad is not None
+                if grad.data_ptr() != piece.data_ptr():
+                    grad.copy_(piece.view(grad.shape))
+        for shard, earlier in self.earlier:
+            if shard.parameter.grad is not None:
+                earlier.add_(shard.parameter.grad)
+            shard.parameter.grad = earlier
+
+
+def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether hooks reduce this parameter. False if fully_shard ignores it.
+
+    Raises:
+        AttachError: it is sharded in a way that hooks do not support.
+    """
+    data: object = parameter
+    if not isinstance(data, DTensor):
+        return False
+    ranks = data.device_mesh.size()
+    if data.device_mesh.ndim == 2 and isinstance(data.placements[0], Replicate):
+        raise AttachError(
+            "this model was sharded with a mesh of two dimensions, for which fully_shard itself averages over the "
+            "replicas, uncompressed, before it calls a hook. Change two lines: "
+            "fully_shard(module, mesh=mesh['shard']) instead of mesh=mesh, with the names that your mesh has, and "
+            "commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
+        )
+    if data.device_mesh.ndim == 1 and isinstance(data.placements[0], Replicate) and ranks > 1:
+        raise AttachError(
+            f"this model was replicated over a mesh of {ranks} ranks, over which replicate itself averages, "
+            "uncompressed, before it calls a hook. Change two lines, with mesh = init_device_mesh(device_type, "
+            f"({ranks}, 1), mesh_dim_names=('replicate', 'shard')): replicate(module, mesh=mesh['shard']), and "
+            "commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
+        )
+    if data.device_mesh.ndim != 1 or not isinstance(data.placements[0], (Shard, Replicate)):
+        raise AttachError(
+            f"parameter {name} is placed as {data.placements}: a hook needs parameters that fully_shard has split over "
+            "a mesh of one dimension; tensor parallelism is not supported"
+        )
+    if data.is_meta:
+        raise AttachError(f"parameter {name} is on the meta device: attach the hook after materialising the model")
+    return True
+
+
+def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
+    """The mesh over which all of `parameters` are sharded.
+
+    Raises:
+        AttachError: there are several, or none.
+    """
+    meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
+    if len(meshes) > 1:
+        raise AttachError(
+            f"parameters {' and '.join(list(meshes.values())[:2])} are sharded over different meshes; a hook needs one "
+            "mesh for the whole model"
+        )
+    if not meshes:
+        raise AttachError(NOTHING_SHARDED)
+    return next(iter(meshes))
 
 
 class FullyShardGradients(GradientSource):
@@ -51,7 +249,7 @@ class FullyShardGradients(GradientSource):
         """`group`: the ranks that hold the same shard.
 
         Raises:
-            AttachError: the model is sharded in a way that hooks cannot serve.
+            AttachError: the model is sharded in a way that hooks do not support.
         """
         self._module = weakref.ref(model)
         self.before_weights_change()
@@ -144,17 +342,8 @@ class FullyShardGradients(GradientSource):
             except ValueError as error:
                 raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
         self._handles = [model.register_forward_hook(self._on_forward)]
-        # The garbage collector cannot look into a parameter's hooks (torch 2.13): one that held this object, which
-        # holds the parameters, would keep all of them and the process group for ever.
-        accumulated = weakref.WeakMethod(self._on_accumulated)
-
-        def on_accumulated(parameter: torch.Tensor) -> None:
-            method = accumulated()
-            if method is not None:
-                method(parameter)
-
-        for shard in self._shards.values():
-            self._handles.append(shard.parameter.register_post_accumulate_grad_hook(on_accumulated))
+        parameters = [shard.parameter for shard in self._shards.values()]
+        self._handles += call_after_accumulation(parameters, self._on_accumulated)
 
     def unregister(self) -> None:
         self._replace_by(None)

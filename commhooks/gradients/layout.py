@@ -1,9 +1,9 @@
-"""The position of each parameter's gradient in a bucket.
+"""A bucket of gradients, and the position of each parameter's gradient in it.
 
 DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
 a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted. A
-`Slot` holds the information to read it correctly. Layouts identify parameters by identity, not by bucket index, because
-DDP rebuilds its buckets after the first step.
+`Slot` tells how to read it correctly. Layouts know parameters by identity, not by bucket index, because DDP rebuilds
+its buckets after the first step.
 """
 
 import math
@@ -11,6 +11,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from commhooks.gradients.torch_private import sparse_values
+
+
+class Bucket:
+    """Gradients that are reduced together. Every rank passes the same buckets in the same order.
+
+    Attributes:
+        flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
+        parameters: the parameters in the order of the buffer.
+        index: increases within a backward pass.
+        nbytes: bytes of the buffer, of the values alone for a sparse gradient.
+        is_first, is_last: whether this is the first, the last bucket of its backward pass.
+        grad_bucket: the bucket that DDP passed; None without DDP.
+        unused: positions of the parameters that have a gradient although this rank has not used them since the latest
+            synchronised pass.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        index: int = 0,
+        is_last: bool = True,
+        is_first: bool | None = None,
+        grad_bucket: dist.GradBucket | None = None,
+    ) -> None:
+        """`is_first`: None: true for index 0."""
+        self.flat = flat
+        self.parameters = parameters
+        self.nbytes = sparse_values(flat).nbytes if flat.is_sparse else flat.nbytes
+        self.index = index
+        self.is_first = index == 0 if is_first is None else is_first
+        self.is_last = is_last
+        self.grad_bucket = grad_bucket
+        self.unused: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,6 @@ LossScale = float | torch.Tensor
 """A float, or a 0-dim tensor on an accelerator that the host has not read."""
 
 
-def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
-    """The current scale of `scaler` for a loss on `device`."""
-    if precision.is_host_readable(device):
-        return scaler.get_scale()
-    return scaler.scale(torch.ones((), device=device))
-
-
 class ScaleOf:
     """Returns the current scale of a GradScaler, 1 without one.
 
@@ -35,12 +28,15 @@ class ScaleOf:
 
     def __call__(self) -> LossScale:
         scaler = self.scaler()
-        return 1.0 if scaler is None else scale_of(scaler, self._device)
+        if scaler is None:
+            return 1.0
+        if precision.is_host_readable(self._device):
+            return scaler.get_scale()
+        return scaler.scale(torch.ones((), device=self._device))
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
-    """The GradScaler whose scale `loss_scale` returns: a `ScaleOf`, or `scaler.get_scale` as users give it. None if it
-    cannot be told."""
+    """The GradScaler behind `loss_scale`, which is a `ScaleOf`, or a user's `scaler.get_scale`; None if unknown."""
     if isinstance(loss_scale, ScaleOf):
         return loss_scale.scaler()
     owner = getattr(loss_scale, "__self__", None)
@@ -51,11 +47,11 @@ def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossSc
     """The loss scale of this backward pass, as `loss_scale` returns it.
 
     Args:
-        before: the one that counts where the scale on an accelerator is zero, negative or not finite: the gradients of
-            such a step are all zero or not finite, and the residuals must not change.
+        before: the latest loss scale, returned if the scale on an accelerator is zero, negative or not finite: the
+            gradients of such a step are all zero or not finite, and the residuals must not change.
 
     Raises:
-        HookRunError: it is not a number; or its value is on the host and is zero, negative or not finite.
+        HookRunError: it is not a number; or it is on the host, and zero, negative or not finite.
     """
     scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):

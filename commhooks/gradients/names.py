@@ -1,11 +1,12 @@
-"""Stable parameter names: the keys of a hook's learned and saved state.
+"""Stable parameter names, the keys of a hook's learned and saved state; and the globs of the option `exclude`.
 
-A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` a
-parameter is identified by its position among the parameters of its dtype and device type, counted from the one
-registered last. The first backward pass shows the parameters in this order for every `bucket_cap_mb`, also after a
-restart.
+A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the
+name of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
+one: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
 """
 
+import difflib
+import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,8 +14,43 @@ from typing import Protocol
 
 import torch
 
-from commhooks.errors import HookRunError
-from commhooks.gradients.exclude import matching
+from commhooks.errors import HookRunError, logger_of
+
+logger = logger_of(__name__)
+
+
+def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
+    """The first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's `names`; else None."""
+    return next((each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None)
+
+
+def own_name(name: str) -> str:
+    """`name` without the prefix that `torch.compile` adds, so that checkpoints fit with and without it."""
+    return name.replace("_orig_mod.", "")
+
+
+def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
+    """id of each parameter -> all of its names in registration order, without `torch.compile`'s prefix."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(own_name(name))
+    return names
+
+
+def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
+    """Log one warning about patterns that match no parameter of `module`, frozen parameters included."""
+    names = [name for found in all_names(module).values() for name in found]
+    parts = []
+    for pattern in patterns:
+        if matching(names, [pattern]) is None:
+            near = difflib.get_close_matches(pattern.strip("*?"), names, n=1, cutoff=0.0)
+            parts.append(f"{pattern!r}" + (f" (the closest name is {near[0]!r})" if near else ""))
+    if parts:
+        logger.warning(
+            "exclude: no parameter of the model matches %s. Patterns are compared with whole names, case matters, and "
+            "* stands for anything.",
+            ", ".join(parts),
+        )
 
 
 class ParameterNames(Protocol):

@@ -1,38 +1,58 @@
-"""What a hook needs to know of the model whose gradients it reduces, whichever way that is wrapped."""
+"""Sources of gradients: a model as a hook sees it, however it is wrapped, and a model that nothing wraps."""
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import AttachError, HookRunError
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import own_name
-from commhooks.gradients.names import ModelNames, ParameterNames
+from commhooks.errors import HookRunError
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
+from commhooks.gradients.torch_private import current_task, run_after_backward
 
 Future = torch.futures.Future[torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reducer:
-    """The hook as a source of gradients calls it.
+    """What a source of gradients calls in each backward pass.
 
     Attributes:
         name: name of the hook, for messages.
-        run: the hook function for DDP: `(state, GradBucket) -> Future`.
-        reduce: reduces one bucket; the future holds the result.
-        end_pass: no further bucket of this backward pass will come. Afterwards all futures complete. Not called for a
-            pass whose last bucket was marked, nor by DDP.
+        run: reduces one bucket; the future holds the result.
+        finish: completes all futures of a pass whose last bucket was not marked as the last.
+        owner: kept as long as a DDP model, although nobody else may keep it.
+        before_pass: called before the first bucket of every pass.
+        after_first_pass: called once, at the end of the first pass.
     """
 
     name: str
-    run: Callable[[Any, dist.GradBucket], Future]
-    reduce: Callable[[Bucket], Future]
-    end_pass: Callable[[], None]
+    run: Callable[[Bucket], Future]
+    finish: Callable[[], None]
+    owner: object = None
+    before_pass: Callable[[], None] | None = None
+    after_first_pass: Callable[[], None] | None = None
+
+    def reduce(self, bucket: Bucket) -> Future:
+        if bucket.is_first and self.before_pass is not None:
+            self.before_pass()
+        return self.run(bucket)
+
+    def end_pass(self) -> None:
+        """No further bucket of this pass will come, and none was marked as the last."""
+        self.finish()
+        self.passed()
+
+    def passed(self) -> None:
+        """A backward pass has ended."""
+        if self.after_first_pass is not None:
+            first, self.after_first_pass = self.after_first_pass, None
+            first()
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,7 @@ class Extent:
     Attributes:
         whole: shape of the whole parameter.
         shape: shape of the shard.
-        dim, start: the shard begins at index `start` of dimension `dim`, and has all of the other dimensions.
+        dim, start: the shard begins at index `start` of dimension `dim` and is complete in the other dimensions.
     """
 
     whole: tuple[int, ...]
@@ -54,9 +74,9 @@ class Extent:
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     """Returns a function that returns `group`, or raises HookRunError once it was destroyed.
 
-    torch keeps a group until `destroy_process_group`. A hook that kept it, too, would keep its threads and its store
-    for as long as somebody keeps the hook; and a group that ends in a forked process, as that of a DataLoader's worker
-    in which the garbage collector finds the hook, takes that process with it: its threads do not exist there.
+    torch keeps a group until `destroy_process_group`. A hook that also kept it would keep its threads and its store
+    alive. And a group that ends in a forked process, such as a DataLoader's worker in which the garbage collector finds
+    the hook, kills that process, because the group's threads do not exist there.
     """
     weak = weakref.ref(group)
 
@@ -73,7 +93,7 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A wrapped model as a source of buckets. It holds the parameters, and the modules and process groups weakly.
+    """A model as a source of buckets. It holds the parameters; it holds modules and process groups weakly.
 
     Args:
         group: the process group over which the gradients are averaged.
@@ -82,17 +102,14 @@ class GradientSource(ABC):
         names: the parameters that are reduced. For a sharded model these are this rank's shards.
         device: where the gradients are.
         sparse: ids of the parameters whose gradients are sparse.
-        used: ids of those that this rank has used since the latest synchronised pass, for the caller to clear; None:
-            all are used.
         nothing_to_reduce: the error message if `names` is empty.
-        gives_grad_buckets: whether it passes torch's `GradBucket`, which a user's function takes.
-        averages_alone: whether gradients are averaged over `group` where no hook is registered.
+        gives_grad_buckets: whether it passes torch's `GradBucket`, which users' functions need.
+        averages_alone: whether gradients are averaged over `group` without a hook.
     """
 
     names: ModelNames
     device: torch.device
     sparse: set[int]
-    used: set[int] | None = None
     nothing_to_reduce: ClassVar[str]
     gives_grad_buckets: ClassVar[bool]
     averages_alone: ClassVar[bool]
@@ -118,7 +135,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, reducer: Reducer, state: Any) -> None:
-        """Have the model call the hook from now on. `state`: for `reducer.run`.
+        """Have the model call the hook from now on. `state`: what DDP passes to its hook.
 
         Raises:
             AttachError: the model has a hook already.
@@ -130,24 +147,22 @@ class GradientSource(ABC):
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """What must be equal on all ranks of `group`, by name; empty if the model was deleted."""
+        """The tensors that must be equal on all ranks of `group`, by name; empty if the model was deleted."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """The present `.grad` by name, on a sharded model that of the shard."""
+        """The current `.grad` of each parameter, on a sharded model of each shard."""
 
+    @abstractmethod
     def unregister(self) -> None:
         """Undo `register`, between two backward passes.
 
         Raises:
             AttachError: the model keeps its hook for life.
         """
-        raise AttachError(
-            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
-        )
 
     def stepped(self) -> Sequence[torch.Tensor]:
-        """The parameters as optimizers have them, in the order of `names`."""
+        """The parameters that optimizers have, in the order of `names`."""
         return list(self.names.known().values())
 
     def before_weights_change(self) -> None:
@@ -155,15 +170,15 @@ class GradientSource(ABC):
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Let each rank keep the buffers of its model, such as running statistics. Returns what else the source still
+        """Let each rank keep its own buffers, such as running statistics. Returns warnings about what the source still
         sends in every step."""
         return []
 
     def close(self) -> None:
-        """Undo `register` where that is possible; no further backward pass will call the hook."""
+        """Undo `register` if possible; no further backward pass will call the hook."""
         return None
 
-    # ---- shards; by default a parameter is one -----------------------------------------------------------------------
+    # ---- shards; by default each parameter is one shard --------------------------------------------------------------
 
     @property
     def place(self) -> tuple[int, int]:
@@ -172,7 +187,7 @@ class GradientSource(ABC):
 
     @property
     def whole(self) -> ParameterNames:
-        """`names` with whole parameters. They may be on the meta device."""
+        """`names`, with whole parameters, which may be on the meta device."""
         return self.names
 
     def extent(self, name: str) -> Extent:
@@ -180,12 +195,26 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
+        """A tensor that is placed like the parameter, from the `part` of this rank's shard."""
         return part
 
-    def check_pass(self) -> None:
-        """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""
-        return None
+
+def call_after_accumulation(
+    parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
+) -> list[RemovableHandle]:
+    """Call `method` of an object with each parameter whose gradient has been accumulated, while the object lives.
+
+    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that held the object, which holds
+    the parameters, would keep them and the process group for ever.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(parameter: torch.Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(parameter)
+
+    return [each.register_post_accumulate_grad_hook(call) for each in parameters]
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:
@@ -193,3 +222,89 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
     dtype = str(parameter.dtype).removeprefix("torch.")
     frozen = "" if parameter.requires_grad else " (frozen)"
     return f"{own_name(name)} {tuple(parameter.shape)} {dtype}{frozen}"
+
+
+class PlainGradients(GradientSource):
+    """The gradients of a module that nothing wraps, for hooks that average weights, with one process per machine.
+
+    Each gradient is a bucket of its own, passed to the hook at the end of the backward pass.
+    """
+
+    nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
+    gives_grad_buckets = False
+    averages_alone = False
+
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._module = weakref.ref(module)
+        self.names = ModelNames(
+            [(own_name(name), p) for name, p in module.named_parameters() if p.requires_grad], all_names(module)
+        )
+        self.sparse = sparse_parameters(module)
+        self.device = next(iter([*self.names.known().values(), torch.empty(0)])).device
+        self._reducer: Reducer | None = None
+        self._handles: list[RemovableHandle] = []
+        self._task = -1  # the backward pass whose end is waited for
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        return self._module()
+
+    def register(self, reducer: Reducer, state: Any) -> None:
+        self._reducer = reducer
+        self._handles = call_after_accumulation(self.names.known().values(), self._on_accumulated)
+        module = self.module
+        assert module is not None
+        weakref.finalize(module, _keep, self).atexit = False  # it lives as long as the module
+
+    def unregister(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def close(self) -> None:
+        self.unregister()
+
+    def described(self) -> list[str]:
+        return [described_parameter(name, parameter) for name, parameter in self.weights().items()]
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.module is None else dict(self.module.named_parameters())
+
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in self.names.known().items()}
+
+    def _on_accumulated(self, _: torch.Tensor) -> None:
+        if self._task != current_task():
+            self._task = current_task()
+            run_after_backward(self._end_pass)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        self._task = -1
+        assert self._reducer is not None
+        found = [parameter for parameter in self.names.known().values() if parameter.grad is not None]
+        futures = []
+        for place, parameter in enumerate(found):
+            grad = parameter.grad
+            assert grad is not None
+            flat = grad if grad.is_sparse else grad.contiguous().view(-1)
+            bucket = Bucket(flat, [parameter], place, is_last=False)
+            futures.append((grad, flat, self._reducer.reduce(bucket)))
+        for grad, flat, future in futures:
+            reduced = future.wait()
+            if not grad.is_sparse and (reduced is not flat or flat.data_ptr() != grad.data_ptr()):
+                grad.copy_(reduced.view(grad.shape))
+        self._reducer.end_pass()
+
+
+def _keep(source: PlainGradients) -> None:
+    """Called when the module has ended."""
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """ids of the parameters whose gradients will be sparse."""
+    return {
+        id(each.weight)
+        for each in module.modules()
+        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
+    }

@@ -1,6 +1,7 @@
 """Attach a hook to a model: from a checked request to a registered hook."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,38 +10,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.comm.groups import new_group
-from commhooks.comm.hook_result import checked_future
-from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.shards import is_logging_rank
+from commhooks.comm.groups import is_logging_rank, new_group
+from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.compressors.dotted_path import why_not_called
-from commhooks.compressors.hook_config import HookConfig
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
-from commhooks.compressors.local_steps.options import LocalSteps
-from commhooks.compressors.registry import compressor_of
-from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
+from commhooks.engine.kernel_choice import Choice
+from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, logger_of
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import warn_if_unmatched
-from commhooks.gradients.source import GradientSource, held_weakly
-from commhooks.hook.announce import reason_first, say
-from commhooks.hook.arguments import arguments_in, explains_arguments
+from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, reason_first
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import warn_if_unmatched
+from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.local_steps.driver import LocalStepsDriver
-from commhooks.hook.local_steps.outer_steps import OuterSteps
-from commhooks.hook.request import HookRequest
-from commhooks.hook.request_check import check_requests, describe_request
-from commhooks.hook.runner import Runner
+from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
+from commhooks.hook.local_steps import LocalStepsHook
+from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
-from commhooks.hook.user_hook import UserHook
-from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_choice
+from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.options import LocalSteps
+from commhooks.options import HookConfig, check_choice
+from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, explains_arguments, why_not_called
 
 logger = logger_of(__name__)
 
@@ -121,7 +116,6 @@ def attach(
     return attach_request(
         ddp_model,
         request,
-        total_steps=total_steps,
         process_group=process_group,
         replicate_group=replicate_group,
         loss_scale=loss_scale,
@@ -139,77 +133,55 @@ def attach_request(
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
     on_unused: Callable[[str], None] | None = None,
 ) -> CommHook:
-    """`attach` for a request that was checked before; see `attach`. `on_unused`: called on the rank that logs, with the
-    warning that a training has not used the hook."""
+    """`attach` for a request that was checked before; see `attach`.
+
+    Args:
+        total_steps: None: those of the request.
+        on_unused: called on the rank that logs, with the warning that a training has not used the hook.
+    """
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
             "scaler.get_scale, or None"
         )
+    total_steps = request.total_steps if total_steps is None else total_steps
     unwrapped = isinstance(request.config, LocalSteps)
     source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
-    _check_arrangement(request, source)
+    check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
     compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
-    logging_rank = is_logging_rank(source.group, source.shard_group)
+    state, function = (None, None) if compressor is not None else _users_function(request, source)
     shards = None if source.shard_group is None else held_weakly(source.shard_group)
     binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
-    runner, state = _runner_of(request, source, compressor, binding)
-    described = describe_request(request, runner.options, loss_scale is not None)
-    plan = [repr(row) for row in runner.plan().parameters]
-    choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)
+    if isinstance(state, PowerSGDState):
+        assert function is not None and source.module is not None
+        state.bind(binding, source.module, function)
+        compressor = state.session.compressor
+    choice = check_on_all_ranks(request, compressor, source, loss_scale is not None)
     if not source.names.known():
         raise AttachError(source.nothing_to_reduce)
-    runner.agreed(choice)
-    attached = CommHook(request, runner, source)
-    if request.off:  # there will be no first backward pass of the hook, at which others say this
-        if logging_rank:
+    hook, run, finish = _hook_of(request, compressor, state, function, source, binding, choice)
+    attached = CommHook(request, hook, source)
+    logs = is_logging_rank(source.group, source.shard_group)
+    if request.off:  # no backward pass of a hook will log a summary
+        if logs:
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
-            say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
+            log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
-    runner.unused.callback = on_unused
-    runner.register(state, attached)
+    attached._register(run, finish, state, on_unused)
     if total_steps is not None:
-        runner.will_end(total_steps)
-    if source.module is not None and logging_rank:
-        for problem in runner.problems():
-            logger.warning("%s", problem)
+        attached.will_end(total_steps)
+    if source.module is not None and logs:
+        for warning in hook.warnings():
+            logger.warning("%s", warning)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
     return attached
 
 
-def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
-    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
-    if source.shard_group is None:
-        return
-    if request.ranks_per_node is not None:
-        raise HookConfigError(
-            f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
-            "instead, and the hook averages between nodes only"
-        )
-    if request.config is not None and compressor_of(request.config).flat_only:
-        raise HookConfigError(
-            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
-            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
-        )
-
-
-def _runner_of(
-    request: HookRequest, source: GradientSource, compressor: Compressor[Any] | None, binding: Binding
-) -> tuple[Runner, Any]:
-    """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
-    if isinstance(compressor, LocalStepsCompressor):
-        loss_scale = binding.loss_scale
-        if compressor.config.delay:  # a thread's collectives, beside those of the model
-            own = new_group(range(source.group.size()), source.group)
-            binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
-        return LocalStepsDriver(request, source, OuterSteps(compressor, binding, sizes), loss_scale), None
-    if compressor is not None:
-        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
-        return EngineHook(request, source, session, session.run), None
+def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
+    """The state and the function of a user's hook `(state, bucket)`."""
     if not source.gives_grad_buckets:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
@@ -221,14 +193,48 @@ def _runner_of(
             f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
             "GradBucket"
         )
-    if request.wrapper is not None:
-        function = _WRAPPERS[request.wrapper](function)
-    if not isinstance(state, PowerSGDState):
-        return UserHook(request, source, state, function), state
-    assert source.module is not None
-    state.bind(binding, source.module, function)
+    return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
 
-    def run(bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        return checked_future(function(state, bucket.grad_bucket), request.name)
 
-    return EngineHook(request, source, state.session, run), state
+def _hook_of(
+    request: HookRequest,
+    compressor: Compressor[Any] | None,
+    state: Any,
+    function: Callable[..., Any] | None,
+    source: GradientSource,
+    binding: Binding,
+    choice: Choice,
+) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
+    """The hook, what reduces a bucket, and what completes a pass whose last bucket was not marked as the last."""
+    if compressor is None:
+        assert function is not None
+        of_function = FunctionHook(request, source, state, function)
+        return of_function, of_function.run, of_function.end_pass
+    if isinstance(compressor, LocalStepsCompressor):
+        loss_scale = binding.loss_scale
+        if compressor.config.delay:  # a thread issues collectives beside those of the model
+            own = new_group(range(source.group.size()), source.group)
+            binding = dataclasses.replace(binding, group=held_weakly(own))
+        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
+        outer = OuterSteps(compressor, binding, sizes)
+        outer.consensus.compute_with(choice)
+        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
+        if nodes is not None:
+            # The mean of the gradients keeps the weights of a node's ranks equal.
+            outer.consensus.arrangement = EqualInNodes(nodes)
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale, nodes)
+        return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
+    if isinstance(state, PowerSGDState):
+        session = state.session
+    else:
+        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
+    session.consensus.compute_with(choice)
+    nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
+    if nodes is not None:
+        session.consensus.arrangement = Hierarchy(nodes, source.names.known())
+    run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
+    return CompressorHook(request, source, session), run, session.end_pass
+
+
+def _run_function(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:
+    return checked_future(function(state, bucket.grad_bucket), name)

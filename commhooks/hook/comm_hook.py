@@ -1,22 +1,23 @@
-"""`CommHook`: a hook that is attached to a model, and the user's handle on it."""
+"""`CommHook`: what users hold of a hook that is attached to a model."""
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from commhooks.checkpoint.distributed import to_distributed
-from commhooks.comm.clocks import has_clock
-from commhooks.errors import HookConfigError, HookRunError, logger_of
-from commhooks.gradients.source import GradientSource
-from commhooks.hook.announce import reason_first
-from commhooks.hook.checked_state import checked_state
-from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.norms import measure
-from commhooks.hook.request import HookRequest
-from commhooks.hook.runner import Runner
-from commhooks.hook.vocabulary import SAVE_RESIDUAL
+from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
+from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
+from commhooks.comm.counters import has_clock
+from commhooks.comm.groups import is_logging_rank
+from commhooks.errors import HookConfigError, HookRunError, PayloadError, log_summary, logger_of, reason_first, shown
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.source import Future, GradientSource, Reducer
+from commhooks.hook.hooks import Hook
+from commhooks.hook.replica_check import ReplicaCheck
+from commhooks.hook.unused import UnusedWarning
+from commhooks.plan import ModelPlan
+from commhooks.report import norms
+from commhooks.request import SAVE_RESIDUAL, HookRequest
 
 logger = logger_of(__name__)
 
@@ -24,27 +25,28 @@ JOINT_SAVE_LIMIT_S = 60.0
 
 
 class CommHook:
-    """A registered communication hook, made by `commhooks.attach`. `stats()` and `plan()` remain usable after the model
-    was deleted.
+    """A communication hook that `commhooks.attach` has registered. `stats()` and `plan()` also work after the model was
+    deleted.
 
     Attributes:
         name: name of the hook.
-        detached: it was taken off its model; see `detach`.
-        joint_save_limit_s: seconds that a joint save waits for the other ranks before it continues without residuals.
+        detached: whether `detach` has removed it from its model.
+        joint_save_limit_s: seconds that a joint save waits for the other ranks before it goes on without residuals.
     """
 
-    def __init__(self, request: HookRequest, runner: Runner, source: GradientSource) -> None:
+    def __init__(self, request: HookRequest, hook: Hook, source: GradientSource) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self.detached = False
-        self._request = request
-        self._runner = runner
-        self._source = source
-        self._warned_of_copies = False
+        self._request, self._hook, self._source = request, hook, source
+        self._rank, self._world_size = source.group.rank(), source.group.size()
+        self._logs = is_logging_rank(source.group, source.shard_group)
+        self._unused = UnusedWarning(request.name, hook, logs=self._logs and self._world_size > 1)
+        self._quiet = self._warned_of_copies = False
         weakref.finalize(self, _at_exit, weakref.ref(self))
 
     def __del__(self) -> None:
-        self._runner.ended()  # with the model
+        self._unused.ended()  # with the model
 
     def __repr__(self) -> str:
         module = self._source.module
@@ -52,7 +54,7 @@ class CommHook:
         model = "detached" if self.detached else model
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
-        place = f"rank {self._runner.rank} of {self._runner.world_size}"
+        place = f"rank {self._rank} of {self._world_size}"
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
     def __reduce__(self) -> NoReturn:
@@ -63,127 +65,154 @@ class CommHook:
         )
 
     def quiet(self) -> None:
-        """Log neither a summary at the first backward pass nor that the training does not use the hook, for callers
-        such as the doctor."""
-        self._runner.quiet()
+        """Log no summary at the first backward pass and no warning that the training does not use the hook. For
+        callers such as the doctor."""
+        self._quiet = True
+        self._unused.silence()
 
     def will_end(self, passes: int) -> None:
-        """Log a warning if the training ends after so many further backward passes and the hook begins later."""
-        self._runner.will_end(passes)
+        """Warn if the training ends after `passes` further backward passes, before the hook begins."""
+        self._unused.will_end(passes)
+
+    def _register(
+        self,
+        run: Callable[[Bucket], Future],
+        finish: Callable[[], None],
+        state: Any,
+        on_unused: Callable[[str], None] | None,
+    ) -> None:
+        """Register `run` and `finish` (see `Reducer`) with the model. `state`: what DDP passes to its hook."""
+        every = self._request.check_every
+        check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
+        self._source.register(Reducer(self.name, run, finish, self, check, self._begun), state)
+        self._unused.callback = on_unused
+        if self._hook.status().use is None:
+            self._unused.silence()
+        if self._source.gives_grad_buckets:  # fully_shard calls a hook wherever it reduces
+            self._unused.watch(self._source.stepped())
+
+    def _begun(self) -> None:
+        """The first backward pass has ended: log the summary."""
+        self._unused.called()
+        if self._quiet or not self._logs:
+            return
+        found, use, wrapper = self._hook.summary(), self._hook.status().use, self._request.wrapper
+        about = f"{self.name} ({'; '.join(found.details)})" if found.details else self.name
+        effect = ", ".join(each for each in (found.effect, wrapper and f"{wrapper} on the wire") if each)
+        if self._world_size == 1:
+            unit = "rank" if self._source.shard_group is None else "replica"
+            effect = f"there is one {unit}, so nothing is sent{found.alone}"
+        elif use is not None and use.plain:
+            effect = f"plain all-reduce until step {use.begins}{use.or_later}, then {effect}"
+        log_summary(f"{about}: {effect}" if effect else about)
+        for warning in found.warnings:
+            logger.warning("%s", warning)
 
     def detach(self) -> None:
-        """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
-        attached. Every rank must call this. Afterwards gradients are not averaged between the replicas. A hook that
-        averages weights does so once more (`synchronize`).
+        """Remove the hook from a model sharded by `fully_shard`, so that another one can be attached. Every rank must
+        call this, between two backward passes. Without a hook the gradients of the replicas are not averaged. A hook
+        that averages weights first averages them once more (`synchronize`).
 
         Raises:
             AttachError: the model is a DDP model, which keeps its hook for life.
         """
         self._source.unregister()
         self.synchronize()
-        self._runner.unused.silence()
-        self._runner.stop()
+        self._unused.silence()
+        self._hook.close()
         self.detached = True
 
     def close(self) -> None:
-        """Free what only backward passes need, at the end of a training: the buffers, and on a model sharded by
-        `fully_shard` the place in it. What was learned moves to the host. `stats()`, `plan()` and `state_dict()` remain
-        usable; a further backward pass raises HookRunError. Nothing is communicated, so no rank waits for another one.
-        Repeated calls do nothing.
+        """Free the buffers at the end of a training, remove the hook from a model sharded by `fully_shard`, and move
+        the learned state to the host. `stats()`, `plan()` and `state_dict()` still work; a further backward pass raises
+        HookRunError. Does not communicate. Repeated calls do nothing.
 
-        The plugins for Lightning and transformers call this at the end of each training. Otherwise all of this is freed
-        with the model.
+        The plugins for Lightning and transformers call this at the end of each training. Otherwise the buffers are
+        freed with the model.
         """
-        self._runner.close()
+        self._unused.ended()
+        self._source.close()
+        self._hook.close()
 
     @property
     def options(self) -> dict[str, Any]:
-        """The hook's options, with `start_powerSGD_iter` as a number of steps."""
-        return self._runner.options
+        """The options in force, with `start_powerSGD_iter` as a number of steps."""
+        return self._hook.status().options
 
     @property
     def run_number(self) -> int | None:
-        """A random number that the ranks agree on in the first backward pass, by which the files of one run can be told
-        from those of another. None before it, and for hooks that learn nothing."""
-        return self._runner.run_number
+        """A random number, equal on all ranks, that identifies the files of this run. None before the first backward
+        pass, and for hooks without learned state."""
+        return self._hook.status().run_number
 
     def plan(self) -> ModelPlan:
-        """What is compressed and what is not: one row per parameter (for batched PowerSGD one per bucket, available
-        after the first backward pass)."""
-        return self._runner.plan()
+        """What is compressed: one row per parameter, or per bucket for batched PowerSGD, whose buckets are known after
+        the first backward pass."""
+        return self._hook.plan()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of this rank since the hook was attached. Bytes are those of the tensors passed to collectives.
+        """Counters of this rank since the hook was attached. Bytes are the sizes of the tensors passed to collectives.
+        Synchronises with the accelerator if the outcome of recent steps is unread.
 
-        Synchronises with the accelerator if the outcome of recent steps is unread. For a user's hook bytes, seconds and
-        the kernel are None, because they are unknown.
+        A value is None if it is unknown, such as the bytes of a user's hook, or if the hook has no such value:
 
-        `so_far`: a dict of those counters that go on in a run that resumes, with what the runs before it have counted.
-
-        `chosen`: what the hook "auto" has chosen and is doing, `chosen_at`: since which step, None before it has
-        decided. Both are None for other hooks.
-
-        `step_in_round`, `outer_gradient_norm`, `outer_gradient_cosine`: of hooks that average weights once in a round
-        of several steps, None for others: the steps of the round so far; of the latest outer step the norm of the outer
-        gradient, and its cosine with the one before, from every 64th number. Their `step` and `nonfinite_steps` count
-        outer steps: those that were committed and discarded.
-
-        `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
-
-        `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
-        the delay of other ranks. Both are measured on the host, on CUDA by events on the device, and are None on other
-        accelerators. Simple hooks return at once and DDP waits: their waiting time is that from the last hook call to
-        the completion of the last future. The small collectives after a start or a load are not included.
+        - `so_far`: the counters that a checkpoint holds, including the runs before this one.
+        - `kernel`: "native" for a native kernel, "torch" otherwise.
+        - `chosen`, `chosen_at`: for "auto", the hook in use, and the step of the choice.
+        - `step_in_round`: for hooks that average weights, the steps of the round so far. Their `step` and
+          `nonfinite_steps` count the outer steps that were committed and discarded.
+        - `outer_gradient_norm`, `outer_gradient_cosine`: of the latest outer step; the cosine with the outer gradient
+          before, computed from every 64th number.
+        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
+          the delay of other ranks; for hooks without learned state from the last hook call to the completion of the
+          last future. Measured on the host, on CUDA by events; None on other accelerators. Without the small
+          collectives after a start or a load.
         """
-        runner = self._runner
-        runner.settle()
-        s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
-        clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
+        status, found = self._hook.status(), self._hook.stats()
+        c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
+        clocks, timed = c.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
-        in_round, outer_norm, outer_cosine = runner.round
         counted: dict[str, Any] = {
             "hook": self.name,
-            "kernel": runner.choice.kernel.name if known else None,
-            "chosen": runner.chosen[0],
-            "chosen_at": runner.chosen[1],
-            "step": runner.saved_state.step,
-            "step_in_round": in_round,
-            "outer_gradient_norm": outer_norm,
-            "outer_gradient_cosine": outer_cosine,
-            "backward_passes": s.backward_passes,
-            "compressed_steps": s.compressed_steps if outcomes else None,
-            "nonfinite_steps": s.nonfinite_steps if outcomes else None,
-            "collectives": s.collectives if known else None,
-            "collectives_last_pass": s.last_pass.collectives if known else None,
-            "bytes_sent": s.bytes_sent if known else None,
-            "bytes_sent_last_pass": s.last_pass.bytes_sent if known else None,
-            "bytes_inside_nodes": s.bytes_inside_nodes if known else None,
-            "bytes_uncompressed": s.bytes_uncompressed,
-            "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
+            "kernel": found.get("kernel"),
+            "chosen": found.get("chosen"),
+            "chosen_at": found.get("chosen_at"),
+            "step": found["step"],
+            "step_in_round": found.get("step_in_round"),
+            "outer_gradient_norm": found.get("outer_gradient_norm"),
+            "outer_gradient_cosine": found.get("outer_gradient_cosine"),
+            "backward_passes": c.backward_passes,
+            "compressed_steps": c.compressed_steps if outcomes else None,
+            "nonfinite_steps": c.nonfinite_steps if outcomes else None,
+            "collectives": c.collectives if known else None,
+            "collectives_last_pass": c.last_pass.collectives if known else None,
+            "bytes_sent": c.bytes_sent if known else None,
+            "bytes_sent_last_pass": c.last_pass.bytes_sent if known else None,
+            "bytes_inside_nodes": c.bytes_inside_nodes if known else None,
+            "bytes_uncompressed": c.bytes_uncompressed,
+            "compression_rate": c.bytes_uncompressed / c.bytes_sent if known and c.bytes_sent else None,
             "codec_s": clocks.total.codec_s if timed else None,
             "codec_s_last_pass": clocks.last_pass.codec_s if timed else None,
             "waiting_s": clocks.total.waiting_s if timed else None,
             "waiting_s_last_pass": clocks.last_pass.waiting_s if timed else None,
-            "handshakes": s.handshakes,
-            "last_issued": s.last_issued or None,
+            "handshakes": c.handshakes,
+            "last_issued": c.last_issued or None,
         }
-        so_far = {name: None if counted[name] is None else count for name, count in s.cumulative().items()}
+        so_far = {name: None if counted[name] is None else count for name, count in c.cumulative().items()}
         return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
-        """`residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, over the parameters that the hook
-        compresses (over all parameters for hooks without learned state, which have no residual). With `ranks_per_node`
-        over those of this rank's share, with the residual of the node's mean. Computed by this call; steps have no
-        extra cost.
+        """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank over the parameters that
+        the hook compresses; over all parameters for hooks without learned state, which have no residual. With
+        `ranks_per_node` over this rank's share, with the residual of the node's mean. A norm is None if there is
+        nothing to measure.
 
         Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this after the backward pass
-        (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
-        None if there is nothing to measure.
+        (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed.
         """
-        chosen = self._runner.measured(set(self._source.names.known()))
-        with self._runner.residuals() as (residuals, factor):
-            gradients = {name: each for name, each in self._source.gradients().items() if name in chosen}
-            return measure(gradients, residuals, factor)
+        with self._hook.residuals() as (residuals, factor, measured):
+            gradients = {name: each for name, each in self._source.gradients().items() if name in measured}
+            return norms(gradients, residuals, factor)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
@@ -203,8 +232,7 @@ class CommHook:
         Returns:
             Plain types and tensors, for `torch.save`. A joint save waits at most `joint_save_limit_s` seconds for the
             other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged.
-            Called from another thread than the training's, it waits for a running commit, so that it never mixes two
-            steps.
+            A call from another thread waits for a running commit, so the payload never mixes two steps.
         """
         sharded = self._source.shard_group is not None
         if residual is None:
@@ -214,49 +242,44 @@ class CommHook:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        joint = joint and self.synchronize(optimizers=True)
-        limit_s = self.joint_save_limit_s
-        content = self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=limit_s)
-        return self._runner.vouched(content, together=joint)
+        return self._hook.saved.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        in_round = not self._runner.replicas_agree
-        together = self.synchronize(optimizers=True)
-        if in_round and together and self._runner.is_logging_rank and not self._warned_of_copies:
-            self._warned_of_copies = True
-            logger.warning(
-                "hook %s: this save has ended a round. Copies of the model's or an optimizer's state that were made "
-                "before it (cpu_offload=True) are older than the hook's state: call hook.synchronize(optimizers=True) "
-                "before you copy. References need nothing.",
-                self._request.name,
-            )
-        kept = self._runner.kept_fields(self._source.whole)
+        kept = self._hook.saved.kept_fields(self._source)
         if residual == "drop":
             kept.pop("residual", None)
+        agreed_before = self._hook.status().replicas_agree
         form = "mean" if "residual" in kept else "drop"
-        saved = self._runner.saved_state.save(form, limit_s=self.joint_save_limit_s)
-        saved = self._runner.vouched(saved, together=together)
+        saved = self._hook.saved.save(form, limit_s=self.joint_save_limit_s)
+        if not agreed_before and self._hook.status().replicas_agree:  # this save has ended a round
+            saved = saved | {"exact": False}
+            if self._logs and not self._warned_of_copies:
+                self._warned_of_copies = True
+                logger.warning(
+                    "hook %s: this save has ended a round and is marked inexact, because copies of the model's or an "
+                    "optimizer's state that were made before it (cpu_offload=True) are older than the hook's state. "
+                    "Call hook.synchronize(optimizers=True) before you copy and save.",
+                    self.name,
+                )
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self, *, optimizers: bool = False) -> bool:
-        """For hooks that average weights once in several steps (`diloco`, `local_sgd`): average them now, so that the
-        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. Other
-        hooks do nothing.
+        """Average the weights now, for example before a validation, if the hook averages weights once in several steps
+        (`diloco`, `local_sgd`); other hooks do nothing. *All ranks must call* this, between two steps.
 
         Args:
-            optimizers: let all ranks go on with the optimizers' state of rank 0, too, as a run that resumes does. A
-                joint `state_dict` does it: call that, or this, before you copy the state of the model or of an
-                optimizer.
+            optimizers: also give all ranks the optimizers' state of rank 0, as a resumed run has it. A joint
+                `state_dict` does the same: call one of them before you copy the state of the model or an optimizer.
 
         Returns:
-            Whether all ranks took part, for which this waits at most `joint_save_limit_s` seconds. If not, nothing has
-            changed, and one warning is logged.
+            Whether all ranks took part within `joint_save_limit_s` seconds. If not, nothing has changed, and one
+            warning is logged.
         """
-        return self._runner.synchronize(self.joint_save_limit_s, optimizers=optimizers)
+        return self._hook.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
@@ -282,16 +305,45 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
-        return functools.partial(
-            self._runner.load, checked_state(saved, self._runner, self._request, self._source, strict)
-        )
+        strict = self._request.strict if strict is None else strict
+        content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
+        if not strict and self._logs:
+            log_summary(
+                f"{self.name}: strict=False: this load leaves out what does not fit, also of a wrong checkpoint. "
+                "Remove strict=False when this run has saved again"
+            )
+        if not content.get(REPLICAS_EQUAL, True) and self._logs:
+            logger.warning(
+                "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
+                "saved with it are those of one of them.",
+                shown(content["hook"]),
+            )
+        own = self._hook.saved
+        if content["hook"] == self.name:
+            take_over = own.prepare_load(content, strict)
+
+            def resume() -> None:
+                take_over()
+                if self._logs and content["step"] > 0:
+                    log_summary(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
+
+            return resume
+        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
+        if strict:
+            raise PayloadError(
+                f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
+                "hook=... or in the load to begin this one with fresh memory"
+            )
+        if self._logs:
+            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, own.not_begun_anew)
+        return own.begin_anew
 
 
 def _at_exit(hook: "weakref.ref[CommHook]") -> None:
-    """Called at the end of the interpreter; also when the hook is deleted, when `hook` gives None."""
+    """Called at the end of the interpreter, and when the hook is deleted: then `hook` returns None."""
     alive = hook()
     if alive is None:
         return
     if getattr(sys, "last_value", None) is not None:  # an exception ends the interpreter
         alive.quiet()
-    alive._runner.ended()
+    alive._unused.ended()

@@ -1,8 +1,9 @@
 """A hook in a folder of its own, beside a model that was saved with `torch.distributed.checkpoint`: for the plugins."""
 
+import contextlib
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,27 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from commhooks.errors import HookRunError, PayloadError
-from commhooks.hook.checked_state import located
 from commhooks.hook.comm_hook import CommHook
 
 _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh memory"
+
+
+@contextlib.contextmanager
+def located(place: object, remedy: str) -> Iterator[None]:
+    """Let a PayloadError of the body begin with the place of the saved state. `remedy`: what to do if it is damaged."""
+    try:
+        yield
+    except PayloadError as error:
+        damaged = "damaged" in str(error) or "not the state" in str(error)
+        raise PayloadError(f"{place}: {error}" + (f". {remedy}" if damaged else "")) from error
+
+
+def nothing_saved(place: object, why: str, hook: str) -> str:
+    """A warning for a load from `place`, where the hook of this name has no state, because of `why`."""
+    return (
+        f"{place} holds no state of a communication hook ({why}): hook {hook!r} goes on with the memory that it has, "
+        "which is none in a new run."
+    )
 
 
 class HookFolder:

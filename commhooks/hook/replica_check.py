@@ -6,31 +6,11 @@ and one small collective every `every` steps.
 
 import torch
 
-from commhooks.comm.collective import agreement_key, gather_rows
-from commhooks.comm.counters import Counters
-from commhooks.comm.shards import on_all_shards
+from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_all_shards
 from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
-
-_COLUMNS = 1021
-
-
-def weights_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
-
-    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
-    """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(-1).view(by_width[tensor.element_size()])
-    whole = bits.numel() // _COLUMNS * _COLUMNS
-    columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    rest = bits[whole:]
-    columns[: rest.numel()] += rest
-    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
-    factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
-    return (columns * (factors | 1)).sum()
+from commhooks.gradients.torch_private import current_task
+from commhooks.hook.hooks import Hook
 
 
 class ReplicaCheck:
@@ -39,41 +19,35 @@ class ReplicaCheck:
     Args:
         source: its weights are compared, including frozen ones, without those that DDP ignores. All ranks of its
             process group must run the same check.
-        every: number of backward passes from one comparison to the next.
-        counters: counts the collectives as handshakes.
     """
 
-    def __init__(self, source: GradientSource, every: int, counters: Counters) -> None:
-        self._source = source
-        self._every = every
-        self._counters = counters
+    def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
+        self._source, self._hook, self._every = source, hook, every
         self._passes = 0
 
-    def due(self) -> bool:
-        """Count one backward pass. Returns whether to compare the replicas before it."""
-        self._passes += 1
-        return (self._passes - 1) % self._every == 0
-
     @torch.no_grad()
-    def compare(self, step: int, plan: int, taking_part: bool = True) -> None:
-        """Compare step, plan and weights over the ranks. All ranks of the model must call this at the same
-        backward pass.
-
-        Args:
-            step: the step of the hook.
-            plan: a hash of the plan.
-            taking_part: False on a rank that has run out of data (`Join`): its weights are those of an earlier step.
+    def before_pass(self) -> None:
+        """All ranks of the model must call this before each of their backward passes.
 
         Raises:
             HookRunError: on all ranks, if anything differs; the message names the parameters and the ranks.
         """
+        if not self._hook.status().replicas_agree:
+            return
+        self._passes += 1
+        if (self._passes - 1) % self._every:
+            return
+        step: int = self._hook.stats()["step"]
+        plan = agreement_key(*(repr(row) for row in self._hook.plan().parameters))
+        # A rank that has run out of data (`Join`) has the weights of an earlier step. Its collectives are shadowed
+        # outside of a backward pass.
+        own = [int(current_task() != -1), step, plan]
         source = self._source
-        on_all_shards(
-            lambda: self._compare(step, plan, taking_part), [], source.shard_group, source.device, HookRunError
-        )
+        on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)
 
-    def _compare(self, step: int, plan: int, taking_part: bool) -> None:
-        group = self._source.group
+    def _compare(self, own: list[int]) -> None:
+        """`own`: whether this rank takes part, its step, and a hash of the plan."""
+        group, counters, step = self._source.group, self._hook.counters, own[1]
         if group.size() == 1:
             return
         parameters = {name: weight for name, weight in self._source.weights().items() if weight.numel() > 0}
@@ -81,15 +55,13 @@ class ReplicaCheck:
             return
         device = next(iter(parameters.values())).device
         what = f"the comparison of the replicas before step {step}"
-        head = torch.tensor(
-            [int(taking_part), step, plan, agreement_key(*parameters)], dtype=torch.int64, device=device
-        )
-        heads = gather_rows(head, group, self._counters, what).tolist()
+        head = torch.tensor([*own, agreement_key(*parameters)], dtype=torch.int64, device=device)
+        heads = gather_rows(head, group, counters, what).tolist()
         present = [rank for rank, row in enumerate(heads) if row[0]]
         subjects = ["the step of the hook", "the plan of what is compressed", "the names of the parameters"]
         _raise_where_different(step, subjects, {rank: heads[rank][1:] for rank in present})
-        own = torch.stack([weights_checksum(p).to(device) for p in parameters.values()])
-        rows = gather_rows(own, group, self._counters, what).tolist()
+        sums = torch.stack([checksum(p).to(device) for p in parameters.values()])
+        rows = gather_rows(sums, group, counters, what).tolist()
         subjects = [f"parameter {name}" for name in parameters]
         _raise_where_different(step, subjects, {rank: rows[rank] for rank in present})
 

@@ -6,12 +6,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import resolve_group
+from commhooks.comm.collectives import resolve_group
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.fully_shard import FullyShardGradients
-from commhooks.gradients.plain_module import PlainGradients
-from commhooks.gradients.source import GradientSource
+from commhooks.gradients.source import GradientSource, PlainGradients
 from commhooks.gradients.torch_private import compiled_from, ddp_under
 
 

@@ -1,42 +1,89 @@
-"""The `commhooks` command. Each subcommand is a separate module, listed in `COMMANDS` of `arguments.py`."""
+"""The `commhooks` command: its arguments, and the list of hooks. The other subcommands are modules of this package with
+a function `run(arguments)`. Nothing is imported here that needs torch, so that `--help` and completion are quick."""
 
 import argparse
+import dataclasses
 import importlib
+import inspect
 import os
 import re
 import sys
 from contextlib import suppress
+from typing import Any
 
 import commhooks
 from commhooks.errors import CommHookError, did_you_mean
-from commhooks.tools.arguments import COMMANDS
+
+WRAPPERS = ("fp16", "bf16")
+PLAN = """\
+Shows before training what a hook compresses in a model, as print(hook.plan()) does: what is sent of each parameter, or
+why it is not compressed, the bytes per step and rank, and the memory.
+
+  commhooks plan train:build_model --hook powerSGD --options matrix_approximation_rank=4
+  commhooks plan package.module:build_model --exclude '*embed*' '*head*'
+"""
+DOCTOR = """\
+Measures on your own ranks and network which hook makes training faster, and says when none does. Start it like the
+training:
+
+  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build
+
+The function build takes no argument and returns (model, batch_fn): the model on its device, with or without
+DistributedDataParallel, and a function that computes a loss of the model that it is given:
+
+  def build():
+      model = Net().to(device)
+      def batch_fn(model):
+          inputs, targets = next(batches)
+          return cross_entropy(model(inputs), targets)
+      return model, batch_fn
+
+The process group exists when build is called, and on a GPU the device of LOCAL_RANK is set. Copies of the model are
+measured; nothing is trained. examples/doctor_transformer.py is a complete example."""
+NETWORK = """\
+Measures the network between the ranks of a training, without a script or a model: each connection, all ranks together,
+the interface, and the time that a step spends on it with plain DDP and with hooks. It takes less than a minute. Start
+it like the training, on every machine:
+
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m commhooks network
+
+Times are predicted for transformers with --params parameters. With --step-ms, the time of a step without a network, it
+recommends a hook."""
+COMMANDS = {
+    "hooks": "list the hooks and their options",
+    "plan": "show what a hook will compress in your model",
+    "doctor": "measure on your own ranks and network which hook makes training faster, if any",
+    "network": "measure the network between the ranks, and what a step of training spends on it",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    parser, parsers = _parsers()
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed, unknown = parser.parse_known_args(given)
+    """Run the command; returns the exit status. A `CommHookError` is one line on stderr and status 1."""
+    parser, parsers = make_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    used = parsers.get(parsed.command, parser)
     if unknown:
-        if parsed.command is None:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        parsers[parsed.command].error(_about_unknown(unknown[0], parsed.command, parsers[parsed.command]))
+        flag = unknown[0].partition("=")[0]
+        flags = re.findall(r"--[\w-]+", used.format_usage()) if flag.startswith("-") else []
+        used.error(f"unrecognized arguments: {unknown[0]}{did_you_mean(flag, flags)}")
     if parsed.command is None:
         parser.print_help()
         return 0
     try:
-        status: int = importlib.import_module(COMMANDS[parsed.command].module).run(parsed)
+        if parsed.command == "hooks":
+            print_hooks()
+        else:
+            importlib.import_module(f"commhooks.tools.{parsed.command}").run(parsed)
         sys.stdout.flush()
-        return status
+        return 0
     except CommHookError as error:
         print(f"commhooks {parsed.command}: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader has closed the pipe, as in `commhooks plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
-        return 1
+    return 1
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser, and those of the subcommands. None takes abbreviations: `--rank` must not mean `--ranks-per-node`."""
     parser = argparse.ArgumentParser(
         prog="commhooks",
@@ -45,16 +92,43 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     parser.add_argument("--version", action="version", version=f"commhooks {commhooks.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    parsers = {}
-    for name, command in COMMANDS.items():
-        parsers[name] = subparsers.add_parser(
-            name,
-            help=command.help,
-            description=command.help,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        command.add_arguments(parsers[name])
+    raw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parsers = {name: subparsers.add_parser(name, help=text, description=text, **raw) for name, text in COMMANDS.items()}
+    plan, doctor, network = parsers["plan"], parsers["doctor"], parsers["network"]
+    plan.description, doctor.description, network.description = PLAN, DOCTOR, NETWORK
+
+    plan.add_argument(
+        "model",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the nn.Module, or (model, batch_fn) as for `commhooks doctor`",
+    )
+    hook: Any = plan.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
+    hook.completer = hook_names
+    plan.add_argument("--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\"")
+    plan.add_argument("--wrapper", choices=WRAPPERS, help="the dtype to which the hook casts what it sends")
+    plan.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
+
+    doctor.add_argument("build", metavar="MODULE:FUNCTION", help="returns (model, batch_fn), see above")
+    doctor.add_argument("--steps", type=int, default=10, help="measured steps per candidate (10)")
+    doctor.add_argument(
+        "--powersgd-ranks", type=int, nargs="*", default=[1, 2, 4], metavar="RANK", help="ranks to measure (1 2 4)"
+    )
+    doctor.add_argument(
+        "--seconds", type=float, default=60, help="a candidate that has used this time is not measured further (60)"
+    )
+
+    network.add_argument(
+        "--params", nargs="+", default=["124M", "1.5B"], metavar="N", help="sizes of models: 350k, 124M, 7B (124M 1.5B)"
+    )
+    network.add_argument("--step-ms", type=float, metavar="MS", help="the time of a step without a network")
+
+    for each, whose in ((plan, "the hook"), (doctor, "PowerSGD")):
+        text = f"options of {whose}; values are YAML"
+        each.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help=text)
+    for each in (doctor, network):
+        each.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
+    for each, holds in ((plan, "sizes in bytes"), (doctor, "each step"), (network, "bytes, seconds, bit/s")):
+        each.add_argument("--json", action="store_true", help=f"print JSON: {holds}")
     with suppress(ImportError):  # argcomplete is optional
         import argcomplete
 
@@ -62,12 +136,50 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, parsers
 
 
-def _about_unknown(argument: str, command: str, parser: argparse.ArgumentParser) -> str:
-    """The message about an argument that a subcommand does not have."""
-    flag = argument.partition("=")[0]
-    flags = re.findall(r"--[\w-]+", parser.format_usage())
-    if not flag.startswith("-"):
-        return f"unrecognized arguments: {argument}"
-    if flag in flags:
-        return f"write {flag} behind the command: commhooks {command} ... {flag}"
-    return f"there is no flag {flag}{did_you_mean(flag, flags)}"
+def hook_names(**_: object) -> list[str]:
+    """For the completion of `--hook`."""
+    from commhooks.registry import names_to_offer
+
+    return names_to_offer()
+
+
+# ---- `commhooks hooks` -----------------------------------------------------------------------------------------------
+
+
+def print_hooks() -> None:
+    """Print the hooks with their options, defaults and explanations."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from commhooks.registry import COMPRESSORS, aliases, available_hooks
+
+    table = Table(show_lines=True)
+    table.add_column("hook", no_wrap=True)
+    table.add_column("what it does, and options with their defaults")
+    short = {name: alias for alias, name in aliases().items()}
+    for name, hook in available_hooks().items():
+        lines = [hook["description"]]
+        explained = explained_options(COMPRESSORS[name].Config) if name in COMPRESSORS else {}
+        for option, text in explained.items():  # one option per line, so that each can be copied
+            lines += [f"  {option}={hook['options'][option]!r}", f"      {text}".rstrip()]
+        table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(filter(None, lines)))
+    unwrapped = " and ".join(name for name, each in COMPRESSORS.items() if not each.wrappers)
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.print(table)
+    console.print(
+        "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook except "
+        f"{unwrapped} takes wrapper={' or '.join(map(repr, WRAPPERS))}, which halves what it sends. Give a hook of "
+        "your own as 'package.module:function'; 'none' is training without a hook."
+    )
+
+
+def explained_options(config: type[Any]) -> dict[str, str]:
+    """Option -> the first sentence about it in the docstring of the config class or of its nearest base; "" without
+    one."""
+    found: dict[str, str] = {}
+    for each in config.__mro__:
+        section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+        found = {name: " ".join(text.split()) for name, text in entries} | found
+    names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
+    return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from accelerate_commhooks.atomic_write import write_together
+from accelerate_commhooks.saving import write_together
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from tests.support import lightning_support as support
 from tests.support.accelerators import WRONG, Training, Warnings, launched, power_sgd

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.checkpoint import parts
-from commhooks.compressors import registry
+from commhooks import registry
+from commhooks.checkpoint import payload as parts
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import EVERY_PARAMETER, SHAPES, Prescribed, backward, bits_equal, random_gradients, wrap
@@ -129,7 +129,6 @@ class Averaged(commhooks.HookConfig):
 
 class AveragedCompressor(commhooks.Compressor[Averaged]):
     Config = Averaged
-    per_bucket = True
     state_fields = (commhooks.StateField("average", per="bucket"),)
 
     def plan(self, parameters: Sequence[commhooks.ParameterInfo]) -> list[commhooks.UnitPlan]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.checks import VERSION
-from tests.support import golden_runs
-from tests.support.golden_runs import KINDS, SAVED_AT
+from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint.payload import VERSION
+from tests.golden import golden_runs
+from tests.golden.golden_runs import KINDS, SAVED_AT
 from tests.support.models import all_finite, relative_error, same_bits
 
 GOLDEN: dict[str, Any] = torch.load(golden_runs.FILE, weights_only=True)

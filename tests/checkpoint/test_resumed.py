@@ -14,7 +14,7 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 
 
 def _resumed(saved: dict[str, Any], hook: str = "powerSGD", **attach: Any) -> tuple[Run, list[str]]:
-    with log_lines("commhooks.hook.announce", logging.INFO) as lines:
+    with log_lines("commhooks.summary", logging.INFO) as lines:
         run = Run.new(hook=hook, **attach).load(saved)
     return run, lines
 

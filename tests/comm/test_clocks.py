@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.comm import clocks
-from commhooks.comm.clocks import Clocks
+from commhooks.comm import counters
+from commhooks.comm.counters import Clocks
 from commhooks.gradients import precision
 from tests.support.training import Run
 
@@ -43,9 +43,9 @@ def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iter
     _Event.waits, _Event.device_at = 0, device_at
     with (
         mock.patch.object(precision, "is_host_readable", lambda device: False),
-        mock.patch.object(clocks, "has_clock", lambda device: True),
+        mock.patch.object(counters, "has_clock", lambda device: True),
         mock.patch("commhooks.hook.comm_hook.has_clock", lambda device: True),
-        mock.patch.object(clocks, "event_on", lambda device: _Event(now())),
+        mock.patch.object(counters, "event_on", lambda device: _Event(now())),
     ):
         yield _Event
 

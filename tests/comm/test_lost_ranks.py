@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.comm import lost_ranks
-from commhooks.comm.collective import gather_rows
-from commhooks.comm.groups import new_group
+from commhooks.comm.collectives import gather_rows
+from commhooks.comm.groups import _Notes, new_group
 from commhooks.gradients.torch_private import timeout_of
 from tests.support.models import mlp
 
@@ -101,7 +100,7 @@ def _without_store(how: str) -> str:
     if dist.get_rank() == 1:
         _end(groups)
         return ""
-    with mock.patch.object(lost_ranks._Notes, "find", find):
+    with mock.patch.object(_Notes, "find", find):
         return _fail_and_end(groups)
 
 

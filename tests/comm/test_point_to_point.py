@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Send, start
-from commhooks.comm.point_to_point import TAG, PointToPoint
+from commhooks.comm.collectives import TAG, PointToPoint, Send, start
 from commhooks.errors import HookRunError
 
 NUMELS = (1, 7, 0, 300_000, 5)

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.collective import resolve_group
+from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.registry import COMPRESSORS
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames
-from commhooks.hook.plan_model import plan_model
-from commhooks.hook.request import HookRequest
+from commhooks.plan import plan_model
+from commhooks.registry import COMPRESSORS
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
 from tests.support.kernels import computing_with
@@ -36,7 +36,7 @@ from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_
 def test_every_built_in_compressor_is_here() -> None:
     assert {kind.hook for kind in KINDS.values()} >= {"allreduce", "powerSGD", "batched_powerSGD"}
     names = {HookRequest.parse(kind.hook).name for kind in KINDS.values()}
-    # The replicas of noop drift apart, as it says; those of the two others for some steps (test_local_steps.py). What
+    # The replicas of noop drift apart, as it says; those of the two others for some steps (test_outer_steps.py). What
     # auto decides is prescribed here: by the clock it would be another thing each time.
     assert names | {"noop", "auto", "diloco", "local_sgd"} == set(COMPRESSORS) and "prescribed_auto" in names
 
@@ -50,7 +50,7 @@ def all_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def _trained(name: str) -> dict[str, Any]:
     kind = KINDS[name]
-    with log_lines("commhooks.comm.collective", logging.DEBUG) as issued:
+    with log_lines("commhooks.comm.collectives", logging.DEBUG) as issued:
         run = kind.new().train(4)
         before = run.hook.stats()
         del issued[:]

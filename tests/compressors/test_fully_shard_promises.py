@@ -56,7 +56,7 @@ def _promises(name: str) -> dict[str, bool]:
     kind = KINDS[name]
     model, hook = new(name)
     outcome = {}
-    with log_lines("commhooks.comm.collective", logging.DEBUG) as issued:
+    with log_lines("commhooks.comm.collectives", logging.DEBUG) as issued:
         steps = [backward(model, gradients(step)) for step in range(4)]
         before = hook.stats()
         del issued[:]

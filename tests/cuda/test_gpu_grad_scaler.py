@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from tests.support.late_answers import late_answers
-from tests.support.places import MASKED, ON_CUDA, entered, world_size
+from tests.cuda.late_answers import late_answers
+from tests.cuda.places import MASKED, ON_CUDA, entered, world_size
 from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
 STEPS, OVERFLOW_AT, START, SCALE, GROWTH_INTERVAL = 10, 5, 2, 2.0**10, 3

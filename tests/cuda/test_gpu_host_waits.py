@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from tests.support.places import NCCL, entered
+from tests.cuda.places import NCCL, entered
 from tests.support.training import SEVERAL_BUCKETS_MB, batch, make_model
 
 pytestmark = pytest.mark.cuda

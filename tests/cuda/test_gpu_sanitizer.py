@@ -3,17 +3,18 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.repository import PYTHONPATH, REPOSITORY, SUPPORT
+from tests.support.repository import PYTHONPATH, REPOSITORY
 
 LIMIT_S = 120
 
 
 def _run(what: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [python, str(SUPPORT / "sanitized_script.py"), what]
+    command = [python, str(Path(__file__).with_name("sanitized_script.py")), what]
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}
     return subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
 

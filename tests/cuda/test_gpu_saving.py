@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from commhooks import PowerSGD
-from tests.support.late_answers import late_answers
-from tests.support.places import MASKED, ON_CUDA, entered, same, world_size
+from tests.cuda.late_answers import late_answers
+from tests.cuda.places import MASKED, ON_CUDA, entered, same, world_size
 from tests.support.training import Run, make_model
 
 CONFIG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks import PowerSGD
-from tests.support.places import CPU, GLOO, MASKED, ON_CUDA, entered, same, world_size
+from tests.cuda.places import CPU, GLOO, MASKED, ON_CUDA, entered, same, world_size
 from tests.support.training import Run, make_model
 
 STEPS, START = 8, 2

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Int4Compress, Int8Compress, PowerSGD
+from tests.cuda.late_answers import late_answers, sleep_on
+from tests.cuda.places import NCCL, PLACES, entered, same, world_size
 from tests.support.kernels import computing_with
-from tests.support.late_answers import late_answers, sleep_on
-from tests.support.places import NCCL, PLACES, entered, same, world_size
 from tests.support.training import ONE_BUCKET_MB, Run, make_model
 
 STEPS = 6

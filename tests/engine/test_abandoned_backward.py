@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import PowerSGDState, powerSGD_hook
-from commhooks.comm.point_to_point import MessageWork, PointToPoint
+from commhooks.comm.collectives import MessageWork, PointToPoint
 from tests.support.models import EVERY_PARAMETER, bits_equal, mlp
 
 WIDTH, LAYERS = 24, 6
@@ -48,7 +48,6 @@ def _by_loading(name: str = "powerSGD", options: dict[str, int] = OPTIONS) -> Ca
 
 WAYS = {
     "register": _by_register,
-    "load": _by_loading,
     "load int8": functools.partial(_by_loading, "int8", {"start_iter": 1}),
 }
 
@@ -105,7 +104,7 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
 
     handle = model[4].register_full_backward_hook(explode)
     with (
-        mock.patch("commhooks.comm.collective.dist.all_reduce", recording),
+        mock.patch("commhooks.comm.collectives.dist.all_reduce", recording),
         mock.patch.object(PointToPoint, "exchange", recording_exchange),
         pytest.raises(UserError),
     ):
@@ -129,7 +128,7 @@ def _finish_late(begun: list[torch.Tensor]) -> Any:
 
     all_reduce = dist.all_reduce
     return mock.patch(
-        "commhooks.comm.collective.dist.all_reduce", lambda *args, **kwargs: Late(all_reduce(*args, **kwargs))
+        "commhooks.comm.collectives.dist.all_reduce", lambda *args, **kwargs: Late(all_reduce(*args, **kwargs))
     )
 
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from commhooks import PowerSGD
-from commhooks.comm import collective
-from commhooks.comm.collective import Pending, resolve_group
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Pending, resolve_group
 from commhooks.comm.counters import Counters
+from commhooks.compressors import base as base_module
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.engine import known_buckets as known_buckets_module
 from commhooks.engine import session as session_module
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames
 from tests.support.cuda_stand_ins import cuda_stand_ins
 from tests.support.ddp_steps import log_lines, process_group_of_one
@@ -44,7 +44,7 @@ class Training:
     def fail(self) -> None:
         """The second bucket raises an exception, while the first one is on its way."""
         with (
-            mock.patch.object(known_buckets_module, "average", side_effect=ValueError("of the second bucket")),
+            mock.patch.object(base_module, "average", side_effect=ValueError("of the second bucket")),
             pytest.raises(ValueError, match="of the second bucket"),
         ):
             self.run(1)
@@ -114,6 +114,6 @@ def test_what_does_not_write_into_a_bucket_is_not_waited_for() -> None:
         bucket, other = torch.ones(4), torch.ones(4)
         group = resolve_group(None)
         for sent, writes in ((bucket, True), (bucket[:2], True), (other, False)):
-            pending = collective.start(collective.Send(sent), group, None)
+            pending = collectives.start(collectives.Send(sent), group, None)
             pending.wait()
             assert pending.writes(bucket) == writes

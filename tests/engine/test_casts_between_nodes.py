@@ -9,14 +9,9 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.collective import resolve_group
-from commhooks.engine.consensus import Binding
-from commhooks.engine.session import Session
-from commhooks.engine.state import LearnedState
 from commhooks.gradients.names import ModelNames
-from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.request import HookRequest
-from tests.support.ddp_steps import process_group_of_one
+from commhooks.hook.request_check import kernel_support
+from commhooks.request import HookRequest
 from tests.support.training import Run, make_model
 
 CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
@@ -128,7 +123,7 @@ def test_a_cast_is_saved_as_without_nodes(run_ranks: Any) -> None:
 
 def _one_node(ranks_per_node: int | None) -> tuple[str, str, torch.Tensor]:
     run = Run.new(hook="bf16", ranks_per_node=ranks_per_node).train(3)
-    return type(run.hook._runner).__name__, str(run.hook.plan()), run.weights()
+    return type(run.hook._hook).__name__, str(run.hook.plan()), run.weights()
 
 
 def test_one_node_is_as_none(run_ranks: Any) -> None:
@@ -141,11 +136,7 @@ def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None
     request, names = HookRequest.parse("bf16"), ModelNames(parameters.items(), {})
     compressor = request.new_compressor()
     assert compressor is not None
-    with process_group_of_one():
-        group = resolve_group(None)
-        source: Any = SimpleNamespace(names=names, group=group, shard_group=None, sparse=set())
-        session = Session(compressor, Binding(names, lambda: group), LearnedState.of(()))
-        assert EngineHook(request, source, session).kernel_support().cannot == ""
-        request = HookRequest.parse("bf16", ranks_per_node=2)
-        problem = EngineHook(request, source, session).kernel_support().cannot
-        assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")
+    source: Any = SimpleNamespace(names=names)
+    assert kernel_support(request, compressor, source).cannot == ""
+    problem = kernel_support(HookRequest.parse("bf16", ranks_per_node=2), compressor, source).cannot
+    assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")

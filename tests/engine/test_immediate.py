@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import resolve_group
+from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.cast import Stateless
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
+from commhooks.options import HookConfig
 from tests.support.cuda_stand_ins import cuda_stand_ins, storage
 from tests.support.ddp_steps import process_group_of_one
 

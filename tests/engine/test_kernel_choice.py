@@ -1,5 +1,6 @@
 """All ranks compute with one kernel: the fast one if all of them have it. A line says what is missing."""
 
+import json
 from typing import Any
 from unittest import mock
 
@@ -8,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.engine.kernel_choice import Choice, KernelSupport, choose
 from tests.support.ddp_steps import log_lines, mlp, train, wrap
 from tests.support.inside import session_of
 
-WIDE, NARROW = Kernel("fast", "wide"), Kernel("fast", "narrow")
+WIDE, NARROW = "wide", "narrow"
 ALIKE = "torch 2, a processor, 1 thread"
 
 
@@ -25,19 +25,19 @@ def chosen(*supports: KernelSupport) -> Choice:
 
 def test_what_all_ranks_have() -> None:
     fast, plain = KernelSupport(WIDE, arithmetic=ALIKE), KernelSupport(arithmetic=ALIKE)
-    assert chosen(fast, fast, fast) == Choice(WIDE)
-    assert chosen(plain, plain) == Choice(TORCH)
-    assert chosen(plain, fast) == Choice(TORCH)
+    assert chosen(fast, fast, fast) == Choice(True)
+    assert chosen(plain, plain) == Choice()
+    assert chosen(plain, fast) == Choice()
     assert chosen(fast, plain) == Choice(
-        TORCH, f"the ranks' kernels differ: ranks [0]: fast wide ({ALIKE}); ranks [1]: torch ({ALIKE})"
+        False, f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: torch ({ALIKE})"
     )
     without = KernelSupport(missing="install it", arithmetic=ALIKE)
-    assert chosen(without) == Choice(TORCH, "install it")
-    assert chosen(fast, without, fast, without) == Choice(TORCH, "ranks [1, 3]: install it")
+    assert chosen(without) == Choice(False, "install it")
+    assert chosen(fast, without, fast, without) == Choice(False, "ranks [1, 3]: install it")
     other = KernelSupport(NARROW, arithmetic="another processor")
     assert chosen(fast, other) == Choice(
-        TORCH,
-        f"the ranks' kernels differ: ranks [0]: fast wide ({ALIKE}); ranks [1]: fast narrow (another processor)",
+        False,
+        f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: native narrow (another processor)",
         f"ranks [0]: {ALIKE}; ranks [1]: another processor",
     )
 
@@ -52,7 +52,7 @@ def test_ranks_that_cannot_run_the_hook() -> None:
 
 def test_an_offer_survives_the_way() -> None:
     support = KernelSupport(WIDE, "it is \u201cmissing\u201d\n", ALIKE)
-    arrived = KernelSupport.from_text(support.as_text())
+    arrived = KernelSupport(*json.loads(json.dumps(support)))
     assert arrived == support and arrived.key == support.key
     others = KernelSupport(), KernelSupport(WIDE), KernelSupport(NARROW), KernelSupport(missing="x")
     assert len({each.key for each in (support, *others)}) == 5
@@ -61,15 +61,15 @@ def test_an_offer_survives_the_way() -> None:
 class Picky(PowerSGDCompressor):
     """Has a kernel of its own for float32 only."""
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        return KernelHere(WIDE) if dtype == torch.float32 else KernelHere()
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        return WIDE if dtype == torch.float32 else ""
 
 
 def test_a_kernel_must_fit_every_dtype() -> None:
     compressor = Picky(commhooks.PowerSGD(start_powerSGD_iter=0))
     cpu = torch.device("cpu")
-    assert KernelSupport.of(compressor, cpu, [torch.float32]).kernel == WIDE
-    assert KernelSupport.of(compressor, cpu, [torch.float32, torch.float64]).kernel == TORCH
+    assert KernelSupport.of(compressor, cpu, [torch.float32]).build == WIDE
+    assert KernelSupport.of(compressor, cpu, [torch.float32, torch.float64]).build == ""
     assert KernelSupport.of(compressor, cpu, [torch.float64]).arithmetic.startswith(f"torch {torch.__version__}, ")
 
 
@@ -107,23 +107,23 @@ def test_different_machines(run_ranks: Any, hook: str, bare: bool, check_every: 
         assert "ranks [0]: processor 0; ranks [1]: processor 1" in line
 
 
-def _kept() -> tuple[list[Kernel], int]:
+def _kept() -> tuple[list[bool], int]:
     """The kernel before and after a load, and the collectives of the handshakes."""
     compressor = Picky(commhooks.PowerSGD(start_powerSGD_iter=1))
     ddp = wrap(mlp())
-    with mock.patch.object(PowerSGDCompressor, "kernel_here", Picky.kernel_here):
+    with mock.patch.object(PowerSGDCompressor, "native_build", Picky.native_build):
         hook = commhooks.attach(ddp, compressor.config)
         session = session_of(hook)
-        kernels = [session.compressor.kernel]
+        kernels = [session.compressor.native]
         train(ddp, 2)
         hook.load_state_dict(hook.state_dict("per_rank"))
-        kernels.append(session.compressor.kernel)
+        kernels.append(session.compressor.native)
         train(ddp, 2)
-        kernels.append(session.compressor.kernel)
+        kernels.append(session.compressor.native)
     return kernels, hook.stats()["handshakes"]
 
 
 def test_the_choice_outlives_a_load(run_ranks: Any) -> None:
     for kernels, handshakes in run_ranks(_kept):
-        assert kernels == [WIDE] * 3
+        assert kernels == [True] * 3
         assert handshakes == 2  # of the first pass and of the load, with nothing more for the kernel

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.comm.clocks import Clocks
-from commhooks.engine.held_state import HeldState
+from commhooks.comm.counters import Clocks
+from commhooks.engine.state import HeldState
 from tests.support.ddp_steps import batch, mlp, process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import masks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.comm import collective
+from commhooks.comm import collectives
 from commhooks.engine.backward_pass import BackwardPass
 from tests.support.cuda_stand_ins import Cuda, Stream, cuda_stand_ins, storage
 from tests.support.ddp_steps import batch, mlp, process_group_of_one, wrap
@@ -25,7 +25,7 @@ NEXT_P = f"P of bucket 0 at step <= {STEPS}"
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
     """Names what hooks send, and commits: "commit 1" is the first."""
-    start, commit, commits = collective.start, BackwardPass.commit, iter(range(1, 1000))
+    start, commit, commits = collectives.start, BackwardPass.commit, iter(range(1, 1000))
 
     def named_start(send: Any, group: Any, counters: Any, where: str = "", *rest: Any) -> Any:
         cuda.queue(f"{send.what} of {where}")
@@ -38,7 +38,7 @@ def cuda() -> Iterator[Cuda]:
     with (
         process_group_of_one(),
         cuda_stand_ins() as cuda,
-        mock.patch.object(collective, "start", named_start),
+        mock.patch.object(collectives, "start", named_start),
         mock.patch.object(BackwardPass, "commit", named_commit),
     ):
         yield cuda

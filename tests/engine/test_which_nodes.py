@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from commhooks import AttachError, HookConfigError
 from commhooks.comm.nodes import find_nodes
-from commhooks.engine.node_shares import owners_of
-from commhooks.hook.request import HookRequest
+from commhooks.engine.nodes import owners_of
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.exchange import draw
 from commhooks.compressors.powersgd.reference import OracleMatrix
 from tests.support.models import worst_error
 from tests.support.sharded import NAMES, POWERSGD, attached, backward, mean_over_ranks, random_gradients, rows_of
@@ -50,7 +50,7 @@ def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
                 n = found[name][rows].shape[0]
                 if (n + m) * RANK >= n * m:
                     continue
-                start = codec.draw(3, name, "Q", RANK, m, torch.float64)
+                start = draw(3, name, "Q", RANK, m, torch.float64)
                 matrix = matrices.setdefault((name, index), OracleMatrix(start.T, replicas))
                 of_replicas = [
                     torch.stack([ranks[replica * shards + i][name][rows] for i in range(shards)]).mean(0).flatten(1)

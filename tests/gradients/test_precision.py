@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd import cpu
 from commhooks.gradients import precision
 from commhooks.gradients.precision import SwitchOfTheProcess
 from tests.support.kernels import computing_with
@@ -75,13 +75,13 @@ def _run(case: str) -> dict[str, Any]:
     options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     inside: set[tuple[Any, ...]] = set()
-    reconstruct = codec.reconstruct
+    reconstruct = cpu.reconstruct
 
     def observed(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
         inside.add(_switches())
         reconstruct(p, q, out)
 
-    with _restored(), mock.patch("commhooks.compressors.powersgd.codec.reconstruct", observed):
+    with _restored(), mock.patch("commhooks.compressors.powersgd.cpu.reconstruct", observed):
         CASES[case]()
         legacy = torch.get_float32_matmul_precision() if case.startswith("precision") else None
         before = _switches()
@@ -132,7 +132,7 @@ def _raise_inside() -> list[tuple[Any, ...]]:
     commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
     with (
         _restored(),
-        mock.patch("commhooks.compressors.powersgd.codec.reconstruct", side_effect=ValueError("inside the hook")),
+        mock.patch("commhooks.compressors.powersgd.cpu.reconstruct", side_effect=ValueError("inside the hook")),
     ):
         for case in ("mkldnn bf16", "cuda tf32") if PER_LIBRARY else ("precision medium",):
             CASES[case]()

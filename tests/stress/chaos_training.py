@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.registry import register_compressor
+from commhooks.registry import register_compressor
 from tests.stress import chaos_fronts, chaos_trainers
 from tests.stress.chaos_cases import Combination
 from tests.stress.chaos_fronts import Job, Trained

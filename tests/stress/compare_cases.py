@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
+from tests.stress.compare_sharded import SHARDED, train_sharded
 from tests.stress.compare_training import STEPS, Run, Situation, through_bytes
 from tests.support.kernels import computing_with
 from tests.support.kinds import KINDS, START
@@ -105,6 +106,36 @@ CROSSED = [("powerSGD", "batched", "buckets"), ("batched", "powerSGD", "buckets"
            ("powerSGD", "powerSGD", "float64, views, no_sync"), ("batched", "batched", "one bucket")]  # fmt: skip
 
 
+ROUND = {"sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.9}
+LOCAL: dict[str, dict[str, Any]] = {
+    "float32": ROUND | {"wire": "float32"},
+    "int8": ROUND | {"wire": "int8"},
+    "int4": ROUND | {"wire": "int4"},
+    "int8, torch": ROUND | {"wire": "int8"},
+    "int4, torch": ROUND | {"wire": "int4"},
+    "plain mean": {"sync_every": 3, "wire": "float32"},
+    "exclude": ROUND | {"wire": "int8", "exclude": ["*.bias", "words*"]},
+    "start 2": ROUND | {"start_iter": 2},
+    "fragments": ROUND | {"fragments": 3, "wire": "int4"},
+    "fragments, float32": ROUND | {"sync_every": 4, "fragments": 4, "wire": "float32"},
+    "delay": ROUND | {"sync_every": 4, "delay": 2, "wire": "int8"},
+    "delay, float32": ROUND | {"sync_every": 4, "delay": 3, "wire": "float32"},
+    "fragments, delay": ROUND | {"sync_every": 4, "fragments": 2, "delay": 1, "wire": "int4"},
+}
+LOCAL_IN_MANY = ("float32", "int4", "fragments, delay")
+LOCAL_SITUATIONS = {
+    "buckets": Situation(quiet=True),
+    "mean": Situation(resume="mean"),
+    "scaler": Situation(scaler=True, resume="per_rank"),
+    "not finite": Situation(spoilt=True),
+    "norm": Situation(kind="norm", resume="per_rank"),
+    "bfloat16, one bucket": Situation(several=False, dtype=torch.bfloat16),
+    "float64, views, no_sync": OF_ATTACHED["float64, views, no_sync"],
+    "sparse": Situation(kind="sparse"),
+    "unused": Situation(ddp=FIND, unused="by rank"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """`function(*arguments)` on that many ranks."""
@@ -150,6 +181,29 @@ def crossed(before: str, after: str, situation: str) -> dict[str, Any]:
     return {"saved": payload, "loaded": other.train(STEPS).result()}
 
 
+def _local_cases() -> list[Case]:
+    """Hooks that average weights, on 1 to 4 ranks."""
+    cases = []
+    for kind, options in LOCAL.items():
+        chosen = [(2, "per_rank", Situation(resume="per_rank")), (3, "per_rank", Situation(resume="per_rank"))]
+        if kind in LOCAL_IN_MANY:
+            chosen += [(2, name, each) for name, each in LOCAL_SITUATIONS.items()]
+            chosen.append((1, "one bucket", Situation(several=False)))
+            chosen.append((3, "saved by 2 ranks", Situation(resume="mean", savers=2)))
+            chosen.append((4, "nodes", Situation(attach=NODES, resume="per_rank")))
+        make = functools.partial(dict, hook="diloco", hook_options=options)
+        delayed = "delay" in options
+        for world_size, name, situation in chosen:
+            situation = dataclasses.replace(situation, local="delayed" if delayed else "at once")
+            if delayed:
+                situation = dataclasses.replace(situation, quiet=True)  # lines of a thread come in any order
+            kernel = "torch" if "torch" in kind else "native"
+            cases.append(Case(world_size, f"diloco {kind}, {name}", train, (make, situation), situation.quiet, kernel))
+    make = functools.partial(dict, hook="local_sgd", hook_options={"sync_every": 3})
+    cases.append(Case(2, "diloco as local_sgd", train, (make, Situation(local="at once", resume="per_rank"))))
+    return cases
+
+
 @functools.cache
 def all_cases() -> dict[str, Case]:
     """By full name, in the order in which they run."""
@@ -169,5 +223,10 @@ def all_cases() -> dict[str, Case]:
         situation = Situation(attach={"total_steps": 12}, resume="per_rank")
         cases.append(Case(2, f"powerSGD, {name}", train, (make, situation)))
     cases += [Case(2, f"{a} loaded by {b}, {situation}", crossed, (a, b, situation)) for a, b, situation in CROSSED]
+    cases += _local_cases()
+    for name, options in SHARDED.items():
+        hook = name.partition(",")[0]
+        cases += [Case(4, f"fully_shard {name}, {a} x {b}", train_sharded, (a, b, hook, options))
+                  for a, b in ((2, 2), (4, 1))]  # fmt: skip
     assert len({case.full_name for case in cases}) == len(cases)
     return {case.full_name: case for case in sorted(cases, key=lambda case: case.world_size)}

@@ -29,7 +29,8 @@ class Net(nn.Module):
     unused, one that is too thin to compress, an embedding, vectors and a scalar.
 
     Args:
-        kind: "sparse" or "tied" embedding, or "odd": with complex, 16-bit and empty parameters.
+        kind: "sparse" or "tied" embedding; "odd": with complex, 16-bit and empty parameters; "norm": with a BatchNorm,
+            and a parameter in float64.
     """
 
     def __init__(self, kind: str = "", seed: int = 0) -> None:
@@ -50,6 +51,9 @@ class Net(nn.Module):
             self.waves = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 5)
             self.narrow = nn.Parameter((torch.randn(WIDTH, 32) / 5).bfloat16())
             self.empty = nn.Parameter(torch.empty(0, WIDTH))
+        if kind == "norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+            self.wide = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 5)
         self.kind = kind
         self.overflow: float | None = None
         self.turned.register_hook(lambda grad: grad if self.overflow is None else grad + self.overflow)
@@ -64,6 +68,8 @@ class Net(nn.Module):
         if self.kind == "odd":
             z = z + (y.to(self.waves.dtype) @ self.waves).abs() / 10 + self.empty.sum()
             z = z + (y.bfloat16() @ self.narrow).float().mean(1, keepdim=True)
+        if self.kind == "norm":
+            z = self.norm(z) + torch.tanh(y.double() @ self.wide).to(z.dtype)
         return self.out(z)
 
 
@@ -79,8 +85,10 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 class Situation:
     """How a run goes. `several`: many small buckets. `ddp`, `attach`: arguments. `micro`: backward passes per step, of
     which DDP sees the last. `unused`: who leaves the branch out. `scaler`: with a loss scale, and steps that are not
-    finite. `quiet`: without logging, so that rank 0 speaks on stderr. `resume`: how the state is saved in the middle;
-    `savers`: how many ranks train until then, if not all."""
+    finite; `spoilt`: such steps without a loss scale. `quiet`: without logging, so that rank 0 speaks on stderr.
+    `resume`: how the state is saved in the middle; `savers`: how many ranks train until then, if not all. `local`: the
+    ranks have weights of their own, which are noted after each step; "delayed": a thread sends, so counters of single
+    passes differ from run to run."""
 
     several: bool = True
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -94,6 +102,8 @@ class Situation:
     quiet: bool = False
     resume: str = ""
     savers: int = 0
+    local: str = ""
+    spoilt: bool = False
 
 
 class Run:
@@ -151,7 +161,9 @@ class Run:
             else:
                 self.optimizer.step()
             self.step += 1
-            if self.hook is not None:
+            if self.situation.local:
+                self.found.setdefault("weight digests", []).append(digest(self.module.parameters()))
+            if self.hook is not None and self.situation.local != "delayed":
                 stats = self.hook.stats()
                 self.found["by step"].append([stats.get(key) for key in _BY_STEP])
 
@@ -160,7 +172,8 @@ class Run:
         loss = functional.cross_entropy(self.ddp(images, words, self._use_branch()), labels)
         self.found["losses"].append(float(loss.detach()))
         bad = {1: (0, "inf"), 4: (self.world_size - 1, "-inf"), 5: (0, "nan")}.get(self.step)
-        spoilt = self.scaler is not None and bad is not None and bad[0] == self.rank
+        may = self.scaler is not None or self.situation.spoilt
+        spoilt = may and bad is not None and bad[0] == self.rank
         self.module.overflow = float(bad[1]) if spoilt and bad is not None else None
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
@@ -184,13 +197,16 @@ class Run:
         return self
 
     def result(self) -> dict[str, Any]:
+        if self.situation.local == "delayed":
+            self.hook.synchronize()
         found, hook = dict(self.found), self.hook
         found["weights"] = {name: p.detach().clone() for name, p in self.module.named_parameters()}
         if hook is not None:
             found["plan"] = hook.plan().as_dict()
             # Tables take a while.
             found["plan as text"] = hook.plan().summary() if self.situation.several else str(hook.plan())
-            found["stats"] = {k: v for k, v in hook.stats().items() if not k.startswith(("codec_s", "waiting_s"))}
+            varying = ("codec_s", "waiting_s", *(_OF_ONE_PASS if self.situation.local == "delayed" else ()))
+            found["stats"] = {k: v for k, v in hook.stats().items() if not k.startswith(varying)}
             found["repr"], found["options"], found["name"] = repr(hook), hook.options, hook.name
             found["norms"] = hook.norms()
             for residual in ("per_rank", "drop", "mean"):
@@ -207,6 +223,7 @@ def of_state(state: Any) -> dict[str, Any]:
     return numbers | {"stats": state.compression_stats()}
 
 
+_OF_ONE_PASS = ("collectives_last_pass", "bytes_sent_last_pass", "last_issued")
 _BY_STEP = ("step", "compressed_steps", "nonfinite_steps", "collectives_last_pass", "bytes_sent_last_pass",
             "last_issued", "handshakes")  # fmt: skip
 

@@ -55,13 +55,14 @@ FOLDERS = {
     "checkpoint": "commhooks/checkpoint",
     "quantized": "commhooks/compressors/quantized",
     "powersgd": "commhooks/compressors/powersgd",
+    "local_steps": "commhooks/local_steps",
 }
 """The folder of each area."""
 
 AREAS = {
     "engine": [
         Part(
-            "arrangement hierarchy node_shares",
+            "nodes",
             (
                 "engine/test_which_nodes",
                 "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",
@@ -78,22 +79,20 @@ AREAS = {
                 "engine/test_kernel_choice",
                 "engine/test_start_step",
                 "engine/test_disagreement",
-                "compressors/powersgd/test_native_kernel",
+                "compressors/native/test_choice",
                 "compressors/auto/test_auto_training::test_ranks_with_different_decisions_say_so",
                 "compressors/auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
                 "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading",
             ),
         ),
         Part(
-            "observer streams",
-            ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
+            "streams",
+            ("engine/test_streams", "hook/test_metrics"),
         ),
         Part(
             "*",
             (
                 "engine/test_backward_pass",
-                "engine/test_meanwhile",
-                "engine/test_simulation",
                 "engine/test_immediate",
                 "engine/test_masked_commit",
                 "engine/test_settle",
@@ -104,14 +103,14 @@ AREAS = {
                 "checkpoint/test_changed_surroundings::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
                 "checkpoint/test_changed_surroundings::test_nobody_waits_for_a_rank_whose_commit_failed",
                 "engine/test_ddp_modes",
-                "compressors/powersgd/test_batched_powersgd",
+                "compressors/powersgd/test_batched",
                 "engine/test_nonfinite",
             ),
         ),
     ],
     "checkpoint": [
         Part(
-            "learned_state distributed",
+            "state distributed",
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
@@ -131,7 +130,6 @@ AREAS = {
                 "hook/test_user_hooks",
             ),
         ),
-        Part("cut_off", ("checkpoint/test_hostile_files",)),
         Part(
             "*",
             (
@@ -148,11 +146,10 @@ AREAS = {
         Part(
             "*",
             (
-                "compressors/quantized/test_shares",
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
                 "engine/test_kernel_choice::test_different_machines",
-                "compressors/quantized/test_native_blocks",
+                "compressors/quantized/test_native_bits",
                 "hook/test_plan",
                 "compressors/quantized/test_quantized_cases",
             ),
@@ -163,14 +160,31 @@ AREAS = {
             "*",
             (
                 "compressors/powersgd/test_fields",
-                "compressors/powersgd/test_packed_factors",
-                "compressors/powersgd/test_codec",
-                "compressors/powersgd/test_native_threads",
-                "compressors/powersgd/test_batched_rank",
+                "compressors/powersgd/test_accelerator_factors",
+                "compressors/powersgd/test_cpu",
+                "compressors/native/test_threads",
+                "compressors/powersgd/test_batched",
                 "compressors/powersgd/test_powersgd_against_oracle",
-                "compressors/powersgd/test_masked_exchange",
+                "compressors/powersgd/test_accelerator",
             ),
         )
+    ],
+    "local_steps": [
+        Part(
+            "optimizers common_state",
+            ("local_steps/test_common_state", "local_steps/test_mishaps", "local_steps/test_rounds"),
+        ),
+        Part(
+            "*",
+            (
+                "local_steps/test_outer_steps",
+                "local_steps/test_rounds",
+                "local_steps/test_saving",
+                "local_steps/test_mishaps",
+                "local_steps/test_local_nodes",
+                "local_steps/test_fully_shard_rounds",
+            ),
+        ),
     ],
 }
 """More than a part where other tests notice other files. Tests as `folder/file` or `folder/file::function`."""
@@ -178,22 +192,17 @@ AREAS = {
 
 EXPLAINED = {
     (
-        "commhooks/engine/observer.py",
-        "self._begin = 0",
-        "self._begin = 1",
-    ): "`begin_pass` sets it before it is read",
-    (
-        "commhooks/checkpoint/checks.py",
+        "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
     ): "any limit does that leaves room for the sum of a row",
     (
-        "commhooks/checkpoint/parts.py",
+        "commhooks/checkpoint/payload.py",
         'own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}',
         'own = {name: entry["residual"][ -1] for name, entry in entries.items() if entry["residual"] is not None}',
     ): "the list holds the residual of one rank",
     (
-        "commhooks/checkpoint/reshard.py",
+        "commhooks/checkpoint/distributed.py",
         'return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',
         'return entries[ 1] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',  # noqa: E501
     ): "it is for an error, of which the shape alone is read",
@@ -203,47 +212,47 @@ EXPLAINED = {
         "self._statistics_due = -1",
     ): "no step is less than 0",
     (
-        "commhooks/compressors/quantized/blocks.py",
+        "commhooks/compressors/quantized/kernels.py",
         "divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)",
         "divisors = torch.where(scales == 0, 2, scales).unsqueeze(1)",
     ): "where the scale is 0, the numbers are so small that either quotient rounds to 0",
     (
-        "commhooks/compressors/quantized/native_kernel.py",
+        "commhooks/compressors/quantized/kernels.py",
         "self._factor = 1.0",
         "self._factor = 0.0",
     ): "`load` sets it before it is read",
     (
-        "commhooks/compressors/quantized/torch_kernel.py",
+        "commhooks/compressors/quantized/kernels.py",
         "if here.stop < end:",
         "if here.stop <= end:",
     ): "zeroes nothing where they are equal",
     (
-        "commhooks/compressors/quantized/torch_kernel.py",
+        "commhooks/compressors/quantized/kernels.py",
         "sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))",
         "sent.scales.copy_(self.scales.index_select( -1, order).view_as(sent.scales))",
     ): "a 1-D tensor",
     (
-        "commhooks/compressors/powersgd/device_kernel.py",
+        "commhooks/compressors/powersgd/accelerator.py",
         "@dataclass(frozen=True, eq=False)",
         "@dataclass(frozen=False, eq=False)",
     ): "nothing assigns to a field",
     (
-        "commhooks/compressors/powersgd/device_kernel.py",
-        "padding = work.matrices[0].n * work.matrices[0].m - work.layout.numel",
-        "padding = work.matrices[ -1].n * work.matrices[0].m - work.layout.numel",
+        "commhooks/compressors/powersgd/batched.py",
+        "self._size = work.matrices[0].n * work.matrices[0].m",
+        "self._size = work.matrices[ -1].n * work.matrices[0].m",
     ): "a whole bucket is one matrix",
     (
-        "commhooks/compressors/powersgd/device_kernel.py",
+        "commhooks/compressors/powersgd/batched.py",
         "gradient = now.deltas[0].view(-1)[slot.offset : slot.stop]",
         "gradient = now.deltas[ -1].view(-1)[slot.offset : slot.stop]",
     ): "a whole bucket is one matrix",
     (
-        "commhooks/compressors/powersgd/device_kernel.py",
+        "commhooks/compressors/powersgd/accelerator.py",
         "return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]",
         "return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=False)]",
     ): "the pieces are cut from the blocks' sizes",
     (
-        "commhooks/compressors/powersgd/packed_factors.py",
+        "commhooks/compressors/powersgd/accelerator.py",
         "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)",
         "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, -1)",
     ): "without groups it is not read",
@@ -256,7 +265,7 @@ EXPLAINED = {
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""
 
 EXPLAINED_NUMBERS = {
-    ("commhooks/compressors/quantized/native_blocks.py", "results_of"): "any fixed numbers tell builds apart",
-    ("commhooks/compressors/powersgd/native_products.py", "results_of"): "any fixed numbers tell builds apart",
+    ("commhooks/compressors/quantized/kernels.py", "results_of"): "any fixed numbers tell builds apart",
+    ("commhooks/compressors/powersgd/cpu.py", "results_of"): "any fixed numbers tell builds apart",
 }
 """(file, function): why another number in it need not be noticed."""

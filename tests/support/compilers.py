@@ -1,16 +1,17 @@
-"""Whether this machine has a C compiler, which the native kernels need."""
+"""Whether this machine has the C compiler that the native library needs, and libraries as other machines have them."""
 
 import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
-import torch
 
-from commhooks.compressors.powersgd import native_products
-from commhooks.compressors.quantized import native_blocks
+from commhooks.compressors.native import library
 
 
 def _compiles() -> bool:
@@ -27,8 +28,21 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C compiler
 
 
 def compile_kernels() -> None:
-    """Those that the cache does not hold. What fails here fails in their tests."""
-    for module in (native_products, native_blocks):
-        for dtype in (torch.float32, torch.float64):
-            with contextlib.suppress(Exception):
-                module.load(dtype)
+    """Unless the cache holds the library. What fails here fails in its tests."""
+    with contextlib.suppress(Exception):
+        library.load()
+
+
+@contextlib.contextmanager
+def another_library(*flags: str, cache: Path | None = None, compiler: str | None = None) -> Iterator[None]:
+    """The body computes with a library that this compiler makes with more flags, and that this cache folder keeps.
+    None: as usual."""
+    given = {"XDG_CACHE_HOME": None if cache is None else str(cache), "CC": compiler}
+    sources = {source: (*own, *flags) for source, own in library.SOURCES.items()}
+    library.load.cache_clear()
+    try:
+        with mock.patch.dict(os.environ, {name: value for name, value in given.items() if value is not None}):
+            with mock.patch.object(library, "SOURCES", sources):
+                yield
+    finally:
+        library.load.cache_clear()

@@ -4,20 +4,20 @@ from typing import Any
 
 from commhooks import CommHook
 from commhooks.engine.session import Session
-from commhooks.hook.engine_hook import EngineHook
+from commhooks.hook.hooks import CompressorHook
 
 
 def session_of(hook: CommHook | None) -> Session:
     """The session of a hook with learned state."""
     assert hook is not None and learns(hook)
-    return hook._runner._session  # type: ignore[attr-defined, no-any-return]
+    return hook._hook.session  # type: ignore[attr-defined, no-any-return]
 
 
 def learns(hook: CommHook) -> bool:
     """Whether the engine runs it with learned state."""
-    return isinstance(hook._runner, EngineHook) and hook._runner.counts_outcomes
+    return isinstance(hook._hook, CompressorHook) and hook._hook.learns
 
 
 def user_state(hook: CommHook) -> Any:
     """The state of a user's own hook."""
-    return hook._runner._state  # type: ignore[attr-defined]
+    return hook._hook.state  # type: ignore[attr-defined]

@@ -1,16 +1,18 @@
 """The kernel with which hooks compute on the CPU."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
-from commhooks.compressors.base import Compressor
-from commhooks.engine.kernel_choice import Choice, KernelSupport, choose
-from commhooks.errors import HookConfigError
+if TYPE_CHECKING:
+    from commhooks.compressors.base import Compressor
+    from commhooks.engine.kernel_choice import Choice
 
 
 @contextlib.contextmanager
@@ -27,6 +29,10 @@ def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Co
     Raises:
         HookConfigError: this machine cannot compress gradients of `dtypes` on `device`.
     """
+    # Here, because `tests/stress/compare_versions.py` imports this module beside other versions of the packages.
+    from commhooks.engine.kernel_choice import KernelSupport, choose
+    from commhooks.errors import HookConfigError
+
     choice = choose([KernelSupport.of(compressor, device, dtypes)], 0, HookConfigError)
-    compressor.kernel = choice.kernel
+    compressor.native = choice.native
     return choice

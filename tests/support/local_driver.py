@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
-from commhooks.compressors.local_steps.outer_step import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.average import new_task
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.engine.task import Done, ExchangeTask, new_task
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames
+from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.outer_step import ANCHOR
 from tests.support.kernels import use_own_kernel
 
 

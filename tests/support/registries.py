@@ -8,12 +8,12 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def registries_as_before() -> Iterator[None]:
     """What is registered in the body is forgotten after it. Does not import commhooks by itself."""
-    module = sys.modules.get("commhooks.compressors.registry")
+    module = sys.modules.get("commhooks.registry")
     before = None if module is None else (dict(module.COMPRESSORS), dict(module.FACTORIES))
     try:
         yield
     finally:
-        module = sys.modules.get("commhooks.compressors.registry")
+        module = sys.modules.get("commhooks.registry")
         if module is not None:
             compressors, factories = before or ({each.Config.hook_name: each for each in module.BUILT_IN}, {})
             for table, content in ((module.COMPRESSORS, compressors), (module.FACTORIES, factories)):

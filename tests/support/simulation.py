@@ -6,14 +6,13 @@ from typing import Any
 import torch
 
 from commhooks import PowerSGD
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
-from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.powersgd.exchange import draw
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.average import new_task
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import Done
+from commhooks.engine.task import Done, new_task
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -123,7 +122,7 @@ class SimulatedPowerSGD:
     @property
     def start_q(self) -> torch.Tensor:
         """The first Q, m x r."""
-        return codec.draw(0, "w", "Q", self._rank, self._m, torch.float32).T
+        return draw(0, "w", "Q", self._rank, self._m, torch.float32).T
 
     def step(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """One n x m gradient per rank in, the gradient that each rank continues with out."""

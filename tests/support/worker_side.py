@@ -1,8 +1,11 @@
 """The worker's side of `workers.py`: runs one task after another, each in a group of its own."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import gc
+import io
+import logging
 import multiprocessing.connection
 import os
 import random
@@ -12,21 +15,41 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.support.registries import registries_as_before
-from tests.support.surroundings import Surroundings
-from tests.support.worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
+FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 _SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
 
 
+@dataclasses.dataclass(frozen=True)
+class RankFailure:
+    """What one rank raised: the name of the exception's class, its text, and the traceback as text."""
+
+    type_name: str
+    message: str
+    traceback: str
+
+
+def to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def worker_main(stack_path: str) -> None:
-    """What `one_worker.py` does; standard input is the connection to the parent."""
+    """Runs tasks until the parent closes the connection, which is standard input."""
     connection = multiprocessing.connection.Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -160,3 +183,82 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> No
     store.set_timeout(timedelta(seconds=timeout_s))
     store.set(f"rank {rank}", "")
     store.wait([f"rank {other}" for other in range(world_size)])
+
+
+# ---- what a task must leave as it found it ---------------------------------------------------------------------------
+
+
+_THREAD_GRACE_S = 2.0  # for threads that are about to end
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a task must leave as it found it."""
+
+    environ: dict[str, str]
+    settings: dict[str, Any]
+    threads: frozenset[threading.Thread]
+    log_handlers: tuple[logging.Handler, ...]
+
+    @staticmethod
+    def now() -> "Surroundings":
+        return Surroundings(
+            dict(os.environ),
+            {name: get() for name, (get, _) in _SETTINGS.items()},
+            frozenset(threading.enumerate()),
+            tuple(logging.getLogger().handlers),
+        )
+
+    def restore(self) -> tuple[list[str], bool]:
+        """Puts everything back; returns a sentence per leak and whether one of them could not be undone."""
+        leaks = []
+        now = dict(os.environ)
+        for name in sorted(now.keys() | self.environ.keys()):
+            if name in _SET_BY_TORCH:
+                continue
+            if now.get(name) != self.environ.get(name):
+                leaks.append(f"environment variable {name}: {self.environ.get(name)!r} became {now.get(name)!r}")
+                if name in self.environ:
+                    os.environ[name] = self.environ[name]
+                else:
+                    del os.environ[name]
+        for name, (get, put) in _SETTINGS.items():
+            if get() != self.settings[name]:
+                leaks.append(f"{name}: {self.settings[name]} became {get()}")
+                put(self.settings[name])
+        if tuple(logging.getLogger().handlers) != self.log_handlers:
+            leaks.append("handlers of the root logger")
+            logging.getLogger().handlers[:] = self.log_handlers
+        left = list(self._threads_left())
+        leaks += [f"non-daemon thread {thread.name!r}" for thread in left]
+        return leaks, bool(left)
+
+    def _threads_left(self) -> Iterator[threading.Thread]:
+        deadline = time.monotonic() + _THREAD_GRACE_S
+        for thread in threading.enumerate():
+            if thread not in self.threads and not thread.daemon:
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    yield thread
+
+
+_SET_BY_TORCH = (
+    "TORCHINDUCTOR_CACHE_DIR",  # when an optimizer first imports inductor
+    "CUDA_MODULE_LOADING",  # up to torch 2.11, when CUDA is first used
+)
+"""Environment variables that torch sets for good."""
+
+# Name -> how to read it and how to put it back.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "autocast on CPU": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
+    ),
+    "working directory": (os.getcwd, os.chdir),
+}

@@ -37,11 +37,14 @@ from typing import Any
 
 from tests.support import warm
 from tests.support.repository import PYTHONPATH
-from tests.support.worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
+from tests.support.worker_side import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
 MAX_WORLD_SIZE = 6
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 STACK_TIMEOUT_S = 5.0  # for the stacks of workers that hang, on a busy machine
+
+
+_WORKER = "import sys; from tests.support.worker_side import worker_main; worker_main(sys.argv[1])"
 
 
 class RanksFailed(AssertionError):
@@ -137,7 +140,7 @@ class WorkerPool:
             ours, theirs = socket.socketpair()
             # Strings have other hashes in every second worker: an order that depends on them must not go unnoticed.
             python = _cuda_python() or warm.python(*self._modules, server=index % 2)
-            command = [python, "-m", "tests.support.one_worker", str(self._stack_file(index))]
+            command = [python, "-c", _WORKER, str(self._stack_file(index))]
             environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
             self._processes.append(subprocess.Popen(command, stdin=theirs, env=environ))
             theirs.close()  # so that reading from a dead worker ends with EOFError

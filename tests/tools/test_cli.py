@@ -1,46 +1,60 @@
-"""The `commhooks` command, and what a hook says of itself."""
+"""The `commhooks` command: its arguments, `hooks`, `plan`, and the user's functions that it imports."""
 
-import gc
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import commhooks
-from commhooks.compressors.hook_config import explained_options
-from commhooks.compressors.registry import COMPRESSORS
-from commhooks.tools import arguments
+from commhooks import HookConfigError
+from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.registry import COMPRESSORS
+from commhooks.tools import cli
 from commhooks.tools.cli import main
+from commhooks.tools.common import call
 from tests.support import warm
 from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 from tests.support.repository import REPOSITORY
 
-
-def test_alone_it_prints_its_help(capsys):
-    assert main([]) == 0
-    assert "list the hooks and their options" in capsys.readouterr().out
+MODEL = "tests.support.plan_models:build_mlp"
+NO_MODEL = "tests.support.plan_models:no_model"
+ERRORS = [
+    # arguments, what stderr says, exit status
+    (["plan", "m:f", "--exclud", "a"], "unrecognized arguments: --exclud (did you mean '--exclude'?)", 2),
+    (["doctor", "m:f", "--step", "4"], "unrecognized arguments: --step (did you mean '--steps'?)", 2),
+    (["hooks", "powerSGD"], "unrecognized arguments: powerSGD", 2),
+    (["--vers"], "unrecognized arguments: --vers", 2),
+    (["hoks"], "invalid choice: 'hoks'", 2),
+    (["plan", MODEL, "--hook", "powerSDG"], "unknown hook 'powerSDG' (did you mean 'powerSGD'?)", 1),
+    (["plan", MODEL, "--options", "rank=4"], "no option 'rank' (did you mean 'matrix_approximation_rank'?)", 1),
+    (["plan", MODEL, "--options", "rank"], "--options rank: expected NAME=VALUE", 1),
+    (["plan", MODEL, "--options", "exclude=[*a*]"], "--options exclude=[*a*]: a value is not YAML; quote text", 1),
+    (["plan", MODEL, "--options", "rank=${x}"], "--options rank=${x}: rank: Interpolation key 'x' not found", 1),
+    (["plan", MODEL, "--options", "exclude=['a']", "--exclude", "b"], "give the patterns in one of them", 1),
+    (["plan", MODEL, "--options", "start_powerSGD_iter=0.5"], "is a fraction of the run, whose length is unknown", 1),
+    (["plan", MODEL, "--hook", NO_MODEL], "only its own code knows what it sends", 1),
+    (["plan", NO_MODEL], "returned a int, not an nn.Module", 1),
+    (["plan", "torch.nn:Identity"], "has no parameter that requires a gradient", 1),
+]
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["plan", "m:f", "--exclud", "a"], "there is no flag --exclud (did you mean '--exclude'?)"),
-        (["doctor", "m:f", "--step", "4"], "there is no flag --step (did you mean '--steps'?)"),
-        (["network", "--js"], "there is no flag --js (did you mean '--json'?)"),
-        (["--json", "network"], "write --json behind the command: commhooks network ... --json"),
-        (["hooks", "powerSGD"], "unrecognized arguments: powerSGD"),
-        (["--vers"], "unrecognized arguments: --vers"),
-        (["hoks"], "invalid choice: 'hoks'"),
-    ],
+    ("arguments", "says", "status"), ERRORS, ids=lambda x: " ".join(x) if type(x) is list else None
 )
-def test_what_no_command_takes(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(given)
-    assert stopped.value.code == 2 and says in capsys.readouterr().err
+def test_what_is_wrong(arguments: list[str], says: str, status: int, capsys: Any) -> None:
+    if status == 2:
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+    else:
+        assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and says in err and (status == 2 or err.startswith("commhooks plan: ") and err.count("\n") == 1)
 
 
 def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
@@ -50,7 +64,7 @@ def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
 import contextlib, os, sys
 sys.modules |= dict.fromkeys(["torch", "accelerate", "omegaconf", "rich"])
 from commhooks.tools.cli import main
-for arguments in ["--help"], ["--version"], *([command, "--help"] for command in {commands}):
+for arguments in [], ["--version"], *([command, "--help"] for command in {commands}):
     with contextlib.suppress(SystemExit):
         main(arguments)
 os.environ |= dict(_ARGCOMPLETE="1", COMP_LINE={typed!r}, COMP_POINT="{len(typed)}", COMP_TYPE="9")
@@ -60,75 +74,13 @@ main([])
     run: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "timeout": 280}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **run)
     assert done.returncode == 0 and done.stdout.count("usage: ") == 1 + len(commands), done.stderr
+    assert f"commhooks {commhooks.__version__}\n" in done.stdout and "batch_fn(model)" in done.stdout
     assert (tmp_path / "found").read_text().strip() == "--wrapper"
-
-
-def test_what_the_arguments_repeat() -> None:
-    assert "powerSGD" in arguments.hook_names() and "noop" not in arguments.hook_names()
-
-
-@pytest.mark.parametrize("columns", [80, 100, 200])
-def test_names_and_options_are_whole(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["hooks"]) == 0
-    output = capsys.readouterr().out
-    assert max(map(len, output.splitlines())) <= columns
-    words = set(re.split(r"[\s│()]+", output))
-    for name, hook in commhooks.available_hooks().items():
-        assert name in words
-        assert {f"{option}={default!r}" for option, default in hook["options"].items()} <= words
-    assert {"fp16", "bf16"} <= words
-    assert "wrapper='fp16' or 'bf16'" in " ".join(output.split())
-
-
-def test_every_option_is_explained_and_none_is_listed_in_vain():
-    explained = {name: explained_options(compressor.Config) for name, compressor in COMPRESSORS.items()}
-    for name, options in explained.items():
-        assert all(5 < len(text) < 200 for text in options.values() if name != "int4_compress"), name
-    text = explained["powerSGD"]["matrix_approximation_rank"]
-    assert text == "rank of the factors; 1 to 4 is usual, more is closer to all-reduce and sends more"
-    assert explained["powerSGD"].keys() == commhooks.available_hooks()["powerSGD"]["options"].keys()
-    left_out = explained["powerSGD"].keys() - explained["batched_powerSGD"].keys()
-    assert left_out == {"exclude", "min_compression_rate"}
-    with pytest.raises(commhooks.HookConfigError):
-        commhooks.BatchedPowerSGD(exclude=["*"])
-
-
-def test_the_explanation_stands_below_its_option(capsys):
-    assert main(["hooks"]) == 0
-    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "matrix_approximation_rank=1 rank of the factors; 1 to 4 is usual" in output
-    assert "block_size=256 consecutive elements of a parameter that share a scale; a multiple of 16" in output
-
-
-def test_as_a_module():
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [warm.python(), "-m", "commhooks", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
-
-    done = run("--version")
-    assert done.returncode == 0 and done.stdout.strip() == f"commhooks {commhooks.__version__}"
-    assert run("hoks").returncode == 2
-
-
-def test_the_representation_of_a_hook():
-    with process_group_of_one():
-        ddp = wrap(mlp())
-        hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 7}, wrapper="bf16")
-        text = repr(hook)
-        assert text.startswith("<CommHook('powerSGD', matrix_approximation_rank=1, start_powerSGD_iter=7, ")
-        assert text.endswith(", wrapper='bf16'), attached to Sequential, rank 0 of 1>")
-        plain = wrap(mlp())
-        assert repr(commhooks.attach(plain, "fp16")) == (
-            "<CommHook('fp16_compress'), attached to Sequential, rank 0 of 1>"
-        )
-        del ddp
-        gc.collect()
-        assert "its model is gone" in repr(hook)
+    assert "powerSGD" in cli.hook_names() and "noop" not in cli.hook_names() and tuple(WIRE_DTYPES) == cli.WRAPPERS
 
 
 def test_a_reader_that_has_seen_enough() -> None:
-    """As in `commhooks hooks | head -1`."""
+    """As in `python -m commhooks hooks | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -136,3 +88,146 @@ def test_a_reader_that_has_seen_enough() -> None:
     )
     os.close(writing)
     assert done.returncode == 1 and done.stderr == b""
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_names_options_and_explanations_are_whole(columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["hooks"]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= columns
+    words, text = set(re.split(r"[\s│()]+", output)), " ".join(output.replace("│", " ").split())
+    for name, hook in commhooks.available_hooks().items():
+        assert name in words
+        assert {f"{option}={default!r}" for option, default in hook["options"].items()} <= words
+    assert {"fp16", "bf16"} <= words and "wrapper='fp16' or 'bf16'" in text
+    assert "matrix_approximation_rank=1 rank of the factors; 1 to 4 is usual" in text
+
+
+def test_every_option_is_explained_and_none_is_listed_in_vain() -> None:
+    explained = {name: cli.explained_options(compressor.Config) for name, compressor in COMPRESSORS.items()}
+    for name, options in explained.items():
+        assert all(5 < len(text) < 200 for text in options.values() if name != "int4_compress"), name
+    assert explained["powerSGD"].keys() == commhooks.available_hooks()["powerSGD"]["options"].keys()
+    left_out = explained["powerSGD"].keys() - explained["batched_powerSGD"].keys()
+    assert left_out == {"exclude", "min_compression_rate"}
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_flags_of_plan_and_its_json(capsys: Any) -> None:
+    options = ["--options", "matrix_approximation_rank=2", "start_powerSGD_iter=0.1", "--total-steps", "50"]
+    assert main(["plan", MODEL, *options, "--exclude", "4.*", "--wrapper", "bf16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hook"], found["start_step"], found["wire_dtype"]) == ("powerSGD", 5, "bfloat16")
+    rows = {row["name"]: row for row in found["parameters"]}
+    assert rows["0.weight"]["bytes_after"] == 2 * (32 + 24) * 2 and rows["0.weight"]["bytes_before"] == 4 * 32 * 24
+    assert rows["4.weight"]["reason"] == "excluded by '4.*'" and rows["4.weight"]["matrix"] is None
+    for total in ("bytes_before", "bytes_after"):
+        assert sum(row[total] for row in rows.values()) == found[total]
+    memory = found["memory_bytes"]
+    assert memory["total"] == sum(value for key, value in memory.items() if key != "total")
+
+
+def test_a_pattern_without_a_match_is_told(capsys: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["plan", MODEL, "--exclude", "0.wieght"]) == 0
+    assert "matches '0.wieght' (the closest name is '0.weight')" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "int8", "fp16", "diloco", "auto"])
+def test_it_prints_the_plan_of_the_attached_hook(hook: str, capsys: Any) -> None:
+    """But for the memory, which depends on the kernel that the ranks choose."""
+
+    def lines(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.startswith("Memory")]
+
+    with process_group_of_one():
+        expected = lines(str(commhooks.attach(wrap(mlp()), hook).plan()))
+    for model in (MODEL, "tests.support.plan_models:build_for_the_doctor"):
+        assert main(["plan", model, "--hook", hook]) == 0
+        assert lines(capsys.readouterr().out) == expected
+
+
+# ---- the user's functions --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import argparse, sys
+from torch import nn
+{}
+def build():
+    print(sys.argv)
+    return nn.Linear(3, 3)
+class Nets:
+    build = build
+"""
+PARSES = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--hook", {})
+hook = parser.parse_args().hook
+assert hook is None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder. Nothing of an import is left afterwards."""
+    monkeypatch.chdir(tmp_path)
+    path, argv = list(sys.path), sys.argv
+    yield tmp_path
+    assert sys.path == path and sys.argv is argv
+    sys.modules.pop("script_of_this_test", None)
+
+
+@pytest.mark.parametrize("target", ["script_of_this_test:build", "./script_of_this_test.py:Nets.build"])
+def test_a_script_does_not_see_the_arguments_of_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    """As with `commhooks plan train:build --hook int8` where the script has a flag of that name, too."""
+    (folder / "script_of_this_test.py").write_text(SCRIPT.format(PARSES.format("default=None")))
+    monkeypatch.setattr(sys, "argv", given := ["commhooks", "plan", target, "--hook", "int8"])
+    assert main() == 0
+    assert repr([target.partition(":")[0]]) in capsys.readouterr().out
+    assert sys.argv is given
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("ends", [PARSES.format("required=True"), "sys.exit('no data')"])
+def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, ends: str) -> None:
+    (folder / "script_of_this_test.py").write_text(SCRIPT.format(ends))
+    argument = "'no data'" if "no data" in ends else "2"
+    for arguments in (
+        ["plan", "script_of_this_test:build"],
+        ["plan", "torch.nn:Identity", "--hook", "script_of_this_test:build"],
+    ):
+        assert main(arguments) == 1
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith(f"commhooks plan: 'script_of_this_test:build' has called sys.exit({argument})")
+        assert last.endswith("belongs under `if __name__ == '__main__':`")
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("plan_models.py", "is not a path: expected 'package.module:function'"),
+        ("tests.support.plan_models:", "expected 'package.module:function' with the full name"),
+        ("no_such_module:build", "cannot import 'no_such_module': No module named 'no_such_module'; start where"),
+        ("no/such_module.py:build", "cannot import 'no.such_module': No module named 'no'; start where"),
+        ("tests.support.plan_models:build", "'tests.support.plan_models' has no 'build' .did you mean 'build_mlp'"),
+        ("tests.support.plan_models:Net.biuld", "'tests.support.plan_models.Net' has no 'biuld'"),
+        ("tests.support.plan_models:not_callable", "is a int; expected a function that builds the model"),
+        ("tests.support.plan_models:needs_an_argument", "cannot be called without arguments"),
+    ],
+)
+def test_what_is_no_function_is_told(target: str, text: str) -> None:
+    with pytest.raises(HookConfigError, match=text):
+        call(target)
+
+
+def test_other_errors_of_the_script_pass_through(folder: Path) -> None:
+    (folder / "script_of_this_test.py").write_text(SCRIPT.format("raise KeyError('mine')"))
+    with pytest.raises(KeyError, match="mine"):
+        call("script_of_this_test:build")

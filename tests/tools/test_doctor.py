@@ -1,12 +1,16 @@
-"""The doctor on real ranks: what it measures, and that it leaves everything as it was."""
+"""The doctor on real ranks: what it measures, refuses and recommends, and that it leaves everything as it was."""
 
 import inspect
 import json
+import os
 import random
+import signal
+import subprocess
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.tools.doctor.copies import copy_of
-from tests.support.ddp_steps import batch, mlp, wrap
+from commhooks import DoctorError
+from commhooks.compressors.auto.options import ALLREDUCE, BF16, FP16, INT8, NOOP, powersgd
+from commhooks.tools.cli import main
+from commhooks.tools.doctor import DoctorReport, Measured, check_model, copy_of, wrapped
+from tests.support import warm
+from tests.support.ddp_steps import backward, batch, descend, mlp, process_group_of_one, wrap
 from tests.support.doctor_models import Net, loss_of
+from tests.support.repository import REPOSITORY
 from tests.support.training import plain
 from tests.support.workers import RanksFailed
 
@@ -214,3 +223,192 @@ def test_the_error_is_that_of_one_step(run_ranks: Callable[..., list[Any]]) -> N
     assert found["noop"] is None and found["allreduce"] == 0
     assert 0 < found["fp16"] < found["bf16"] < found["int8"] < found["int4"] < found["powerSGD rank 1"]
     assert found["powerSGD rank 4"] < found["powerSGD rank 1"] < 1
+
+
+# ---- what it refuses, on all ranks -----------------------------------------------------------------------------------
+
+WRONG_FUNCTIONS = {
+    "no argument": "batch_fn cannot be called with one argument (too many positional arguments)",
+    "dict": "batch_fn returned a dict. batch_fn(model) makes a batch, calls the model that it is given",
+    "shape": "batch_fn returned a tensor of shape (8, 24)",
+    "detached": "batch_fn returned a tensor without a gradient",
+    "original": "batch_fn called your own model instead of the copy",
+    "module": "batch_fn called your own model instead of the copy",
+    "other model": "does not depend on the parameters of the model that it was given",
+    "raises": "raised KeyError: 'no such column' (",
+}
+
+
+def _wrong() -> dict[str, str]:
+    """The message about each of these functions; training goes on after each."""
+    ddp = wrap(mlp())
+    inputs, other = batch(1), nn.Linear(24, 1)
+
+    def raises(model: nn.Module) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise KeyError("no such column")
+        return model(inputs).mean()
+
+    functions: dict[str, Any] = {
+        "no argument": lambda: inputs.mean(),
+        "dict": lambda model: {"loss": model(inputs).mean()},
+        "shape": lambda model: model(inputs),
+        "detached": lambda model: model(inputs).mean().detach(),
+        "original": lambda model: ddp(inputs).mean(),
+        "module": lambda model: ddp.module(inputs).mean(),
+        "other model": lambda model: other(inputs).mean(),
+        "raises": raises,
+    }
+    found = {}
+    for case, function in functions.items():
+        backward(ddp, 0)
+        before = [p.grad.clone() for p in ddp.parameters()]
+        with pytest.raises(DoctorError) as raised:
+            commhooks.doctor(ddp, function, steps=1)
+        found[case] = str(raised.value)
+        assert all(torch.equal(b, p.grad) for b, p in zip(before, ddp.parameters(), strict=True))
+        descend(ddp)
+    return found
+
+
+def test_a_batch_fn_that_does_not_work(run_ranks: Callable[..., list[Any]]) -> None:
+    first, second = run_ranks(_wrong)
+    for case, sentence in WRONG_FUNCTIONS.items():
+        assert sentence in second[case] and sentence in first[case]
+    assert "test_doctor.py, line " in second["raises"]
+    assert first["raises"].startswith("rank 1 cannot go on: batch_fn or the backward pass")
+
+
+def _bad_arguments() -> None:
+    ddp = wrap(mlp())
+    for arguments, text in (
+        ({"steps": 0}, "steps=0; expected a number of steps, 1 or more"),
+        ({"steps": True}, "steps=True"),
+        ({"seconds": 0}, "seconds=0; expected a positive number"),
+        ({"powersgd_ranks": [0]}, "matrix_approximation_rank=0; expected at least 1"),
+        ({"powersgd_options": {"exclud": []}}, "did you mean 'exclude'"),
+        ({"powersgd_options": {"start_powerSGD_iter": 3}}, "is the doctor's own"),
+    ):
+        with pytest.raises((DoctorError, commhooks.HookConfigError)) as raised:
+            commhooks.doctor(ddp, loss_of, **arguments)  # type: ignore[arg-type]
+        assert text in str(raised.value)
+    half, frozen, locked = wrap(mlp()), wrap(mlp()), wrap(mlp())
+    half.mixed_precision = object()  # type: ignore[assignment]
+    frozen.module.requires_grad_(False)
+    with open(os.devnull) as locked.module.lock:
+        for model, text in ((half, "occupies the"), (frozen, "no parameter"), (locked, "cannot be copied.*TypeError")):
+            with pytest.raises(DoctorError, match=text):
+                commhooks.doctor(model, loss_of)
+
+
+def test_bad_arguments(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_bad_arguments)
+
+
+def test_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        with pytest.raises(DoctorError, match="one rank only: there is nothing to exchange"):
+            check_model(ddp)
+        with pytest.raises(DoctorError, match="expected a torch.nn.parallel.DistributedDataParallel model, got a t"):
+            check_model(mlp())
+        assert main(["doctor", "test_doctor:frozen"]) == 1
+        assert "commhooks doctor: one rank only" in capsys.readouterr().err
+        with mock.patch.object(dist, "get_world_size", return_value=2):
+            assert main(["doctor", "test_doctor:frozn"]) == 1
+        assert capsys.readouterr().err.endswith("'test_doctor' has no 'frozn' (did you mean 'frozen'?)\n")
+    with pytest.raises(DoctorError, match="no process group: the doctor measures on the ranks"):
+        check_model(ddp)
+    assert main(["doctor", "test_doctor:frozen"]) == 1
+    assert "commhooks doctor: no process group" in capsys.readouterr().err
+
+
+def frozen() -> Any:
+    return mlp().requires_grad_(False), loss_of
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: mlp(), "build returned a Sequential; expected (model, batch_fn)"),
+        (lambda: (loss_of, mlp()), "build returned (a function, ...); expected an nn.Module"),
+        (lambda: (mlp(), None), "build returned (model, a NoneType); expected a function: batch_fn(model) makes"),
+        (frozen, "no parameter of this model requires a gradient"),
+        (lambda: (nn.Sequential(), loss_of), "no parameter of this model requires a gradient"),
+    ],
+)
+def test_what_build_returns(build: Callable[[], Any], sentence: str) -> None:
+    with process_group_of_one(), pytest.raises(DoctorError) as raised:
+        wrapped(build())
+    assert sentence in str(raised.value)
+
+
+def test_under_torchrun() -> None:
+    """The example, started as its first lines say."""
+    torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
+    command = [warm.python(), *torchrun.split(), "-m", "commhooks"]
+    command += ["doctor", "examples.doctor_transformer:build", "--steps", "1", "--powersgd-ranks", "2", "--json"]
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=REPOSITORY, **streams, start_new_session=True)
+    try:
+        output, errors = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        pytest.fail(f"it did not end\n{output}\n{errors}")
+    assert process.returncode == 0, errors
+    assert errors.count("commhooks doctor: round 1 of 1: noop") == 1
+    assert "commhooks: powerSGD" not in errors  # that line is for trainings
+    content = json.loads(output)
+    assert content["world_size"] == 2 and content["gradient_bytes"] == pytest.approx(2_639_000, abs=1000)
+    assert content["candidates"]["powerSGD rank 2"]["error"] > content["candidates"]["int8"]["error"] > 0
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+MB = [(NOOP, 0), (ALLREDUCE, 100), (FP16, 50), (BF16, 50), (INT8, 25), *((powersgd(r, {}), r / 2) for r in (1, 2, 4))]
+
+
+def report_of(**ms: float) -> DoctorReport:
+    """`r4=...` is PowerSGD at rank 4; megabytes as a model of 100 MB would send them."""
+    known = {each.label.replace("powerSGD rank ", "r"): (each, mb) for each, mb in MB}
+    found = {}
+    for name, value in ms.items():
+        candidate, mb = known[name]
+        made = Measured(candidate, [value, value - 1, value + 1], int(mb * 1e6), 100_000_000)
+        made.error = None if candidate is NOOP else candidate.changes / 4
+        found[candidate.label] = made
+    return DoctorReport(found, 2, "gloo", ("int4",))
+
+
+@pytest.mark.parametrize(
+    ("report", "chosen"),
+    [
+        # Measured on a link between two namespaces at 100 Mbit/s, 1 Gbit/s and without a limit, and made-up ones.
+        (report_of(noop=24, allreduce=1539, fp16=773, bf16=756, r1=46, r2=59, r4=76), "powerSGD rank 1"),
+        (report_of(noop=37, allreduce=156, fp16=95, bf16=94, r1=41, r2=42, r4=53), "powerSGD rank 2"),
+        (report_of(noop=25, allreduce=45, fp16=47, bf16=43, r1=42, r2=42, r4=47), "allreduce"),
+        # Half the bytes are about as good: the gradients stay what they are.
+        (report_of(noop=50, allreduce=100, fp16=60, bf16=62, r1=58), "bf16"),
+        (report_of(noop=50, allreduce=100, r1=92), "allreduce"),
+    ],
+)
+def test_the_choice(report: DoctorReport, chosen: str) -> None:
+    assert report.chosen == json.loads(json.dumps(report.as_dict()))["chosen"] == chosen
+    text = str(report)
+    assert f"{chosen} <-" in text and text.count("<-") == 1
+    assert ("train without one" in text) == (chosen == "allreduce") != ("commhooks.attach(ddp_model, " in text)
+
+
+def test_the_table() -> None:
+    report = report_of(noop=192, allreduce=1093, fp16=592, r1=277)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 120
+    rows = [line.split() for line in text.splitlines()]
+    assert ["noop", "192.0", "(191.5", "..", "192.5)", "5.69", "0.000", "-"] in rows
+    assert ["allreduce", "1093.0", "(1092.5", "..", "1093.5)", "1.00", "100.000", "0"] in rows
+    assert ["powerSGD", "rank", "1", "<-", "277.0", "(276.5", "..", "277.5)", "3.95", "0.500", "0.75"] in rows
+    assert "commhooks.attach(ddp_model, 'powerSGD', hook_options={'matrix_approximation_rank': 1})" in text
+    assert "int4 compresses no parameter of this model: not measured." in text
+    report.measured["fp16"].error = float("inf")
+    assert report.as_dict()["candidates"]["fp16"]["error"] is None and "  inf" in str(report)

@@ -13,16 +13,29 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks.tools import network
 from commhooks.tools.cli import main
-from commhooks.tools.network import link as link_module
-from commhooks.tools.network.command import measure
-from commhooks.tools.network.interfaces import Interface, busiest, sent_bytes
-from commhooks.tools.network.link import MOST, Link, Pair, measure_link, measure_pairs, pairs_to_measure
-from commhooks.tools.network.predicted import CANDIDATES, Cluster, cluster_of, exchanges, parsed_size, transformer
-from commhooks.tools.network.report import NetworkReport
+from commhooks.tools.network import (
+    CANDIDATES,
+    MOST,
+    Cluster,
+    Interface,
+    Link,
+    NetworkReport,
+    Pair,
+    busiest,
+    cluster_of,
+    exchanges,
+    measure,
+    measure_link,
+    measure_pairs,
+    pairs_to_measure,
+    parsed_size,
+    sent_bytes,
+    transformer,
+)
 
 CPU = torch.device("cpu")
-_ones = torch.ones
 
 
 def _measure() -> tuple[list[Pair], dict[str, Any], str]:
@@ -181,7 +194,7 @@ def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
 
 def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["network"]) == 1
-    assert "no process group: the network between the ranks" in capsys.readouterr().err
+    assert "no process group: start this like the training" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
     assert "--params huge: expected a number" in capsys.readouterr().err
     for value in ("0.0", "nan", "inf"):  # JSON has no infinite number
@@ -207,37 +220,13 @@ def test_rank_0_prints(run_ranks: Any) -> None:
     assert json.loads(first)["exchanges"]["350k"][0]["candidate"]["label"] == "plain DDP"
 
 
-def _measured() -> Link:
-    return measure_link(dist.group.WORLD, CPU)  # type: ignore[arg-type]
-
-
 def _far_away() -> Link:
     """100 Mbit/s, and 50 ms for each message."""
-    with mock.patch.object(link_module, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes):
-        return _measured()
+    with mock.patch.object(network, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes):
+        return measure_link(dist.group.WORLD, CPU)  # type: ignore[arg-type]
 
 
 def test_a_long_latency_is_no_low_bandwidth(run_ranks: Any) -> None:
     for found in run_ranks(_far_away):
         assert found.latency_ms == pytest.approx(50, rel=0.01)
         assert found.mbit_per_s == pytest.approx(100, rel=0.01)
-
-
-def _full_on_rank_1() -> tuple[Link, int]:
-    """Where one rank has no memory for larger buffers, all go on with the size that they have."""
-    sizes = []
-
-    def ones(numel: int, **more: Any) -> torch.Tensor:
-        if dist.get_rank() == 1 and 4 * numel > 2**17:
-            raise torch.OutOfMemoryError
-        sizes.append(numel)
-        return _ones(numel, **more)
-
-    with mock.patch.object(torch, "ones", ones), mock.patch.object(link_module, "_ENOUGH_S", float("inf")):
-        return _measured(), max(sizes)
-
-
-def test_a_rank_without_memory_for_more(run_ranks: Any) -> None:
-    (first, most), (second, least) = run_ranks(_full_on_rank_1)
-    assert first == second and first.mbit_per_s > 0
-    assert 4 * least == 2**17 and most == 2 * least

@@ -75,13 +75,6 @@ def test_replicas_of_shards_train_as_one_replica(run_ranks: Any, tmp_path: Path)
         assert result["two"]["stats"]["step"] == 2
 
 
-def test_the_environment_needs_the_module(tmp_path: Path) -> None:
-    """As that of Lightning's own strategy does, which says nothing but AssertionError."""
-    made = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy(), logger=False, default_root_dir=tmp_path)
-    with pytest.raises(HookConfigError, match="before the Trainer knows the module.*let fit call it"):
-        made.strategy.setup_environment()
-
-
 def _resumed(root: str) -> dict[str, Any]:
     through = fit(root + "/through", 3)
     resumed = fit(root + "/resumed", 3, f"{root}/through/epoch=0.ckpt")
@@ -116,7 +109,7 @@ def _again_and_foreign(root: str) -> dict[str, Any]:
         "anew": first is not second and first is not None and first.stats()["step"] == 2,
         "trained": second.stats()["step"] == 2,
         "weights only": weights_only,
-        # More follows where another test has imported `pytorch_lightning`: see `twins.py`.
+        # More follows where another test has imported `pytorch_lightning`: see `HookedStrategy.__repr__`.
         "repr": repr(made.strategy).partition(" (")[0] == "CommHookFSDP2(hook='powerSGD', replicate_size=2)",
     }
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support import warm
-from tests.support.repository import REPOSITORY, SUPPORT
+from tests.support.repository import REPOSITORY
 
-SCRIPT = SUPPORT / "lightning_script.py"
+SCRIPT = Path(__file__).with_name("lightning_script.py")
 TIMEOUT_S = 180
 
 

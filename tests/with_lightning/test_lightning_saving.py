@@ -143,7 +143,7 @@ def test_callback_with_another_strategy_says_so(run_ranks: Any, tmp_path: Path) 
 
 
 def _large(root: str) -> list[str]:
-    with mock.patch("lightning_commhooks.checkpoint.PER_RANK_WARNING_BYTES", 1000):
+    with mock.patch("lightning_commhooks.strategy.PER_RANK_WARNING_BYTES", 1000):
         return fit(root, save=True, save_residual="per_rank")["warnings"]
 
 

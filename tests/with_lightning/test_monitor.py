@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commhooks import HookConfigError
-from commhooks.hook.metrics import NAMES
+from commhooks.report import NAMES
 from lightning_commhooks import CommHookMonitor
 from tests.support import lightning_support as support
 from tests.support.inside import session_of

@@ -13,7 +13,6 @@ import pytorch_lightning
 import torch
 
 import lightning_commhooks.fabric
-import lightning_commhooks.lightning_pytorch
 import lightning_commhooks.pytorch_lightning
 from tests.support.ddp_steps import log_lines
 from tests.support.kernels import computing_with
@@ -47,7 +46,7 @@ def _fabric() -> None:
 
 
 FRONTS: dict[str, Callable[[], None]] = {
-    "lightning.pytorch": lambda: _fit(lightning.pytorch, lightning_commhooks.lightning_pytorch),
+    "lightning.pytorch": lambda: _fit(lightning.pytorch, lightning_commhooks),
     "pytorch_lightning": lambda: _fit(pytorch_lightning, lightning_commhooks.pytorch_lightning),
     "Fabric": _fabric,
 }

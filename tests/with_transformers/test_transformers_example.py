@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from tests.support import warm
 from tests.support.features import trainer_resumes_on_cpu
-from tests.support.repository import REPOSITORY, SUPPORT
+from tests.support.repository import REPOSITORY
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
 import clean_env  # noqa: E402
 
-from commhooks.checkpoint.parts import save_id  # noqa: E402
+from commhooks.checkpoint.payload import save_id  # noqa: E402
 from tests.support.transformers_runs import FILES  # noqa: E402
 
 LAUNCH_LIMIT_S = 150
@@ -57,7 +57,7 @@ def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
     torchrun += ["--nproc-per-node", "2"]
     uninterrupted = subprocess.Popen([*torchrun, *EXAMPLE, "--folder", str(through)], env=_environ(tmp_path))
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
-    ranks = _two_ranks(killed, stores[0], str(SUPPORT / "held_example.py"), "10")
+    ranks = _two_ranks(killed, stores[0], str(Path(__file__).with_name("held_example.py")), "10")
     try:
         deadline = time.monotonic() + LAUNCH_LIMIT_S
         while not all(Path(f"{killed}_held_{rank}").exists() for rank in range(2)):

@@ -1,1 +1,1 @@
-"""Native kernels for the CPU: what the kernels of all compressors share."""
+"""C kernels for the CPU: one library for PowerSGD and the quantised hooks."""

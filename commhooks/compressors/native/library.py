@@ -1,41 +1,103 @@
-"""Compile a kernel's C source on this machine, keep the library, and load it.
+"""Compile the C kernels on this machine, keep the library, load it, and tell builds apart.
 
-A kernel is a C file in a folder of its own, with headers there and in this folder. The machine's C compiler compiles it
-when it is first used, once per dtype, which takes about a second; the libraries are kept in the user's cache folder.
+The machine's C compiler makes one shared library of `powersgd.c` and `quantized.c`, each for float and for double, when
+a hook first needs it. The library stays in the user's cache folder.
 """
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from commhooks.errors import HookConfigError
 from commhooks.gradients.precision import processor_lines
 
-HEADERS = Path(__file__).parent
-"""The folder of the headers that any kernel may include."""
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=default")
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fPIC", "-fvisibility=default")
+SOURCES = {
+    "powersgd.c": ("-ffp-contract=fast",),
+    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # every operation is rounded, as torch's are
+}
+"""The sources, and their flags after `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
-"""Compute dtypes of the kernels, and what `REAL` is in their source then."""
+"""The dtypes in which the kernels compute, and what `REAL` is in their sources then."""
 COMPILE_LIMIT_S = 60.0
-"""It takes about a second; other ranks wait for this one."""
+"""Compiling takes one or two seconds; other ranks wait for this one."""
 SWITCH = "COMMHOOKS_NATIVE"
-"""The environment variable with which users switch native kernels off."""
+"""The environment variable that switches the kernels off: COMMHOOKS_NATIVE=0."""
+_MESSAGE_LENGTH = 500
+_TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
+"""The first arguments of every function, which `Table.run` passes: start of a team, threads, rows, first row."""
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "form_p": (ctypes.c_double,),
+    "form_q": (),
+    "split": (),
+    "unit_rows": (ctypes.c_int, ctypes.c_double),
+    "quantise": (ctypes.c_int, ctypes.c_double, ctypes.c_double, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
+    "dequantise": (ctypes.c_int,),
+}
+"""The functions of the sources, with the types of their further arguments."""
 
 
-def load(source: Path, flags: Sequence[str], dtype: torch.dtype) -> ctypes.CDLL:
-    """Load the kernel `source` for a compute dtype, float32 or float64; compile it first if the cache does not hold it.
+def is_wanted(device: torch.device) -> bool:
+    """Whether hooks should compute with the library on `device`."""
+    return device.type == "cpu" and os.environ.get(SWITCH) != "0"
+
+
+def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
+    """What tells this machine's build of some kernels apart, for `Compressor.native_build`: a hash of the sources and
+    of what the kernels compute. "" where they are not wanted.
+
+    Two builds of the same sources may differ in the last bits: the length of the processor's vectors determines the
+    order of sums, and the compiler decides which multiplications and additions it joins.
 
     Args:
-        flags: for the compiler, after `FLAGS`.
+        results_of: what the kernels compute from `fixed_numbers` of a dtype.
+
+    Raises:
+        HookConfigError: the library cannot be loaded; see `load`.
+    """
+    if not is_wanted(device):
+        return ""
+    try:
+        return _build(load(), results_of)
+    except HookConfigError as error:
+        reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
+        raise HookConfigError(
+            f"{reason} (it is several times faster than torch; {SWITCH}=0 does without it)"
+        ) from error
+
+
+@functools.cache
+def _build(library: ctypes.CDLL, results_of: Callable[[torch.dtype], bytes]) -> str:
+    digest = hashlib.sha256(source_text())
+    for dtype in C_TYPES:
+        digest.update(results_of(dtype))
+    return digest.hexdigest()[:12]
+
+
+def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers between -0.5 and 0.5, the same bits on every machine, because products in float64 and rounding are exact
+    rules."""
+    counted = torch.arange(start, start + numel, dtype=torch.float64)
+    return ((counted * 0.6180339887498949).frac() - 0.5).to(dtype)
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load the library; compile it first if the cache does not hold it.
 
     Raises:
         HookConfigError: there is no C compiler, it fails, or the library cannot be loaded; the message gives the
@@ -47,65 +109,47 @@ def load(source: Path, flags: Sequence[str], dtype: torch.dtype) -> ctypes.CDLL:
             "the native kernel is compiled on the machine, and no C compiler was found: install one (gcc or clang), "
             "or name one in the environment variable CC"
         )
-    flags = (*FLAGS, *flags, f"-DREAL={C_TYPES[dtype]}")
     try:
         processor = sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
         # The key includes the processor: machines with different processors may share a home folder.
-        key = hashlib.sha256(
-            source_text(source) + repr((compiler, flags, platform.machine(), processor)).encode()
-        ).hexdigest()[:16]
-        with contextlib.ExitStack() as stack:
-            folder = _cache_folder()
-            if folder is None:  # a loaded library does not need its file
-                made = tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True)
-                folder = Path(stack.enter_context(made))
-            command = (*compiler.split(), *flags, f"-I{HEADERS}", str(source), "-lm")
-            return _load_or_compile(command, folder / f"{source.stem}_{key}.so")
+        known_by = (compiler, FLAGS, SOURCES, platform.machine(), processor)
+        key = hashlib.sha256(source_text() + repr(known_by).encode()).hexdigest()[:16]
+        with _cache_folder() as folder:
+            library = _load_or_compile(compiler.split(), folder / f"kernels_{key}.so")
     except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
             "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
             "XDG_CACHE_HOME that takes files and from which programs may run, or another compiler in CC. The system "
             f"says: {error}"
         ) from error
+    for name, types in _FUNCTIONS.items():
+        for real in C_TYPES.values():
+            getattr(library, f"commhooks_{name}_{real}").argtypes = (*_TABLE, *types)
+    return library
 
 
-def source_text(source: Path) -> bytes:
-    """The kernel and the headers that it may include, one after another. Whatever else lies in their folders, such as
-    what an editor or a system leaves there, is not part of it."""
-    headers = [path for folder in (source.parent, HEADERS) for path in sorted(folder.glob("*.h")) if path.is_file()]
-    return b"".join(path.read_bytes() for path in (source, *headers))
+def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
+    """A function of the library, for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
+    found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
+    return found
 
 
-def build_of(source: Path, results_of: Callable[[torch.dtype], bytes]) -> str:
-    """`Kernel.build` of this machine: a hash of the source, and of what the kernel computes in each dtype."""
-    digest = hashlib.sha256(source_text(source))
-    for dtype in C_TYPES:
-        digest.update(results_of(dtype))
-    return digest.hexdigest()[:12]
+def source_text() -> bytes:
+    """The sources and headers, one after another, without what editors and systems leave beside them."""
+    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
+    return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
-def fixed_numbers(numel: int, start: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers from which a kernel computes what tells its build apart: between -0.5 and 0.5, the same bits on every
-    machine, because float64 products and rounding are exact rules."""
-    counted = torch.arange(start, start + numel, dtype=torch.float64)
-    return ((counted * 0.6180339887498949).frac() - 0.5).to(dtype)
-
-
-def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels compute in `dtype` on `device`."""
-    return device.type == "cpu" and dtype in C_TYPES
-
-
-def is_switched_off() -> bool:
-    """Whether COMMHOOKS_NATIVE=0 is set. Ranks may differ in it: all compute with torch then."""
-    return os.environ.get(SWITCH) == "0"
-
-
-def _load_or_compile(command: Sequence[str], library: Path) -> ctypes.CDLL:
+def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
     if library.exists():
         with contextlib.suppress(OSError):  # a damaged library is compiled again
             return ctypes.CDLL(str(library))
-    _compile(command, library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        made = Path(temporary, library.name)
+        _compile(compiler, made)
+        with made.open("r+b") as written:
+            os.fsync(written.fileno())  # loading one that a power cut has truncated would end the process
+        os.replace(made, library)  # atomic: several ranks may do this at once
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library))
     # The home folder may be mounted noexec: load a copy from the temporary folder.
@@ -113,37 +157,53 @@ def _load_or_compile(command: Sequence[str], library: Path) -> ctypes.CDLL:
         return ctypes.CDLL(shutil.copy(library, temporary))
 
 
-def _compile(command: Sequence[str], library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
-        made = Path(temporary, library.name)
-        command = [*command, "-o", str(made)]
-        said = ""
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
-            failed, said = done.returncode != 0 or not made.exists(), done.stderr
-        except (OSError, subprocess.TimeoutExpired) as error:
-            failed, said = True, str(error)
-        if failed:
-            raise HookConfigError(
-                f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
-                f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
-            )
-        with made.open("r+b") as written:
-            os.fsync(written.fileno())  # loading one that a power cut has truncated would end the process
-        os.replace(made, library)  # atomic: several ranks may do this at once
+def _compile(compiler: Sequence[str], library: Path) -> None:
+    """Write `library`, and beside it one object for each source and type."""
+    commands, objects = [], []
+    for source, flags in SOURCES.items():
+        for real in C_TYPES.values():
+            objects.append(str(library.parent / f"{source}_{real}.o"))
+            given = [f"-DREAL={real}", "-c", str(FOLDER / source), "-o", objects[-1]]
+            commands.append([*compiler, *FLAGS, *flags, *given])
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, commands))
+    _run([*compiler, "-shared", *objects, "-lm", "-o", str(library)])
 
 
-def _cache_folder() -> Path | None:
-    """The folder in which libraries are kept; None if there is none that only this user can write to."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
+def _run(command: Sequence[str]) -> None:
+    """Run a compiler, whose last argument is the file that it makes."""
+    said = ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
+        failed, said = done.returncode != 0 or not Path(command[-1]).exists(), done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failed, said = True, str(error)
+    if failed:
+        raise HookConfigError(
+            f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
+            f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
+        )
+
+
+@contextlib.contextmanager
+def _cache_folder() -> Iterator[Path]:
+    """The folder that keeps the library; a temporary one if there is none that only this user can write to."""
+    with contextlib.suppress(RuntimeError):  # there is no home folder
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
+        if _is_private(folder):
+            yield folder
+            return
+    with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)  # a loaded library does not need its file
+
+
+def _is_private(folder: Path) -> bool:
+    """Security: code is loaded from this folder, so only the user may own it and write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Security: code is loaded from this folder, so only the user may own it and write to it. Windows has no user
-        # ids; home folders are private there.
         status = folder.stat()
-        private = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
-        if private and os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        pass
-    return None
+    except OSError:
+        return False
+    # Windows has no user ids; home folders are private there.
+    owned = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    return owned and os.access(folder, os.W_OK)

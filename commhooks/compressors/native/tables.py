@@ -1,8 +1,7 @@
-"""Tables for native kernels: one row of 64-bit fields per piece of work, as a struct in the kernel's source. A function
-of a kernel works on some rows, which torch's threads share.
+"""Tables for the C kernels: one row of 64-bit fields per matrix, factor or piece, as the structs in `tables.h`.
 
-torch's operators run in the threads of an OpenMP library that torch loads. Where it has the entry point
-`GOMP_parallel`, as it has on Linux, kernels run in the same threads. A second pool would compete with the first.
+A kernel works on some rows of a table, in the OpenMP threads of torch's operators if torch's library has the entry
+point `GOMP_parallel`, as it has on Linux. A second pool of threads would compete with them.
 """
 
 import ctypes
@@ -14,12 +13,11 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from commhooks.compressors.native import library
 from commhooks.errors import HookRunError
 
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
-ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
-"""The first ones of each function of a kernel, which `Table.run` passes."""
 _GRAIN = 2**15
 """Elements per thread, at least: as many as torch's operators ask for."""
 _IMPORTED_IN = os.getpid()
@@ -29,12 +27,12 @@ class Table:
     """
     Args:
         rows: each holds the values of the first fields; the others are 0.
-        dtype: of the numbers that `pointers` point to.
+        dtype: of the numbers that the kernel works on.
 
     Attributes:
         fields: the members of the struct, in order.
-        pointers: the fields that `point` writes, in order, after those that hold sizes. Each points to as many numbers
-            as the product of two sizes, the fields with these two places.
+        pointers: the fields that `point` writes. Each points to as many numbers as the product of two sizes, the fields
+            with these two places.
         sizes: the first fields of each row, as given.
         rows: `rows x fields`, int64.
     """
@@ -49,6 +47,7 @@ class Table:
         width = len(self.fields)
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
+        self._functions: dict[str, Callable[..., int]] = {}
         # The memory of `rows`, for single numbers: an operator of torch takes longer than writing a column of them.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
@@ -61,16 +60,18 @@ class Table:
         """The rows at `places`, which ascend: a copy, or this table if these are all."""
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
-    def run(self, function: Callable[..., int], *more: float, rows: slice = ALL) -> None:
-        """Call a function of a kernel for `rows`, which follow one another, in as many threads as torch would use.
+    def run(self, function: str, *more: float, rows: slice = ALL) -> None:
+        """Call a function of the library for `rows`, which follow one another, in as many threads as torch would use.
 
         Raises:
             MemoryError: there is none for its scratch space.
         """
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
-        address_of_first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
-        if function(start, threads, end - begin, address_of_first, *more):
+        first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
+        if function not in self._functions:
+            self._functions[function] = library.function(function, self.dtype)
+        if self._functions[function](start, threads, end - begin, first, *more):
             raise MemoryError("commhooks: no memory for the scratch space of a native kernel")
 
     def column(self, field: str) -> torch.Tensor:
@@ -87,8 +88,52 @@ class Table:
                 place += len(self.fields)
 
 
+class MatrixTable(Table):
+    """`struct matrix`: `n`, `m` and `r`, then the addresses of delta and residual (n x m) and of factors (r x n and
+    r x m)."""
+
+    fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
+    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "delta": (0, 1),
+        "residual": (0, 1),
+        "p": (2, 0),
+        "q": (2, 1),
+        "mean_q": (2, 1),
+    }
+
+    @staticmethod
+    def elements_of(row: Sequence[int]) -> int:
+        return row[0] * row[1]
+
+
+class FactorTable(Table):
+    """`struct factor`: factors r x k, where their rows are, rows to replace dependent ones (or 0), and where the
+    results go."""
+
+    fields = ("r", "k", "source", "refill", "to", "missing")
+    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
+
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(rows, dtype)
+        self.missing = self.column("missing")
+
+    @staticmethod
+    def elements_of(row: Sequence[int]) -> int:
+        return row[0] ** 2 * row[1]
+
+
+class PieceTable(Table):
+    """`struct piece`: pieces of tensors, in whole blocks: the number of elements and the block size, then addresses."""
+
+    fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
+
+    @staticmethod
+    def elements_of(row: Sequence[int]) -> int:
+        return row[0]
+
+
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Where the numbers of `tensor` begin. C takes every address from here, and believes what it is told.
+    """Where the numbers of `tensor` begin. C takes every address from here, without a check of its own.
 
     Raises:
         HookRunError: C would not find `numel` numbers of `dtype` there.

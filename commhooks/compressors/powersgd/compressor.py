@@ -1,46 +1,109 @@
-"""PowerSGD as compressors: per parameter, and per bucket.
+"""PowerSGD as the engine sees it: which matrices are compressed, the learned state, and the kernel of a bucket."""
 
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2.
-"""
-
+import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
-from commhooks.compressors.base import RESIDUAL, StateField
-from commhooks.compressors.native.choice import NativelyComputed
-from commhooks.compressors.powersgd import codec, fields, native_products
-from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
-from commhooks.compressors.powersgd.exchange import low_rank_exchange
-from commhooks.compressors.powersgd.host_kernel import HostKernel
-from commhooks.compressors.powersgd.matrix_plan import (
-    MatrixPlan,
-    memory_plan,
-    packed_bytes,
-    plan_bucket,
-    plan_parameter,
-)
-from commhooks.compressors.powersgd.native_products import NativeProducts
-from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.powersgd.torch_products import TorchProducts
-from commhooks.compressors.powersgd.workspace import Matrix, Workspace
-from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.compressors.base import RESIDUAL, Compressor, StateField
+from commhooks.compressors.native import library
+from commhooks.compressors.powersgd import cpu
+from commhooks.compressors.powersgd.accelerator import AcceleratorKernel, by_shape
+from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, TorchProducts
+from commhooks.compressors.powersgd.exchange import LowRankKernel, Matrix, Workspace, draw, low_rank_exchange
+from commhooks.compressors.powersgd.options import PowerSGD
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.layout import BucketLayout, matrix_shape, memory_order
+from commhooks.gradients.precision import compute_dtype
 
 AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
-AnyKernel = HostKernel | DeviceKernel
 
 
-class _LowRank(NativelyComputed[AnyPowerSGD]):
-    """Common base of the per-parameter and the per-bucket form."""
+@dataclass(frozen=True)
+class MatrixPlan(UnitPlan):
+    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
+
+    n: int = 0
+    m: int = 0
+    rank: int = 0
+
+    columns: ClassVar[tuple[str, ...]] = ("n x m", "rank")
+
+    @property
+    def numel_sent(self) -> int:
+        """Elements of both factors, or of the gradient."""
+        return (self.n + self.m) * self.rank if self.compressed else self.numel
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return f"{self.n} x {self.m}", str(self.rank)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {"matrix": [self.n, self.m] if self.rank else None, "rank": self.rank or None}
+
+
+class FactorField(StateField):
+    """Q of a matrix, transposed: `r x m`."""
+
+    def shape(self, plan: UnitPlan) -> tuple[int, int]:
+        assert isinstance(plan, MatrixPlan)
+        return plan.rank, plan.m
+
+    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
+        """Truncate to the new rank; additional rows are taken from `initial`. Without it they are zero, and the kernel
+        replaces zero rows."""
+        rank, rows = self.shape(plan)[0], len(value)
+        if not rank:
+            return None
+        if rows >= rank:
+            return value[:rank].clone()
+        refitted = value.new_zeros(rank, value.shape[1]) if initial is None else initial.to(value)
+        refitted[:rows] = value
+        return refitted
+
+
+class ParameterQ(FactorField):
+    """Q of a parameter, saved as `r x (the other dimensions in logical order)`."""
+
+    def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        rest = memory_order(parameter)[1:]
+        q = value.detach().to("cpu", copy=True)
+        view = q.view(q.shape[0], *(parameter.size(dim) for dim in rest))
+        return view.permute(0, *(1 + rest.index(dim) for dim in sorted(rest))).contiguous()
+
+    def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
+        order = memory_order(parameter)
+        if row_dim != order[0]:  # the memory format has changed: other elements form a row now
+            return None
+        rest = order[1:]
+        ordered = sorted(rest)
+        return saved.detach().permute(0, *(1 + ordered.index(dim) for dim in rest)).reshape(saved.shape[0], -1)
+
+    def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
+        rank, m = self.shape(plan)
+        if rank and value.shape[1] != m:
+            return f"a Q with {value.shape[1]} rows for {plan.name}, which needs {m}"
+        return None
+
+
+class LowRankCompressor(Compressor[AnyPowerSGD]):
+    """What PowerSGD and batched PowerSGD have in common: two all-reduces per bucket.
+
+    Attributes:
+        q: the field of the learned Q.
+        Cpu, Accelerator: the classes of the kernels.
+    """
 
     title = "PowerSGD"
     collectives = ("sum", "sum")
-    Plan = MatrixPlan
-    native = native_products
     exchange = staticmethod(low_rank_exchange)
+    q: ClassVar[StateField]
+    Cpu: ClassVar[type[CpuKernel]] = CpuKernel
+    Accelerator: ClassVar[type[AcceleratorKernel]] = AcceleratorKernel
 
     @property
     def needs_exact_step(self) -> bool:
@@ -56,59 +119,75 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
 
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
-        q = fields.BUCKET_Q if self.per_bucket else fields.Q
-        return (q, RESIDUAL) if self.config.use_error_feedback else (q,)
+        return (self.q, RESIDUAL) if self.config.use_error_feedback else (self.q,)
+
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        return library.build(device, cpu.results_of)
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
         # The same numbers as `Workspace.draw_q` at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
-        return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
+        return draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        # The plans are made by `plan`.
-        packed = sum(packed_bytes(rows, self.wire_dtype) for rows in cast(Sequence[Sequence[MatrixPlan]], buckets))
-        return memory_plan(cast(Sequence[MatrixPlan], plans), packed, error_feedback=self.config.use_error_feedback)
+        residual = factors = copies = 0
+        for p in cast(Sequence[MatrixPlan], plans):  # made by `plan`
+            if not p.compressed:
+                continue
+            itemsize = compute_dtype(p.dtype).itemsize
+            residual += p.numel * itemsize if self.config.use_error_feedback else 0
+            factors += (p.rank * p.m + max(p.rank, 2) * (p.n + p.m)) * itemsize
+            if p.n * p.m != p.numel or real_itemsize(p.dtype) != itemsize:
+                copies += p.n * p.m * itemsize
+        packed = sum(_packed_bytes(rows, self.wire_dtype) for rows in buckets)
+        return MemoryPlan(residual, factors, packed, "P and Q", copies)
 
-    def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix]) -> AnyKernel:
+    def kernel(self, layout: BucketLayout, matrices: list[Matrix]) -> LowRankKernel:
         """With the buffers of one bucket."""
-        on_device = not precision.is_host_readable(layout.device)
         wire_dtype = self.wire_dtype_for(layout.dtype)
-        work = Workspace(layout, by_shape(matrices) if on_device else matrices, self.config, wire_dtype)
-        if on_device:
-            return DeviceKernel(work, stack_deltas=self.config.batch_tensors_with_same_shape)
+        if not precision.is_host_readable(layout.device):
+            work = Workspace(layout, by_shape(matrices), self.config, wire_dtype)
+            return self.Accelerator(work, stack_deltas=self.config.batch_tensors_with_same_shape)
+        work = Workspace(layout, matrices, self.config, wire_dtype)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
-        if not self.computes_natively(layout.device, layout.dtype):
-            return HostKernel(work, TorchProducts(shapes, work.dtype))
-        kernel = native_products.load(work.dtype)
-        return HostKernel(work, NativeProducts(kernel, shapes, work.dtype, refills=not self.per_bucket))
+        if self.native:
+            return self.Cpu(work, NativeProducts(shapes, work.dtype, refills=self.q.per == "parameter"))
+        return self.Cpu(work, TorchProducts(shapes, work.dtype))
 
 
-class PowerSGDCompressor(_LowRank[PowerSGD]):
-    """Low-rank factors P and Q of each matrix, with error feedback and warm start: two all-reduces per bucket."""
+def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
+    """Bytes of the message buffers of one bucket; an upper bound if `rows` are those of several."""
+    matrices = [p for p in rows if p.compressed]
+    if not matrices:
+        return 0
+    plain = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
+    return plain + sum((p.numel_sent + p.flags) * p.wire_itemsize(wire) for p in matrices)
+
+
+class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
+    """Low-rank factors P and Q of each matrix, with error feedback and warm start."""
 
     Config = PowerSGD
+    q = ParameterQ("q")
 
-    def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        return plan_parameter(info, self.config)
+    def plan_parameter(self, info: ParameterInfo) -> MatrixPlan:
+        """A matrix is compressed if `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and
+        `(n + m) * rank < n * m`."""
+        parameter = info.parameter
+        if parameter.dim() < 2:
+            return MatrixPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
+        n, m = matrix_shape(parameter)
+        rank = min(n, m, self.config.matrix_approximation_rank)
+        sent, min_rate = (n + m) * rank, self.config.min_compression_rate
+        if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
+            saved = parameter.numel() / sent
+            return MatrixPlan.uncompressed(info, f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})")
+        plan = MatrixPlan.uncompressed(info, "")
+        return dataclasses.replace(plan, compressed=True, flags=1, n=n, m=m, rank=rank)
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyKernel:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> LowRankKernel:
         pairs = zip(layout.slots, cast(Sequence[MatrixPlan], plans), strict=True)
         matrices = [Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank) for slot, plan in pairs if plan.compressed]
-        return self._new_kernel(layout, matrices)
-
-
-class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
-    """Each bucket as one square matrix, padded with zeros."""
-
-    Config = BatchedPowerSGD
-    per_bucket = True
-
-    def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        return [plan_bucket(parameters, self.config.matrix_approximation_rank)]
-
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyKernel:
-        (plan,) = plans
-        assert isinstance(plan, MatrixPlan)
-        return self._new_kernel(layout, [Matrix(plan.key, layout.slots, plan.n, plan.m, plan.rank)])
+        return self.kernel(layout, matrices)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,6 @@ class PowerSGD(HookConfig):
             "orthogonalization_epsilon",
             "0 or a small positive number",
         )
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One bucket as a quantised all-reduce with error feedback.
+"""The hooks int8_compress and int4_compress: a quantised all-reduce with error feedback.
 
     delta = gradient + residual
     the mean of delta over the ranks, quantised on the way, is the averaged gradient (`mean.py`)
@@ -7,21 +7,52 @@
 The server's error feedback in the owner's residual is that of DoubleSqueeze (Tang, Yu, Lian, Zhang, Liu: ICML 2019).
 """
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from commhooks.comm.wire import divide, put_flags, put_plain
-from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
-from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
-from commhooks.compressors.quantized.messages import ShareMessages
-from commhooks.compressors.quantized.native_kernel import NativeKernel
-from commhooks.compressors.quantized.torch_kernel import TorchKernel
-from commhooks.compressors.unit_plan import UnitPlan
+from commhooks.compressors.native import library
+from commhooks.compressors.quantized.kernels import NativeKernel, TorchKernel, results_of
+from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, ShareMessages, mean_over_ranks
+from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
+
+AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
+
+
+def quantised_exchange(flat: torch.Tensor, work: "Workspace", state: State, step: StepInfo) -> Exchange:
+    """See `Compressor.exchange`. Works on any device; on an accelerator the host never waits for it.
+
+    What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
+    its averaged gradient is zero.
+
+    Args:
+        state: "residual" per parameter, flat in memory order.
+    """
+    kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
+    messages, pieces = kernel.messages, flat.split(work.sizes)
+    plain = [pieces[place] for place in work.place_of_plain]
+    put_flags([pieces[place] for place in work.place_of_compressed], messages.flags)
+    if step.unused:
+        clear_flags_of_unused(work.slots, messages.flags, step)
+    if plain:
+        put_plain(plain, messages.plain, step.world_size)
+    kernel.load(flat, residuals, factor)  # delta = gradient + residual
+    averaged = yield from mean_over_ranks(kernel)
+    good = yield Verdict(averaged.finite)
+    kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
+    if plain:
+        divide(averaged.plain, plain)
+    return None
 
 
 class Workspace:
@@ -30,7 +61,7 @@ class Workspace:
     Args:
         plans: one per slot of the layout, in order.
         wire_dtype: in which uncompressed elements travel.
-        natively: compute with the native kernel.
+        natively: compute with the C kernel.
 
     Attributes:
         slots: the compressed parameters.
@@ -59,50 +90,123 @@ class Workspace:
     def kernel(self, step: StepInfo) -> BlockKernel:
         """The kernel for the ranks of this step, which are the same in every step."""
         made = self._kernel
-        if made is not None and (made.messages.world_size, made.rank) == (step.world_size, step.rank):
-            return made
-        code, device, dtype = self._code, self._layout.device, compute_dtype(self._layout.dtype)
-        tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
-        plain = sum(self.sizes[place] for place in self.place_of_plain), self._wire_dtype
+        if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
+            made = self._kernel = self._new_kernel(step.world_size, step.rank)
+        return made
+
+    def _new_kernel(self, world_size: int, rank: int) -> BlockKernel:
+        layout, code = self._layout, self._code
         messages = ShareMessages(
             code,
-            tensors,
-            dtype,
-            step.world_size,
-            device,
-            largest=torch.finfo(self._layout.dtype).max,
-            plain=plain,
+            [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots],
+            compute_dtype(layout.dtype),
+            world_size,
+            layout.device,
+            largest=torch.finfo(layout.dtype).max,
+            plain=(sum(self.sizes[place] for place in self.place_of_plain), self._wire_dtype),
             flags=len(self.slots),
         )
         kept = self._error_feedback
         if self._natively:
-            self._kernel = NativeKernel(messages, step.rank, self.slots, self._layout.dtype, error_feedback=kept)
+            return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=kept)
+        return TorchKernel(messages, rank, self.slots, error_feedback=kept)
+
+
+@dataclass(frozen=True)
+class BlockPlan(UnitPlan):
+    """A gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts bytes:
+    codes and scales, with the padding of the last block. A flag of one byte says whether there is a gradient."""
+
+    blocks: int = 0
+    bits: int = 0
+    block_size: int = 0
+
+    columns: ClassVar[tuple[str, ...]] = ("bits", "blocks")
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return str(self.bits), f"{self.blocks} of {self.block_size}"
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {name: getattr(self, name) if self.compressed else None for name in ("bits", "blocks", "block_size")}
+
+
+class QuantizedCompressor(Compressor[AnyQuantized]):
+    """A quantised all-reduce with error feedback: an all-to-all and an all-gather per bucket."""
+
+    collectives = ("all_to_all", "gather")
+    computes_from_received = False  # a code times its scale
+    exchange = staticmethod(quantised_exchange)
+
+    @property
+    def code(self) -> BlockCode:
+        return BlockCode(self.config.bits, self.config.block_size)
+
+    @property
+    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
+        return (RESIDUAL,) if self.config.use_error_feedback else ()
+
+    @property
+    def summary(self) -> str:
+        return f"blocks of {self.config.block_size}"
+
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        return library.build(device, results_of)
+
+    def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
+        """Matrices are quantised where that takes fewer bytes than the dtype in which they would travel."""
+        parameter, code = info.parameter, self.code
+        if parameter.dim() < 2:
+            return BlockPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
+        blocks = code.blocks_of(parameter.numel())
+        sent = blocks * (code.block_bytes + compute_dtype(parameter.dtype).itemsize)
+        if sent >= parameter.numel() * self.wire_dtype_for(parameter.dtype).itemsize:
+            return BlockPlan.uncompressed(info, f"too small for a block of {code.block_size}")
+        return dataclasses.replace(
+            BlockPlan.uncompressed(info, ""),
+            compressed=True,
+            numel_compressed=sent,
+            itemsize_sent=1,
+            flags=1,
+            blocks=blocks,
+            bits=code.bits,
+            block_size=code.block_size,
+        )
+
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+        return Workspace(
+            layout,
+            plans,
+            self.code,
+            self.wire_dtype_for(layout.dtype),
+            error_feedback=self.config.use_error_feedback,
+            natively=self.native and precision.is_host_readable(layout.device),
+        )
+
+    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+        """`copies`: with torch delta in blocks, and the padding of the residuals; with the C kernel delta, where the
+        gradients have 16 bits. `packed`: codes and scales as they are made (with torch), sent and received in both
+        collectives, without the padding of shares."""
+        quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
+        residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
+        sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
+        plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in sent)
+        packed = (3 if self.native else 4) * sum(plan.numel_sent for plan in quantised) + 4 * plain
+        if self.native:
+            converted = [plan for plan in quantised if compute_dtype(plan.dtype) != plan.dtype]
+            copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
         else:
-            self._kernel = TorchKernel(messages, step.rank, self.slots, error_feedback=kept)
-        return self._kernel
+            blocks = sum(plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize for plan in quantised)
+            copies = 2 * blocks - residual if self.config.use_error_feedback else blocks
+        return MemoryPlan(residual, packed=packed, copies=copies)
 
 
-def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
-    """See `Compressor.exchange`. Works on any device; on an accelerator the host never waits for it.
+class Int8Compressor(QuantizedCompressor[Int8Compress]):
+    Config = Int8Compress
+    title = "int8 compression"
 
-    What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
-    its averaged gradient is zero.
 
-    Args:
-        state: "residual" per parameter, flat in memory order.
-    """
-    kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
-    messages, pieces = kernel.messages, flat.split(work.sizes)
-    plain = [pieces[place] for place in work.place_of_plain]
-    put_flags([pieces[place] for place in work.place_of_compressed], messages.flags)
-    if step.unused:
-        clear_flags_of_unused(work.slots, messages.flags, step)
-    if plain:
-        put_plain(plain, messages.plain, step.world_size)
-    kernel.load(flat, residuals, factor)  # delta = gradient + residual
-    averaged = yield from mean_over_ranks(kernel)
-    good = yield Verdict(averaged.finite)
-    kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
-    if plain:
-        divide(averaged.plain, plain)
-    return None
+class Int4Compressor(QuantizedCompressor[Int4Compress]):
+    Config = Int4Compress
+    title = "int4 compression"

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commhooks.compressors.powersgd.fields import BUCKET_Q, Q
-from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
+from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
+from commhooks.compressors.powersgd.compressor import MatrixPlan, PowerSGDCompressor
 from commhooks.compressors.state_field import StateField
 
+Q, BUCKET_Q = PowerSGDCompressor.q, BatchedPowerSGDCompressor.q
 PLAN = MatrixPlan("w", (6, 4), 24, torch.float32, compressed=True, n=6, m=4, rank=2)
 UNCOMPRESSED = replace(PLAN, compressed=False, rank=0)
 

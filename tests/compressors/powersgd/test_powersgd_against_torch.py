@@ -108,7 +108,7 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
         assert q.shape == (rank, length) and q.dtype == dtype
         return q.clone()
 
-    with mock.patch("commhooks.compressors.powersgd.codec.draw", drawn_by_torch), computing_with("torch"):
+    with mock.patch("commhooks.compressors.powersgd.exchange.draw", drawn_by_torch), computing_with("torch"):
         ours = options | {"start_powerSGD_iter": START}
         got, hook = _train(lambda ddp: commhooks.attach(ddp, "powerSGD", hook_options=ours))
     error = max(worst_error(g, e) for g, e in zip(got, expected, strict=True))

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from commhooks import Int4Compress, Int8Compress
-from commhooks.compressors.registry import compressor_of
+from commhooks.registry import compressor_of
+from tests.compressors.quantized.quantized_oracle import OracleRanks
 from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import masks, same_bits
-from tests.support.quantized_oracle import OracleRanks
 from tests.support.simulation import SimulatedRanks
 
 BLOCK = 16

@@ -1,0 +1,465 @@
+"""The learned state of a session as a checkpoint payload, and back. Loading is all or nothing."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count, check_learned, check_range, damaged
+from commhooks.comm.groups import is_logging_rank
+from commhooks.comm.joint_save import Failure, JointSave
+from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.base import RESIDUAL, Compressor
+from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.engine.session import ExchangeDriver
+from commhooks.engine.state import LearnedState
+from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
+from commhooks.gradients.layout import memory_order
+from commhooks.gradients.precision import compute_dtype
+from commhooks.gradients.source import GradientSource, held_weakly
+
+logger = logger_of(__name__)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The residuals of a payload: what differs between ranks.
+
+    Attributes:
+        kind: "mean", "per_rank" or "none".
+        ranks: the ranks whose residuals are included.
+        residuals: per parameter a tensor, or a list with one per rank, in the form of the learned state.
+        exact: whether a run that resumes from the payload continues exactly as this run.
+        shares: whether each rank has residuals for a share of the parameters only.
+    """
+
+    kind: str = "none"
+    ranks: list[int] = field(default_factory=list)
+    residuals: Mapping[str, torch.Tensor | list[torch.Tensor]] = field(default_factory=dict)
+    exact: bool = True
+    shares: bool = False
+
+
+class SavedLearnedState:
+    """Saves and loads the learned state of a session on this rank.
+
+    Args:
+        hook: name of the hook in the payload.
+        plans: returns a compressor's plan of every parameter; an empty list for a compressor of whole buckets.
+    """
+
+    step_is = "step"
+    """What `step` counts."""
+    not_begun_anew = ""
+    """What `begin_anew` does not reset, as the end of a message."""
+
+    def __init__(
+        self,
+        hook: str,
+        session: ExchangeDriver,
+        group: dist.ProcessGroup,
+        plans: Callable[[Compressor[Any]], list[UnitPlan]],
+    ) -> None:
+        self._hook = hook
+        self._session = session
+        self._group = held_weakly(group)
+        self._plans_with = plans
+        self._rank, self._world_size = group.rank(), group.size()
+        self._is_logging_rank = is_logging_rank(group, session.consensus.binding.shard_group)
+        self._joint_save: tuple[int, JointSave] | None = None
+        self._first_start = session.compressor.start_step
+
+    def begin_anew(self) -> None:
+        """Reset all learned state and the start step, if that was changed by a load."""
+        compressor = self._session.compressor.with_start(self._first_start)
+        self._take_over(LearnedState.of(compressor.state_fields), compressor)
+
+    @property
+    def step(self) -> int:
+        return self._session.state.step
+
+    def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
+        """See `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
+        session = self._session
+        with session.held.lock, contextlib.ExitStack() as body:
+            # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
+            torn = session.held.in_commit
+            if not torn:
+                body.enter_context(session.held.settled())
+            if residual == "drop":
+                local = Contribution(exact=not torn)
+            else:
+                local = self._residuals_for(residual, torn=torn, gather=gather, joint=joint, limit_s=limit_s)
+            return self._payload(local)
+
+    def _payload(self, local: Contribution) -> dict[str, Any]:
+        compressor, state = self._session.compressor, self._session.state
+        parameters: dict[str, dict[str, Any]] = {}
+        fields = [each for each in compressor.state_fields if each.per == "parameter"]
+        for name, parameter in self._parameters.items():
+            entry: dict[str, Any] = {
+                "shape": list(parameter.shape),
+                "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
+                # Every entry has these two keys, whatever the hook.
+                "q": None,
+                "residual": None,
+            }
+            for each in fields:
+                value = (state[each.key] if each.replicated else local.residuals).get(name)
+                if isinstance(value, list):
+                    entry[each.key] = [each.to_saved(one, parameter) for one in value]
+                elif value is not None:
+                    entry[each.key] = saved = each.to_saved(value, parameter)
+                    if saved.dtype not in FLOATS:
+                        raise PayloadError(
+                            f"the field {each.key!r} is kept in {saved.dtype}; a checkpoint takes float16, bfloat16, "
+                            "float32, float64"
+                        )
+            parameters[name] = entry
+        return {
+            "format": "commhooks",
+            "version": VERSION,
+            "hook": self._hook,
+            "options": dataclasses.asdict(compressor.config),
+            "step": state.step,
+            "nonfinite_steps": state.nonfinite_steps,
+            COUNTERS: self._session.counters.cumulative(),
+            "world_size": self._world_size,
+            "loss_scale": float(state.loss_scale),
+            "exact": local.exact,
+            "residual": local.kind,
+            "residual_ranks": list(local.ranks),
+            **({"residual_shares": True} if local.shares else {}),
+            "parameters": parameters,
+            "batched_q": {},
+            **{
+                f"batched_{each.key}": {n: one.detach().to("cpu", copy=True) for n, one in state[each.key].items()}
+                for each in compressor.state_fields
+                if each.per == "bucket"
+            },
+            "hook_state": None,
+            **({"notes": compressor.notes} if isinstance(compressor, AdaptiveCompressor) else {}),
+        }
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        """Check all of `content` without changing anything. Returns a function that applies it.
+
+        Raises:
+            PayloadError: `content` is damaged, or, with `strict`, of another model.
+        """
+        start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
+        if option is not None:
+            start = content["options"].get(option, start)
+            check_count({option: start}, option, 0)
+        same_ranks = content.get("world_size") == self._world_size
+        try:
+            compressor = self._session.compressor.with_start(start)
+            if isinstance(compressor, AdaptiveCompressor):
+                compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
+        except HookConfigError as error:
+            raise damaged(str(error)) from error
+        state = self._read(content, compressor, strict=strict)
+        self._drop_uncompressed(state, compressor)
+
+        def take_over() -> None:
+            self._take_over(state, compressor)
+            self._session.counters.resume_from(content[COUNTERS])
+
+        return take_over
+
+    def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
+        """Make new learned state from a payload whose header has been checked. Has no side effects except warnings.
+
+        Raises:
+            PayloadError: the payload is damaged, or, with `strict`, of another model (names and shapes are listed).
+        """
+        check_learned(payload)
+        parameters = payload["parameters"]
+        fitting = self._compare(parameters, strict)
+        plans = self._compressed(compressor)
+        state = LearnedState.of(compressor.state_fields)
+        state.step, state.nonfinite_steps = payload["step"], payload["nonfinite_steps"]
+        state.local_shared = payload["residual"] != "per_rank"
+        state.loss_scale = float(payload["loss_scale"])
+        fields = [each for each in compressor.state_fields if each.per == "parameter"]
+        for name in fitting:
+            entry, parameter = parameters[name], self._parameters[name]
+            check_range(name, entry, compute_dtype(parameter.dtype), payload["loss_scale"])
+            for each in fields:
+                saved = entry.get(each.key)
+                # The gradient of a complex parameter is sent uncompressed and leaves no residual.
+                if saved is None or (parameter.is_complex() and not each.replicated):
+                    continue
+                if each.replicated:
+                    value = _fitted(each, saved, entry["row_dim"], parameter, plans.get(name), compressor)
+                else:
+                    own = self._own_residual(saved, payload)
+                    state.local_missing |= own is None
+                    value = None if own is None else each.from_saved(own, parameter, entry["row_dim"])
+                if value is not None:
+                    # A wider dtype stays: FSDP's reduce_dtype, unknown before the first pass, may exceed the weights'.
+                    dtype = torch.promote_types(value.dtype, _kept_dtype(each, parameter, plans.get(name)))
+                    # Copies, because the state changes in place.
+                    state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
+        if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
+            # The rank that saved may have had none, as the owner of nothing that is compressed.
+            state.local_missing |= not self._is_of(payload)
+        if payload["residual"] == "none" and payload["exact"] is False and state.local:
+            state.local_missing = state.missing_was_said = True
+            if self._is_logging_rank:
+                logger.warning(
+                    "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
+                    "without residuals. Training resumes from residuals of zero; step and Q are kept.",
+                    payload["hook"],
+                )
+        if state.local_missing:
+            state.forget_local()
+        if not state.local:
+            state.drop_local()
+        for each in compressor.state_fields:
+            if each.per == "bucket":
+                saved = payload.get(f"batched_{each.key}", {})
+                copies = {
+                    name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()
+                }
+                state[each.key].update(copies)
+        return state
+
+    def _compare(self, parameters: dict[str, Any], strict: bool) -> list[str]:
+        """The saved names whose shapes match the model. For others, raises PayloadError if `strict`, else warns."""
+        problems, known = {}, self._parameters
+        for name in parameters:
+            if name not in known:
+                problems[name] = "in the saved state, not in the model (removed, renamed, or frozen now)"
+            elif list(known[name].shape) != parameters[name]["shape"]:
+                saved, now = tuple(parameters[name]["shape"]), tuple(known[name].shape)
+                problems[name] = f"saved with shape {saved}, now {now}"
+        for name in known:
+            if name not in parameters:
+                problems[name] = "in the model, not in the saved state (added, renamed, or frozen then)"
+        if problems:
+            text = "the saved hook state is of another model:\n  " + "\n  ".join(
+                f"{name}: {problem}" for name, problem in problems.items()
+            )
+            if strict:
+                raise PayloadError(
+                    f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
+                    "loads the others"
+                )
+            if self._is_logging_rank:
+                logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
+        return [name for name in parameters if name not in problems]
+
+    def _own_residual(self, saved: Any, payload: dict[str, Any]) -> torch.Tensor | None:
+        """This rank's residual from the saved ones of a parameter; None if it was not saved."""
+        ranks, world_size = payload["residual_ranks"], payload["world_size"]
+        own: torch.Tensor | None = None
+        if payload["residual"] == "mean":
+            own = saved
+        elif self._is_of(payload):
+            own = saved[ranks.index(self._rank)]
+        elif len(ranks) == world_size != self._world_size:
+            # The residuals of all ranks of another world size: the mean on every rank preserves their mean.
+            own = torch.stack(saved).mean(0)
+        return own
+
+    def _is_of(self, payload: dict[str, Any]) -> bool:
+        """Whether a payload with residuals per rank has those of this one."""
+        return payload["world_size"] == self._world_size and self._rank in payload["residual_ranks"]
+
+    def resumed(self, content: dict[str, Any]) -> str:
+        """What became of the residuals and the start step of the loaded `content`, for the log line."""
+        said, state, ranks = "", self._session.state, content["world_size"]
+        if state.local:
+            if not content[COUNTERS]["compressed_steps"]:
+                said = "; not yet compressing"
+            elif state.local_missing or content["residual"] == "none":
+                said = "; residuals: none, they start from zero"
+            elif all(entry["residual"] is None for entry in content["parameters"].values()):
+                said = "; nothing is compressed"
+            elif content["residual"] == "per_rank" and ranks == self._world_size:
+                said = "; residuals: each rank's own"
+            else:
+                said = f"; residuals: mean of {ranks} rank{'s' if ranks > 1 else ''}"
+        option, start = self._session.compressor.config.start_option, self._session.compressor.start_step
+        if option is not None and start != self._first_start and max(start, self._first_start) > content["step"]:
+            said += f"; {option}={start} as it was saved, not {self._first_start}"
+        return said
+
+    def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
+        """What the hook keeps for each number of a parameter, such as "residual": for every whole parameter of the
+        model that could have one, its dtype."""
+        compressor = self._session.compressor
+        if not self._session.state.local:
+            return {}
+        names, config = source.whole, compressor.config
+        infos = [ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.known().items()]
+        infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
+        return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
+
+    def joint_save(self) -> JointSave | None:
+        """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
+        consensus = self._session.consensus
+        if consensus.nonce is None:
+            return None
+        if self._joint_save is None or self._joint_save[0] != consensus.nonce:
+            binding = consensus.binding
+            device = next(iter(self._parameters.values())).device
+            ranks = self._group, self._rank, self._world_size
+            self._joint_save = consensus.nonce, JointSave(*ranks, consensus.nonce, binding.shards, device)
+        return self._joint_save[1]
+
+    def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
+        """Drop residuals of parameters that are no longer compressed. No step would use them, but a later run that
+        compresses these parameters would add them to its gradients."""
+        # Empty for compressors of whole buckets, where every parameter may have a residual.
+        plans = self._plans_with(compressor)
+        dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]
+        for name in dropped:
+            del state["residual"][name]
+        if dropped and self._is_logging_rank:
+            logger.warning(
+                "hook %s compresses these parameters no longer, so that the residuals saved for them are dropped: %s",
+                self._hook,
+                ", ".join(dropped),
+            )
+
+    def _residuals_for(self, residual: str, *, torn: bool, gather: bool, joint: bool, limit_s: float) -> Contribution:
+        """The residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves its own.
+
+        Args:
+            torn: a commit is writing the state at this moment.
+        """
+        state, everyone = self._session.state, list(range(self._world_size))
+        missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
+        missing = "they were being written at that moment" if torn else missing
+        # A loaded payload without residuals concerns all ranks, a commit that failed only this one.
+        failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
+        if residual == "per_rank" and not gather:
+            if failure is None:
+                shares = bool(state.local) and not self._session.consensus.arrangement.complete
+                own = {name: [tensor] for name, tensor in state["residual"].items()}
+                return Contribution("per_rank", [self._rank], own, shares=shares)
+            return self._inexact(failure)
+        saver, residuals = self.joint_save(), {} if missing else self._residuals()
+        alike = not missing and (self._world_size == 1 or state.local_shared)  # the residual of each rank is the mean
+        collected: dict[str, Any] = {}
+
+        def collect(group: JointSave) -> None:
+            for name, mine in residuals.items():
+                collected[name] = group.mean(mine) if residual == "mean" else group.gather(mine)
+
+        if alike:
+            failure = saver.of_all_shards(None) if joint and saver is not None else None
+        elif not joint:
+            failure = failure or Failure("this rank saves on its own", self._rank == 0)
+        elif saver is None:
+            failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
+        else:
+            # A commit that failed on this rank may have succeeded on the others, which are one step ahead then.
+            torn = torn or self._session.held.torn
+            failure = saver.run(state.step, collect, limit_s, refusal=missing, torn=torn)
+        if failure is not None:
+            return self._inexact(failure)
+        if alike:
+            return Contribution("mean", everyone, residuals)
+        if residual == "mean":
+            self._rebase(collected)
+        return Contribution("mean" if residual == "mean" else "per_rank", everyone, collected)
+
+    def _residuals(self) -> dict[str, torch.Tensor]:
+        """This rank's residuals; the same names on all ranks."""
+        session, state, own = self._session, self._session.state, self._session.state["residual"]
+        field = next((each for each in session.compressor.state_fields if not each.replicated), None)
+        if field is None:
+            return {}
+        same_names = session.consensus.arrangement.complete and session.consensus.compared
+        of_whole_buckets = not self._plans_with(session.compressor)
+        if same_names or of_whole_buckets or (state.local_shared and not own):
+            plans = self._compressed(session.compressor)
+            # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
+            return {n: own[n].to(_kept_dtype(field, p, plans.get(n))) for n, p in self._parameters.items() if n in own}
+        return {
+            name: own[name] if name in own else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
+            for name, plan in self._compressed(session.compressor).items()
+        }
+
+    def _rebase(self, means: dict[str, torch.Tensor]) -> None:
+        """Continue from the means that were saved, as a run that loads them does."""
+        session, state = self._session, self._session.state
+        for name, mean in means.items():
+            kept: dict[str, torch.Tensor] = {}
+            session.consensus.arrangement.rebase(kept, name, mean)
+            if name in kept and name in state["residual"]:
+                session.held.overwrite(state["residual"][name], kept[name])
+            elif name in kept:  # another rank has loaded one
+                device = self._parameters[name].device
+                state["residual"][name] = kept[name].to(device, copy=True)
+        state.local_shared = session.consensus.arrangement.complete
+
+    def _inexact(self, failure: Failure) -> Contribution:
+        """A payload without residuals, with one warning on the rank that logs the failure."""
+        if failure.logged_here:
+            logger.warning(
+                "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
+                "a run that resumes from it starts from residuals of zero.",
+                self._hook,
+                self.step,
+                failure.reason,
+            )
+        return Contribution(exact=False)
+
+    def _take_over(self, state: LearnedState, compressor: Compressor[Any]) -> None:
+        session = self._session
+        with session.held.lock:
+            # Unread outcomes of earlier steps belong to the state that is replaced now.
+            session.held.settle()
+            # At once: a signal handler that saves never finds a part of it.
+            vars(session.state).update(vars(state))
+            session.consensus.replaced(compressor)
+
+    @property
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._session.consensus.binding.names.known()
+
+    def _compressed(self, compressor: Compressor[Any]) -> dict[str, UnitPlan]:
+        """The plan of each compressed parameter; empty for a compressor of whole buckets."""
+        return {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
+
+
+def _kept_dtype(field: StateField, parameter: torch.Tensor, plan: UnitPlan | None) -> torch.dtype:
+    """The dtype in which the parameter's field is kept, as far as the weights tell."""
+    return compute_dtype(parameter.dtype) if plan is None else field.dtype(plan)
+
+
+def _fitted(
+    field: StateField,
+    saved: torch.Tensor,
+    row_dim: int,
+    parameter: torch.Tensor,
+    plan: UnitPlan | None,
+    compressor: Compressor[Any],
+) -> torch.Tensor | None:
+    """A replicated tensor fitted to the current plan; None if the parameter is not compressed now, or if the tensor
+    cannot be used.
+
+    Raises:
+        PayloadError: the tensor cannot belong to this parameter.
+    """
+    if plan is None:
+        return None
+    try:
+        value = field.from_saved(saved, parameter, row_dim)
+        problem = None if value is None else field.problem(value, plan)
+        if value is not None and problem is None:
+            value = field.refit(value, plan, compressor.initial_value(field, plan, torch.float64))
+    except Exception as error:  # fields of users' compressors: so far only checked to be finite tensors
+        raise damaged(f"parameters[{shown(plan.name)}][{field.key!r}] does not fit: {error}") from error
+    if problem is not None:
+        raise damaged(f"it has {problem}")
+    return value

@@ -1,0 +1,449 @@
+"""Issue, count and wait for the collectives of hooks."""
+
+import contextlib
+import hashlib
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.counters import Counters
+from commhooks.comm.groups import TAG, backend_of, lost_ranks
+from commhooks.errors import CommHookError, HookRunError, logger_of
+from commhooks.gradients.torch_private import sparse_values
+
+logger = logger_of(__name__)
+
+Op = Literal["sum", "max", "gather", "all_to_all"]
+Reach = Literal["all", "node", "nodes"]
+_NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
+
+
+@dataclass(eq=False, slots=True)
+class Send:
+    """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
+
+    "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
+    *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
+    new tensor, came from rank i. With `splits`, tensors and results of "gather" and "all_to_all" are 1-D.
+    """
+
+    tensor: torch.Tensor
+    _: KW_ONLY
+    what: str = ""
+    """Description for messages, e.g. "P"; the bucket and the step are added."""
+    op: Op = "sum"
+    last: bool = False
+    """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
+    meanwhile: Callable[[], None] | None = None
+    """Called when the collective is on its way, so that an accelerator computes while the network is busy. It neither
+    needs the result nor touches `tensor`."""
+    splits: tuple[Sequence[int], Sequence[int]] | None = None
+    """For parts of different sizes: the number of elements that go to each rank, and that come from each rank. With
+    "gather" each rank gets all of `tensor`."""
+    into: torch.Tensor | None = None
+    """With `splits`: memory for the result; None: new memory."""
+    over: Reach = "all"
+    """Which ranks take part. Set by the engine if the ranks form nodes: the ranks of this "node", or the ranks with
+    this local rank on all "nodes"."""
+    reduces: bool = field(init=False)
+    """The result is `tensor` itself, reduced in place."""
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Op):
+            raise HookRunError(
+                f"Send(op={self.op!r}); expected one of {', '.join(map(repr, get_args(Op)))}. For a mean, divide what "
+                "is sent by step.world_size"
+            )
+        self.reduces = self.op in ("sum", "max")
+
+    def counted_bytes(self, world_size: int) -> int:
+        """What this collective adds to the counted bytes: see `Counters`."""
+        sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
+        size = sent.numel() * sent.element_size()
+        if self.reduces:
+            return size
+        whole = size * world_size if self.op == "gather" else size  # a rank's parts are as large as its own
+        return -(-whole // 2)
+
+
+class MessageWork:
+    """The messages of one collective, in flight.
+
+    Args:
+        in_flight: holds this object until `wait` has returned.
+    """
+
+    def __init__(self, in_flight: set["MessageWork"]) -> None:
+        self.works: list[dist.Work] = []
+        self._in_flight = in_flight
+        in_flight.add(self)
+
+    def post(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self) -> None:
+        """Wait until all messages of this rank have arrived, and those to others have been handed to the network."""
+        for work in self.works:
+            work.wait()
+        self._in_flight.discard(self)
+
+
+class PointToPoint:
+    """All-to-all and all-gather on gloo: one message from each rank to each other rank, the receives posted first.
+
+    gloo sends a message when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather post
+    the send first, so on a busy link the announcement queues behind a rank's own message. With the receives first both
+    directions are busy all the time.
+
+    torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
+    but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
+    messages until `wait` has returned, even if their pass, session or exchange has failed. `forget_abandoned` and the
+    end of the group release them.
+    """
+
+    _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+    @classmethod
+    def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
+        """The messages in `group`, of all sessions, for which nobody has waited yet."""
+        return cls._IN_FLIGHT.setdefault(group, set())
+
+    @staticmethod
+    def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether `group` exchanges tensors on `device` as messages."""
+        return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
+
+    def exchange(
+        self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> MessageWork:
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors are
+        contiguous; empty tensors are not sent. All ranks of `group` must call this in the same order."""
+        here, size = group.rank(), group.size()
+        self._groups.add(group)
+        before = [(here - distance) % size for distance in range(1, size)]
+        messages = MessageWork(self.in_flight(group))
+        for other in before:
+            if arriving[other].numel():
+                messages.post(dist.irecv(arriving[other], group=group, group_src=other, tag=TAG))
+        for other in reversed(before):
+            if sent[other].numel():
+                messages.post(dist.isend(sent[other], group=group, group_dst=other, tag=TAG))
+        arriving[here].copy_(sent[here])
+        return messages
+
+    def forget_abandoned(self) -> None:
+        """Release the messages of this session's groups for which nobody waits. Call this only when later messages
+        have arrived on all ranks: messages between two ranks arrive in order."""
+        for group in self._groups:
+            self.in_flight(group).clear()
+
+
+def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """`process_group`, or the default group if that is None."""
+    if process_group is not None:
+        return process_group
+    if not dist.is_initialized():
+        raise HookRunError("no process group: call torch.distributed.init_process_group first")
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A collective in flight."""
+
+    answer: torch.Tensor
+    _work: dist.Work | MessageWork
+    what: str
+    _group: dist.ProcessGroup
+    _counters: Counters | None
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
+
+        Raises:
+            HookRunError: another rank has failed, or did not take part within the process group's timeout.
+        """
+        counters, device = self._counters, self.answer.device
+        try:
+            with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
+                self._work.wait()
+        except RuntimeError as error:
+            raise collective_error(self.what, self._group, error) from error
+        return self.answer
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The backend's future, for callers that do not `wait`; not for messages."""
+        assert not isinstance(self._work, MessageWork)
+        return self._work.get_future()
+
+    def writes(self, buffer: torch.Tensor) -> bool:
+        """Whether the collective may write into `buffer` when it ends."""
+        if buffer.is_sparse or self.answer.is_sparse:
+            return self.answer is buffer
+        return self.answer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
+    """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
+    stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
+    Raises nothing: the caller has an error to raise already."""
+    deadline = time.monotonic() + limit_s
+    late = 0
+    for each in abandoned:
+        with contextlib.suppress(RuntimeError):  # it failed: it writes nothing any more
+            future = each.future()
+            # NCCL completes a future at once, with an event on the device that `wait` makes the stream wait for.
+            while not future.done() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if future.done():
+                future.wait()
+            else:
+                late += 1
+    if late:
+        logger.warning(
+            "%d all-reduces of an abandoned backward pass have not ended within %g s. They may still write into its "
+            "gradient buckets: wrap the model in a new DistributedDataParallel before the next backward pass, or end "
+            "the run.",
+            late,
+            limit_s,
+        )
+
+
+def start(
+    send: Send,
+    group: dist.ProcessGroup,
+    counters: Counters | None,
+    where: str = "",
+    messages: PointToPoint | None = None,
+) -> Pending:
+    """Issue the collective `send`. All ranks of `group` must call this in the same order.
+
+    Args:
+        where: the bucket and the step, for error messages and `counters.last_issued`.
+        messages: the session's messages; None for a caller that needs the collective's future.
+    """
+    what = f"{send.what} of {where}" if send.what and where else send.what or where
+    if counters is not None:
+        counters.last_issued = what
+    logger.debug("%s: %s", _NAMES.get(send.op, "all-reduce"), what)
+    counted = send.counted_bytes(group.size())
+    answer = send.tensor
+    work: dist.Work | MessageWork
+    if send.op == "all_to_all" and send.splits is None:
+        _check_rows(send.tensor, group, what)
+    try:
+        if send.op == "gather":
+            own, sizes = send.tensor.contiguous(), None
+            if send.splits is None:
+                answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
+                parts = answer.unbind(0)
+            else:
+                sizes = list(send.splits[1])
+                answer = own.new_empty(sum(sizes)) if send.into is None else send.into
+                parts = answer.split(sizes)
+            if messages is not None and messages.serve(group, own.device):
+                work = messages.exchange([own] * group.size(), parts, group)
+            elif sizes is None:
+                work = dist.all_gather(list(parts), own, group=group, async_op=True)
+            else:  # gloo gathers equal sizes only
+                copies = own.repeat(group.size())
+                work = dist.all_to_all_single(answer, copies, sizes, [own.numel()] * group.size(), group, async_op=True)
+        elif send.op == "all_to_all":
+            sent = arriving = None
+            if send.splits is None:
+                answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
+            else:
+                sent, arriving = map(list, send.splits)
+                answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
+            tensor = send.tensor.contiguous()
+            if messages is not None and sent is None and messages.serve(group, tensor.device):
+                work = messages.exchange(tensor.unbind(0), answer.unbind(0), group)
+            else:
+                work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
+        else:
+            op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
+            work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
+    except RuntimeError as error:
+        raise collective_error(what, group, error) from error
+    if counters is not None and send.over != "node":
+        counters.sent(counted)
+    elif counters is not None:
+        counters.bytes_inside_nodes += counted
+    return Pending(answer, work, what, group, counters)
+
+
+def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
+    """Raise HookRunError unless `tensor` has a row for each rank."""
+    if tensor.dim() == 0 or len(tensor) != group.size():
+        raise HookRunError(
+            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} has not one row for each of "
+            f"{group.size()} ranks"
+        )
+
+
+def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
+    """Gather the tensor `own` of every rank, one row per rank. For small tensors. All ranks of `group` must call this,
+    with equal shapes and dtypes.
+
+    Raises:
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    try:
+        dist.all_gather(rows, own, group=group)
+    except RuntimeError as error:
+        raise collective_error(what, group, error) from error
+    if counters is not None:
+        counters.handshakes += 1
+    return torch.stack(rows)
+
+
+def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
+    """Gather `own` of every rank, as `gather_rows` does; their lengths may differ."""
+    lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    if own:
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    found = []
+    for row, length in zip(gather_rows(padded.to(device), group, None, what).cpu(), lengths, strict=True):
+        content = bytearray(length)
+        if length:
+            torch.frombuffer(content, dtype=torch.uint8).copy_(row[:length])
+        found.append(bytes(content))
+    return found
+
+
+def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
+    and dtypes. Counted as an all-reduce that puts as many bytes on the network, half of the tensor's bytes.
+
+    Raises:
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    try:
+        dist.broadcast(tensor, group=group, group_src=0)
+    except RuntimeError as error:
+        raise collective_error(what, group, error) from error
+    if counters is not None:
+        counters.sent(-(-tensor.nbytes // 2))
+
+
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
+    """Gather `text` of every rank; see `gather_bytes`."""
+    return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]
+
+
+_COLUMNS = 1021
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
+
+    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(-1).view(by_width[tensor.element_size()])
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    rest = bits[whole:]
+    columns[: rest.numel()] += rest
+    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
+    factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
+    return (columns * (factors | 1)).sum()
+
+
+def agreement_key(*parts: object) -> int:
+    """A hash of the `repr` of `parts` below 2**62, equal in all processes, by which ranks compare `parts`."""
+    digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
+
+
+def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
+    """The error to raise when a collective has failed on this rank. It names the ranks that have ended or hang; finding
+    them takes up to a few seconds (`lost_ranks`)."""
+    lost = lost_ranks(group, error)
+    if lost:
+        who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
+        why = f"{who} {', '.join(map(str, lost))} {verbs}; look at the output there"
+    else:
+        why = "another rank has probably ended, hangs, or sends something else; look at the output of the other ranks"
+    place = f"rank {group.rank()} of {group.size()}"
+    if dist.is_initialized() and group.size() < dist.get_world_size():
+        place = f"rank {dist.get_rank()} of {dist.get_world_size()} ({place} in its group)"
+    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend says: {error}")
+
+
+def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
+    """A future for a tensor on `device`. On CUDA it must be created with the device: otherwise it accepts the tensor,
+    but its waiters do not synchronise with the stream and read too early."""
+    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
+
+
+T = TypeVar("T")
+
+
+def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
+    """Whether `good` (0-dim bool tensor) is true on all ranks of `group`, which are the shards of a replica or the
+    ranks of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
+    bytes."""
+    bad = (~good).to(torch.int32).view(1)
+    return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
+
+
+def on_all_shards(
+    work: Callable[[], T],
+    numbers: list[int],
+    shard_group: dist.ProcessGroup | None,
+    device: torch.device,
+    otherwise: type[CommHookError],
+) -> tuple[T, list[list[int]]]:
+    """Run `work` on all ranks of `shard_group`, so that all of them succeed or all of them raise. All must call this.
+
+    The hook of a sharded model averages over the ranks with the same shard. Each of these groups decides for itself
+    whether it could attach and where it stands; here the groups tell each other.
+
+    Args:
+        numbers: to compare with the other ranks' numbers.
+        shard_group: None if nothing is sharded.
+        otherwise: raised on ranks that have not failed if another rank has.
+
+    Returns:
+        The result of `work` on this rank, and the numbers of each rank.
+
+    Raises:
+        CommHookError: `work` raised it on this rank, or on another rank, and then this rank raises `otherwise`.
+        HookRunError: another rank has ended, or did not take part within the process group's timeout.
+    """
+    if shard_group is None:
+        return work(), [numbers]
+    what = "the comparison of the shards (do the same on every rank, or on none)"
+    result: list[T] = []
+    failure: CommHookError | None = None
+    try:
+        result.append(work())
+    except CommHookError as error:
+        failure = error
+    row = torch.tensor([int(failure is not None), *numbers], dtype=torch.int64, device=device)
+    table = gather_rows(row, shard_group, None, what).tolist()
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, row in enumerate(table) if row[0]]
+    if failed:
+        raise otherwise(
+            f"the ranks that hold other shards of the model have failed: ranks {failed} of the sharding group. Look at "
+            "their errors"
+        )
+    return result[0], [row[1:] for row in table]

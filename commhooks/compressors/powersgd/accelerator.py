@@ -1,0 +1,387 @@
+"""A step of PowerSGD on an accelerator, for all matrices at once.
+
+The host never synchronises with the device, and masks replace branches. Per matrix, or per shape with deltas of their
+own, run seven kernels that read or write it: gradient's maximum, sum with the residual, P, Q, new residual, its mask,
+gradient. Everything else works on the packed factors of the whole bucket, so the number of kernels depends neither on
+the number of layers nor on the rank.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commhooks.comm.wire import divide, join, largest_gradient, pack_factor, put_projection
+from commhooks.compressors.error_feedback import NamedViews
+from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, Workspace
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """`k` matrices `n x m` of one rank whose deltas are one tensor, so that one kernel multiplies all of them.
+
+    Attributes:
+        members: their places among all matrices.
+        delta: memory for the deltas, `k x n x m`; None: those of one matrix are computed in the bucket.
+        p, q, largest: their factors, `k x r x n` and `k x r x m`, and the largest number of each gradient.
+    """
+
+    members: slice
+    shape: tuple[int, int, int]
+    delta: torch.Tensor | None
+    p: torch.Tensor
+    q: torch.Tensor
+    largest: torch.Tensor
+
+
+class AcceleratorKernel:
+    """A `LowRankKernel` for matrices of one parameter each. Works on any device. Its results equal those of `CpuKernel`
+    up to rounding if the rows of P are independent (see `orthonormal_stack`).
+
+    Args:
+        work: its matrices are ordered by shape (`by_shape`).
+        stack_deltas: copy the gradients so that the deltas of one shape are one tensor.
+
+    Attributes:
+        p, q: the factors of all matrices.
+        largest: per parameter in the matrices the largest absolute value of its gradient.
+    """
+
+    def __init__(self, work: Workspace, *, stack_deltas: bool) -> None:
+        self.work = work
+        self.p, self.q = self._factors("P"), self._factors("Q")
+        self.largest = torch.zeros(len(work.slots), dtype=work.dtype, device=work.layout.device)
+        self.blocks: list[Block] = []
+        begin = p = q = 0
+        for _, group in itertools.groupby(work.matrices, key=_shape):
+            members = list(group)
+            n, m, r = _shape(members[0])
+            own = not work.in_bucket or (stack_deltas and len(members) > 1)
+            k = len(members) if own else 1
+            for _ in range(len(members) // k):
+                delta = torch.zeros(k, n, m, dtype=work.dtype, device=work.layout.device) if own else None
+                own_p = self.p.flat[p : p + k * r * n].view(k, r, n)
+                own_q = self.q.flat[q : q + k * r * m].view(k, r, m)
+                largest = self.largest[begin : begin + k]
+                self.blocks.append(Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest))
+                begin, p, q = begin + k, p + k * r * n, q + k * r * m
+
+    # ---- the steps -------------------------------------------------------------------------------------------------
+
+    def form_p(self, now: BucketPass) -> None:
+        self._load_deltas(now)
+        self._put_flags(now)
+        self._add_residuals(now)
+        self.q.unit_rows(self._starting_q(now))
+        for block, delta in zip(self.blocks, now.deltas, strict=True):
+            torch.bmm(block.q, delta.transpose(1, 2), out=block.p)
+        pack_factor(self.p.flat, now.first.packed, now.step.world_size)
+
+    def orthonormalize(self, now: BucketPass) -> None:
+        """P of a matrix without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient
+        is zero."""
+        now.used = self.used(now)
+        self.p.orthonormalise(now.first.packed, now.used)
+
+    def form_q(self, now: BucketPass) -> None:
+        for block, delta in zip(self.blocks, now.deltas, strict=True):
+            torch.bmm(block.p, delta, out=block.q)
+        put_projection(self.q.flat, now.last.packed, now.step.world_size, rank=max(x.rank for x in self.work.matrices))
+
+    def form_remainder(self, now: BucketPass) -> None:
+        """delta - P Q^T in place, while Q is on its way: the next residuals."""
+        for block, delta in zip(self.blocks, now.deltas, strict=True) if self.work.error_feedback else ():
+            delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
+
+    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+        good = torch.as_tensor(good, device=self.work.layout.device)
+        if self.work.error_feedback:
+            self.keep_residuals(now, good)
+        q = self.q.flat.copy_(now.last.packed)
+        learned = self._learned_q.bind(now.q, functools.partial(self._draw_q, now))[:-1]
+        keep = (good & now.used).index_select(0, self.q.matrix_of)
+        torch.where(keep, q, learned, out=learned)
+        q.add_(torch.where(finite, 0.0, float("nan")))
+        for block, delta in zip(self.blocks, now.deltas, strict=True):
+            torch.bmm(block.p.transpose(1, 2), block.q, out=delta)
+            if block.delta is not None:
+                gradients = now.gradients[block.members]
+                divide(delta.view(-1)[: sum(map(len, gradients))], gradients)
+
+    # ---- what batched PowerSGD does in another way ------------------------------------------------------------------
+
+    def used(self, now: BucketPass) -> torch.Tensor:
+        """Per matrix whether it has a gradient on some rank."""
+        return now.first.flags > 0
+
+    def find_largest(self, now: BucketPass) -> None:
+        for block, delta in zip(self.blocks, now.deltas, strict=True):
+            torch.linalg.vector_norm(delta, float("inf"), dim=(1, 2), out=block.largest)
+
+    def keep_residuals(self, now: BucketPass, good: torch.Tensor) -> None:
+        for delta, residual in zip(now.deltas, self.bound_residuals(now), strict=True):
+            torch.where(good, delta, residual, out=residual)
+
+    # ---- delta and residual ----------------------------------------------------------------------------------------
+
+    def _load_deltas(self, now: BucketPass) -> None:
+        """Set `now.deltas`, one per block."""
+        now.deltas = []
+        for block in self.blocks:
+            gradients = now.gradients[block.members]
+            if block.delta is None:
+                now.deltas.append(gradients[0].view(block.shape))
+                continue
+            now.deltas.append(block.delta)
+            flat, filled = block.delta.view(-1), sum(map(len, gradients))
+            if filled < len(flat):
+                flat[filled:].zero_()
+            join(gradients, flat[:filled])
+
+    def _put_flags(self, now: BucketPass) -> None:
+        flags = now.first.flags
+        self.find_largest(now)
+        has_gradient = self.largest != 0
+        limit = largest_gradient(flags.dtype)
+        if limit < torch.finfo(self.work.layout.dtype).max:
+            flags.copy_(torch.where(self.largest > limit, float("nan"), has_gradient.to(flags.dtype)))
+        else:
+            flags.copy_(has_gradient)
+
+    def _add_residuals(self, now: BucketPass) -> None:
+        factor = now.step.residual_factor
+        if not self.work.error_feedback or not any(slot.name in now.residuals for slot in self.work.slots):
+            return
+        self._residuals.gather(now.residuals)
+        for delta, residual in zip(now.deltas, self._residual_of, strict=True):
+            if isinstance(factor, float):
+                delta.add_(residual, alpha=factor)
+            else:
+                delta.addcmul_(residual, factor)
+
+    def bound_residuals(self, now: BucketPass) -> list[torch.Tensor]:
+        """Per block the residuals, as its delta; their pieces become the entries of the learned state."""
+        self._residuals.bind(now.residuals)
+        return self._residual_of
+
+    @functools.cached_property
+    def _residuals(self) -> NamedViews:
+        """The residuals of all matrices, 1-D; one flat entry per parameter. Allocated at first use."""
+        names, begin = [], 0
+        for x in self.work.matrices:
+            names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
+            begin += x.n * x.m
+        return NamedViews(names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device))
+
+    @functools.cached_property
+    def _residual_of(self) -> list[torch.Tensor]:
+        """Those of each block, as its delta."""
+        pieces = self._residuals.whole.split([k * n * m for k, n, m in (block.shape for block in self.blocks)])
+        return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]
+
+    # ---- factors ---------------------------------------------------------------------------------------------------
+
+    def _factors(self, side: str) -> "PackedFactors":
+        shapes = [(x.rank, x.n if side == "P" else x.m) for x in self.work.matrices]
+        refill = [self.work.refill(side, i) for i in range(len(self.work.matrices))]
+        return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
+
+    @functools.cached_property
+    def _learned_q(self) -> NamedViews:
+        """The Q of all matrices, as `PackedFactors`; one entry `r x m` per matrix. Allocated at first use."""
+        names, begin = [], 0
+        for x in self.work.matrices:
+            names.append((x.name, begin, (x.rank, x.m)))
+            begin += x.rank * x.m
+        return NamedViews(names, new_packed(begin, self.work.dtype, self.work.layout.device))
+
+    def _starting_q(self, now: BucketPass) -> torch.Tensor:
+        """The Q to start from, packed."""
+        fill = functools.partial(self._draw_q, now)
+        if self.work.warm_start:
+            return self._learned_q.gather(now.q, fill)
+        drawn = [fill(i).flatten() for i in range(len(self.work.matrices))]
+        return torch.cat([*drawn, torch.zeros(1, dtype=self.work.dtype)]).to(self.work.layout.device)
+
+    def _draw_q(self, now: BucketPass, i: int) -> torch.Tensor:
+        return self.work.draw_q(self.work.matrices[i], now.step.number)
+
+
+def by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """Matrices of one shape and rank next to each other, in the order of their first ones."""
+    shapes = list(dict.fromkeys(map(_shape, matrices)))
+    return sorted(matrices, key=lambda matrix: shapes.index(_shape(matrix)))
+
+
+def _shape(matrix: Matrix) -> tuple[int, int, int]:
+    return matrix.n, matrix.m, matrix.rank
+
+
+# ---- one factor of every matrix ---------------------------------------------------------------------------------
+
+_WASTE, _SMALL = 4, 2**14
+"""Factors share a padded tensor if its rows have together at most `_WASTE` times their length, or at most `_SMALL`
+elements. Independent of r, so that the number of kernels is, too."""
+
+
+class PackedFactors:
+    """P or Q of all matrices, transposed, so that a few kernels process all of them.
+
+    Packed, the factors lie one after another in a 1-D tensor, `r x length` each, as they are sent. Work on rows, such
+    as orthonormalising them, needs tensors of one shape: there they are padded with zeros, which change no product.
+
+    Args:
+        shapes: `(r, length)` of each matrix.
+        refill: per matrix random rows, `r x length`, on the CPU: they replace zero and dependent rows.
+
+    Attributes:
+        numel: number of elements of all factors.
+        flat: the factors, 1-D, in the compute dtype.
+        matrix_of: per element of `flat` the number of its matrix.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        refill: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        counts = [rank * length for rank, length in shapes]
+        self.numel = sum(counts)
+        self._memory = new_packed(self.numel, dtype, device)
+        self.flat = self._memory[:-1]
+        self.matrix_of = torch.arange(len(shapes)).repeat_interleave(torch.tensor(counts)).int().to(device)
+        self._groups = _grouped(shapes)
+        self._sizes = [torch.Size(group.shape).numel() for group in self._groups]
+        # In an empty place of a padded tensor stands the last element of the packed one, which is always zero.
+        to_padded = torch.full((sum(self._sizes),), self.numel, dtype=torch.int32)
+        to_packed = torch.empty(self.numel, dtype=torch.int32)
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        places = torch.arange(sum(self._sizes), dtype=torch.int32).split(self._sizes)
+        for group, here, block in zip(self._groups, places, to_padded.split(self._sizes), strict=True):
+            for row, i in enumerate(group.members):
+                rank, length = shapes[i]
+                own = slice(starts[i], starts[i] + counts[i])
+                packed = torch.arange(own.start, own.stop, dtype=torch.int32)
+                block.view(group.shape)[row, :rank, :length] = packed.view(rank, length)
+                to_packed[own] = here.view(group.shape)[row, :rank, :length].flatten()
+        self._alike = len(set(shapes)) == 1
+        """All factors have one shape: padded and packed are the same."""
+        self._to_padded, self._to_packed = to_padded.to(device), to_packed.to(device)
+        self._members = [torch.tensor(group.members, device=device) for group in self._groups]
+        given = torch.cat([each.flatten() for each in refill] + [torch.zeros(1, dtype=refill[0].dtype)]).to(device)
+        self._refill = [unit_stack(rows)[0].to(dtype) for rows in self._padded(given)]
+        self._result = self.flat if self._alike else torch.zeros(sum(self._sizes), dtype=dtype, device=device)
+        self._results = self._views(self._result)
+
+    def unit_rows(self, packed: torch.Tensor) -> None:
+        """Write the rows of `packed` (from `new_packed`), scaled to norm 1, into `flat`. Zero rows become random
+        ones."""
+        for rows, refill, out in zip(self._padded(packed), self._refill, self._results, strict=True):
+            unit, missing = unit_stack(rows)
+            torch.addcmul(unit, refill, missing, out=out)
+        self._pack()
+
+    def orthonormalise(self, arrived: torch.Tensor, keep: torch.Tensor) -> None:
+        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`; see
+        `orthonormal_stack`. Where `keep` (bool, one per matrix) is False the basis becomes zero."""
+        self.flat.copy_(arrived)
+        groups = zip(self._padded(self._memory), self._refill, self._members, self._results, strict=True)
+        for rows, refill, members, out in groups:
+            kept = keep if self._alike else keep.index_select(0, members)
+            torch.mul(orthonormal_stack(rows, refill), kept.view(-1, 1, 1), out=out)
+        self._pack()
+
+    def _padded(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Per group `k x r x length`."""
+        return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
+
+    def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
+        """Per group a view `k x r x length` of a 1-D tensor that holds all groups."""
+        return [piece.view(x.shape) for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)]
+
+    def _pack(self) -> None:
+        """Copy the results into `flat`."""
+        if not self._alike:
+            torch.index_select(self._result, 0, self._to_packed, out=self.flat)
+
+
+def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for packed factors: `numel` elements, and one more that stays zero."""
+    return torch.zeros(numel + 1, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Matrices whose factors share one padded tensor."""
+
+    members: list[int]
+    shape: tuple[int, int, int]
+    """`k x r x length` of the padded tensor, with the largest r and length."""
+
+
+def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
+    """Group factors of similar length, in the order of their lengths."""
+    groups: list[_Group] = []
+    filled = 0
+    for i in sorted(range(len(shapes)), key=lambda i: (shapes[i][1], i)):
+        rank, length = shapes[i]
+        members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)
+        if groups and (k + 1) * length <= max(_WASTE * (filled + length), _SMALL):
+            groups[-1] = _Group([*members, i], (k + 1, max(widest, rank), length))
+            filled += length
+        else:
+            groups.append(_Group([i], (1, rank, length)))
+            filled = length
+    return groups
+
+
+# ---- orthonormal rows -------------------------------------------------------------------------------------------
+
+# A row is weak if less than 1/100 of its norm is independent of the rows before it. `_NUDGE` times
+# a random row is added to it.
+_WEAK, _NUDGE = 1e-2, 1e-6
+
+
+def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
+    """As `orthonormal_rows` in `cpu.py`, for a stack on an accelerator: about 40 kernels, independent of k and r.
+
+    Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
+    for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
+    show dependent rows reliably. Therefore every row that may be dependent gets 1e-6 times a row of `refill` added,
+    which makes it independent. This turns a row by an angle of 1e-6 at most; it turns the component that a weak row
+    adds to the others, of norm e, by about 1e-6 / e.
+
+    Args:
+        rows: k x r x n; non-finite numbers count as zero.
+        refill: k x r x n, random rows of norm 1, independent of `rows` with probability 1.
+
+    Returns:
+        k x r x n in float64.
+    """
+    rows, _ = unit_stack(torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
+    triangle, failed = _triangle(rows)
+    weak = (triangle.diagonal(dim1=1, dim2=2) < _WEAK) | (failed != 0).unsqueeze(-1)
+    rows, _ = unit_stack(rows.addcmul_(refill, weak.unsqueeze(-1), value=_NUDGE))
+    for _ in range(3):
+        rows = torch.linalg.solve_triangular(_triangle(rows)[0], rows, upper=False)
+    return rows
+
+
+def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info (k; 0 means success). The
+    shift keeps rounding from making the Gram matrix indefinite. `cholesky_ex` is used because `cholesky` synchronises
+    with the device to check for failure."""
+    gram = torch.bmm(rows, rows.transpose(1, 2))
+    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])
+    return torch.linalg.cholesky_ex(gram)
+
+
+def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`unit_rows` for a stack (k x r x n) with fewer kernels, in float64, where no square of a float32 overflows."""
+    rows = rows.double()
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return rows / norm.clamp_min(1e-300), norm == 0

@@ -1,0 +1,142 @@
+"""Batched PowerSGD: each bucket as one square matrix, padded with zeros.
+
+Source: `batched_powerSGD_hook` of torch.distributed. The residuals belong to the parameters, Q to the bucket.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from commhooks.comm.collectives import agreement_key
+from commhooks.compressors.powersgd.accelerator import AcceleratorKernel
+from commhooks.compressors.powersgd.compressor import FactorField, LowRankCompressor, MatrixPlan
+from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, Tensors, TorchProducts
+from commhooks.compressors.powersgd.exchange import BucketPass, LowRankKernel, Matrix, Workspace
+from commhooks.compressors.powersgd.options import BatchedPowerSGD
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.gradients.layout import BucketLayout, Slot
+from commhooks.gradients.loss_scale import chosen, is_one
+
+
+class BucketQ(FactorField):
+    """Q of a bucket, saved without conversion."""
+
+    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
+        return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
+
+    def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
+        # The size of the matrix is unknown before DDP has built its buckets: a Q of another size is replaced later.
+        return None
+
+
+class BatchedCpuKernel(CpuKernel):
+    """A `CpuKernel` for the one matrix of a bucket. A parameter without a gradient on any rank takes no part in it."""
+
+    def __init__(self, work: Workspace, products: TorchProducts | NativeProducts) -> None:
+        super().__init__(work, products)
+        self.largest = None  # of the whole bucket
+
+    def add_residuals(self, now: BucketPass) -> None:
+        for slot in self.work.slots:
+            if slot.name in now.residuals:
+                self._part(now, slot).add_(now.residuals[slot.name], alpha=float(now.step.residual_factor))
+
+    def form_q(self, now: BucketPass) -> None:
+        for slot in self.used(now)[1]:
+            self._part(now, slot).zero_()
+        super().form_q(now)
+
+    def residuals_to_write(self, now: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
+        self.products.split(places, now.deltas, now.deltas, None)
+        for slot in self.work.slots:  # the padding after the last slot keeps no residual
+            if slot not in idle:
+                self.residual(now, slot).copy_(self._part(now, slot))
+        return None
+
+    def _part(self, now: BucketPass, slot: Slot) -> torch.Tensor:
+        """The part of one parameter in delta, 1-D."""
+        begin = slot.offset - self.work.slots[0].offset
+        return now.deltas[0].view(-1)[begin : begin + slot.numel]
+
+
+class BatchedAcceleratorKernel(AcceleratorKernel):
+    """An `AcceleratorKernel` for the one matrix of a bucket, with a mask for the elements of its parameters.
+
+    Attributes:
+        parts: the numbers of elements of each parameter and of the padding.
+    """
+
+    def __init__(self, work: Workspace, *, stack_deltas: bool) -> None:
+        super().__init__(work, stack_deltas=stack_deltas)
+        self._size = work.matrices[0].n * work.matrices[0].m
+        parts = [*(slot.numel for slot in work.slots), self._size - work.layout.numel]
+        self.parts = torch.tensor(parts).to(work.layout.device)
+
+    def find_largest(self, now: BucketPass) -> None:
+        for slot, out in zip(self.work.slots, self.largest, strict=True):
+            if slot.numel:
+                gradient = now.deltas[0].view(-1)[slot.offset : slot.stop]
+                torch.linalg.vector_norm(gradient, float("inf"), out=out)
+            else:
+                out.zero_()
+
+    def used(self, now: BucketPass) -> torch.Tensor:
+        used = now.first.flags > 0
+        elements = torch.cat([used, used.new_zeros(1)]).repeat_interleave(self.parts, output_size=self._size)
+        now.used_elements = elements.view(self.blocks[0].shape)
+        return used.any().view(1)
+
+    def form_q(self, now: BucketPass) -> None:
+        now.deltas[0].mul_(now.used_elements)
+        super().form_q(now)
+
+    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+        super().split(now, good, finite)
+        (gradient,) = now.gradients
+        gradient.mul_(now.used_elements.view(-1)[: len(gradient)])
+
+    def keep_residuals(self, now: BucketPass, good: torch.Tensor) -> None:
+        ((delta, residual),) = zip(now.deltas, self.bound_residuals(now), strict=True)
+        factor = chosen(good, now.step.residual_factor, 1.0)
+        if not is_one(factor):
+            residual.mul_(factor)
+        torch.where(good & now.used_elements, delta, residual, out=residual)  # the padding keeps no residual
+
+
+class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
+    """Each bucket as one square matrix, padded with zeros."""
+
+    Config = BatchedPowerSGD
+    q = BucketQ("q", per="bucket")
+    Cpu = BatchedCpuKernel
+    Accelerator = BatchedAcceleratorKernel
+
+    def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
+        numel = sum(info.numel for info in parameters)
+        dtype = parameters[0].parameter.dtype
+        dtype = dtype.to_real() if dtype.is_complex else dtype  # DDP passes a complex bucket as real numbers
+        side = square_side(numel)
+        rank = min(side, self.config.matrix_approximation_rank)
+        first, last = parameters[0].name, parameters[-1].name
+        label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
+        sparse = any(info.sparse for info in parameters)
+        complex_numbers = any(info.parameter.is_complex() for info in parameters)
+        # The key identifies the sequence of parameters: another bucket layout has another matrix.
+        key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
+        plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
+        if sparse or complex_numbers or 2 * side * rank >= numel:
+            reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
+            return [replace(plan, reason=reason)]
+        return [replace(plan, compressed=True, flags=len(parameters), n=side, m=side, rank=rank)]
+
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> LowRankKernel:
+        (plan,) = plans
+        assert isinstance(plan, MatrixPlan)
+        return self.kernel(layout, [Matrix(plan.key, layout.slots, plan.n, plan.m, plan.rank)])
+
+
+def square_side(numel: int) -> int:
+    """Side of the smallest square that holds `numel` elements."""
+    return math.isqrt(max(numel - 1, 0)) + 1 if numel else 0

@@ -1,0 +1,374 @@
+"""A step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C kernel."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_overflow, put_projection
+from commhooks.compressors.native import library
+from commhooks.compressors.native.tables import FactorTable, MatrixTable
+from commhooks.compressors.powersgd.exchange import BucketPass, Workspace
+from commhooks.gradients.layout import Slot
+
+Tensors = Sequence[torch.Tensor]
+Residuals = Sequence[torch.Tensor | None]
+Refill = Callable[[int], torch.Tensor]
+"""Random rows for the matrix with this place, where its own are dependent."""
+
+
+class CpuKernel:
+    """A `LowRankKernel` for matrices of one parameter each.
+
+    Attributes:
+        own_deltas: per matrix memory for delta, n x m; None where that is computed in the bucket.
+        largest: per parameter the largest absolute value of its gradient; None if the products do not find it.
+    """
+
+    def __init__(self, work: Workspace, products: "TorchProducts | NativeProducts") -> None:
+        self.work, self.products, self.largest = work, products, products.largest
+        # Of `work`: bound to this kernel, they would hold it and its memory in a cycle.
+        self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
+        self.own_deltas = [None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype) for x in work.matrices]
+        p, q, ranks = zip(*products.pieces, strict=True)
+        self._sent_p = list(zip(p, _pieces(work.first.packed, p), strict=True))
+        self._sent_q = list(zip(q, _pieces(work.last.packed, q), ranks, strict=True))
+        self._largest_gradient = largest_gradient(work.buffer.dtype)
+
+    def form_p(self, now: BucketPass) -> None:
+        work, products, flags, largest = self.work, self.products, now.first.flags, self.largest
+        if largest is None:
+            gradients = [slot.of(now.flat) for slot in work.slots]
+            put_flags(gradients, flags)
+            for gradient, flag in zip(gradients, flags, strict=True):
+                put_overflow(gradient, flag)
+        self._load_gradients(now)
+        residuals = self.add_residuals(now) if work.error_feedback else None
+        known = now.q if work.warm_start else {}
+        q = [known[x.name] if x.name in known else work.draw_q(x, now.step.number) for x in work.matrices]
+        # Only the space that Q spans matters, and without scaling P would grow with the square of the gradient.
+        products.unit_rows(q, self._refill_q)
+        products.form_p(now.deltas, residuals, float(now.step.residual_factor))
+        if largest is not None:
+            flags.copy_((largest > 0).double().masked_fill_(largest > self._largest_gradient, float("nan")))
+        for p, out in self._sent_p:
+            pack_factor(p, out, now.step.world_size)
+
+    def orthonormalize(self, now: BucketPass) -> None:
+        arrived = [factor.to(self.work.dtype) for factor in now.first.factors]
+        self.products.orthonormalize(arrived, self._refill_p)
+
+    def form_q(self, now: BucketPass) -> None:
+        self.products.form_q(now.deltas)
+        for q, out, rank in self._sent_q:
+            put_projection(q, out, now.step.world_size, rank=rank)
+
+    def form_remainder(self, now: BucketPass) -> None:
+        """Nothing: `split` forms it with the gradient, so that it reads delta once."""
+
+    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+        work, products = self.work, self.products
+        residuals: Tensors | None = None
+        idle: list[Slot] = []
+        if good:
+            places, idle = self.used(now)
+            mean_q = [self._keep_q(now, i) for i in places]
+            if work.error_feedback and places:
+                residuals = self.residuals_to_write(now, places, idle)
+        else:
+            places, mean_q = list(range(len(work.matrices))), products.q
+            nan_if_bad = torch.where(finite, 0.0, float("nan")).to(work.dtype)
+            for mine, arrived in zip(mean_q, now.last.factors, strict=True):
+                mine.copy_(arrived).add_(nan_if_bad)
+        products.split(places, [now.deltas[i] for i in places], residuals, mean_q)
+        for i in () if work.in_bucket else places:
+            now.gradients[i].copy_(now.deltas[i].view(-1)[: len(now.gradients[i])])
+        factor = float(now.step.residual_factor)
+        for slot in idle:  # their residuals wait, and follow the loss scale
+            if slot.name in now.residuals and factor != 1:
+                now.residuals[slot.name].mul_(factor)
+            slot.of(now.flat).zero_()
+
+    # ---- what batched PowerSGD does in another way ---------------------------------------------------------------
+
+    def add_residuals(self, now: BucketPass) -> Residuals | None:
+        """The residuals that the products should add to the deltas; None if that is done here."""
+        return [now.residuals.get(slot.name) for slot in self.work.slots]
+
+    def residuals_to_write(self, now: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
+        """Where the products should write the residuals of the matrices at `places`; None if that is done here."""
+        return [self.residual(now, self.work.slots[i]) for i in places]
+
+    # ---- parts of the steps --------------------------------------------------------------------------------------
+
+    def _load_gradients(self, now: BucketPass) -> None:
+        """Set `now.deltas`, per matrix n x m."""
+        now.deltas = []
+        for own, gradient, x in zip(self.own_deltas, now.gradients, self.work.matrices, strict=True):
+            if own is not None:
+                own.view(-1)[: len(gradient)].copy_(gradient)
+                own.view(-1)[len(gradient) :].zero_()
+            now.deltas.append(gradient.view(x.n, x.m) if own is None else own)
+
+    def used(self, now: BucketPass) -> tuple[list[int], list[Slot]]:
+        """The places of matrices with a gradient on some rank, and the parameters without one on any rank."""
+        used = (now.first.flags > 0).tolist()
+        places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
+        return places, [] if all(used) else [slot for slot, has in zip(self.work.slots, used, strict=True) if not has]
+
+    def _keep_q(self, now: BucketPass, i: int) -> torch.Tensor:
+        name, arrived = self.work.matrices[i].name, now.last.factors[i]
+        if name not in now.q:
+            now.q[name] = torch.empty_like(arrived, dtype=self.work.dtype)
+        return now.q[name].copy_(arrived)
+
+    def residual(self, now: BucketPass, slot: Slot) -> torch.Tensor:
+        """The memory for the residual of a parameter."""
+        if slot.name not in now.residuals:
+            now.residuals[slot.name] = torch.zeros(slot.numel, dtype=self.work.dtype)
+        return now.residuals[slot.name]
+
+
+def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The pieces of a message for these factors."""
+    return [piece.view_as(x) for piece, x in zip(packed.split([x.numel() for x in like]), like, strict=True)]
+
+
+# ---- the products, with torch ------------------------------------------------------------------------------------
+
+
+class TorchProducts:
+    """One `mm` per matrix, never a batch, and on aligned memory, because bits can depend on both.
+
+    A factor of rank 1 is padded to two rows with a row of zeros: the BLAS computes products with a single row in
+    another way, and their bits depend on the alignment of the memory.
+
+    Args:
+        shapes: n, m and rank of each matrix.
+
+    Attributes:
+        p, q: the factors of all matrices, `r x n` and `r x m`: results, and operands of what follows.
+        pieces: the factors as they are divided and clamped at once: P, Q, and their rank.
+        largest: per matrix the largest absolute value of its gradient, float64, found by `form_p`; NaN does not count.
+            None: these products do not find it.
+    """
+
+    largest: torch.Tensor | None = None
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> None:
+        self._p = [torch.zeros(max(r, 2), n, dtype=dtype) for n, _, r in shapes]
+        self._q = [torch.zeros(max(r, 2), m, dtype=dtype) for _, m, r in shapes]
+        self.p = [padded[:r] for padded, (_, _, r) in zip(self._p, shapes, strict=True)]
+        self.q = [padded[:r] for padded, (_, _, r) in zip(self._q, shapes, strict=True)]
+        self.pieces = [(p, q, len(p)) for p, q in zip(self.p, self.q, strict=True)]
+
+    def unit_rows(self, sources: Tensors, refill: Refill) -> None:
+        """`q` = the rows of `sources` (r x m), scaled to norm 1, with those of `refill` in the places of zero rows."""
+        for i, rows in enumerate(sources):
+            self._set(self._q[i], _filled_unit_rows(rows, functools.partial(refill, i)))
+
+    def orthonormalize(self, sources: Tensors, refill: Refill) -> None:
+        """`p` = orthonormal bases of the rows of `sources` (r x n)."""
+        for i, rows in enumerate(sources):
+            self._set(self._p[i], _basis(rows, functools.partial(refill, i)))
+
+    def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
+        """delta += factor * residual in place, then P = delta Q. `deltas`: n x m; `residuals`: flat, or None for the
+        matrices that have none."""
+        for p, q, delta, residual in zip(self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True):
+            if residual is not None:
+                delta.view(-1).add_(residual, alpha=factor)
+            torch.mm(q, delta.t(), out=p)
+
+    def form_q(self, deltas: Tensors) -> None:
+        """Q = delta^T P."""
+        for p, q, delta in zip(self._p, self._q, deltas, strict=True):
+            torch.mm(p, delta, out=q)
+
+    def split(self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None) -> None:
+        """residual = delta - P Q^T if there are residuals, then delta = P mean_Q^T if there is a mean Q, for the
+        matrices at `places`. The lists hold a tensor for each place."""
+        for k, i in enumerate(places):
+            if residuals is not None:
+                remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
+            if mean_q is not None:
+                reconstruct(self.p[i], mean_q[k], out=deltas[k])
+
+    @staticmethod
+    def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:
+        padded[: len(rows)] = rows
+        if len(rows) < len(padded):  # the padding row of rank 1: an inf in delta turns it into NaN
+            padded[len(rows) :].zero_()
+
+
+def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale each row of `rows` (r x k) to norm 1. Returns the result and which rows are zero (r x 1, bool); zero rows
+    stay zero.
+
+    Divides by the largest element first, because in float32 the square of 1e30 overflows and that of 1e-38 is 0.
+    """
+    largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
+    missing = largest == 0
+    scaled = rows / torch.where(missing, torch.ones_like(largest), largest)
+    norm = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return scaled / torch.where(missing, torch.ones_like(norm), norm), missing
+
+
+def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthonormalise `rows` (r x k, r <= k). Returns the basis (r x k) and which rows were dependent (r, bool).
+
+    A row is dependent if it is a combination of the rows before it. Householder QR then yields an orthonormal column
+    too, but an arbitrary one made of rounding errors. With `refill` (r x k, any independent rows) dependent rows are
+    replaced by rows of `refill` and all are orthonormalised again. Non-finite numbers count as zero.
+    """
+    rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+    basis, triangle = torch.linalg.qr(unit_rows(rows)[0].t())
+    missing = triangle.diagonal().abs() <= 10 * torch.finfo(rows.dtype).eps
+    if refill is not None:
+        basis, _ = torch.linalg.qr(torch.where(missing, unit_rows(refill)[0].t(), basis))
+    return basis.t(), missing
+
+
+def _filled_unit_rows(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tensor:
+    unit, missing = unit_rows(rows)
+    return torch.where(missing, unit_rows(refill())[0], unit) if missing.any() else unit
+
+
+def _basis(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tensor:
+    found, missing = orthonormal_rows(rows, None)
+    return orthonormal_rows(rows, refill())[0] if missing.any() else found
+
+
+# Up to this rank, r outer products are faster than a matrix product and need no padding: their bits do not depend on
+# the alignment of memory. They run block by block, so that each block stays in the cache.
+_OUTER_RANK = 4
+_BLOCK_NUMEL = 2**18
+
+
+def reconstruct(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """Write P Q^T into `out` (n x m). `p` r x n, `q` r x m."""
+    if len(p) > _OUTER_RANK:
+        torch.mm(p.t(), q, out=out)
+        return
+    for rows in _row_blocks(out):
+        block = out[rows]
+        torch.mul(p[0, rows, None], q[0], out=block)
+        for k in range(1, len(p)):
+            block.addcmul_(p[k, rows, None], q[k])
+
+
+def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """Write delta - P Q^T into `out` (n x m), which may be `delta` itself."""
+    if len(p) > _OUTER_RANK:
+        torch.addmm(delta, p.t(), q, alpha=-1, out=out)
+        return
+    for rows in _row_blocks(out):
+        block = out[rows]
+        torch.addcmul(delta[rows], p[0, rows, None], q[0], value=-1, out=block)
+        for k in range(1, len(p)):
+            block.addcmul_(p[k, rows, None], q[k], value=-1)
+
+
+def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    n, m = matrix.shape
+    height = max(1, _BLOCK_NUMEL // m)
+    return (slice(begin, min(begin + height, n)) for begin in range(0, n, height))
+
+
+# ---- the products, with the C kernel, native/powersgd.c ----------------------------------------------------------
+
+
+class NativeProducts:
+    """As `TorchProducts` up to rounding, for all matrices in one call. P and Q lie packed, as they are sent. Each pass
+    reads a matrix once, where torch reads it several times.
+
+    Args:
+        refills: replace dependent rows of P in the kernel, too; otherwise with torch.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
+        self._dtype, self._refills = dtype, refills
+        self._least_norm = 10 * torch.finfo(dtype).eps
+        p, self.p = _packed([(r, n) for n, _, r in shapes], dtype)
+        q, self.q = _packed([(r, m) for _, m, r in shapes], dtype)
+        runs = [list(run) for _, run in itertools.groupby(shapes, key=lambda shape: shape[2])]
+        parts_p = p.split([sum(r * n for n, _, r in run) for run in runs])
+        parts_q = q.split([sum(r * m for _, m, r in run) for run in runs])
+        self.pieces = [(p, q, run[0][2]) for p, q, run in zip(parts_p, parts_q, runs, strict=True)]
+        self._matrices = MatrixTable(shapes, dtype)
+        self._matrices.point(p=self.p, q=self.q)
+        self.largest = self._matrices.column("largest").view(torch.float64)
+        self._rows_p, self._rows_q = _to(self.p, dtype), _to(self.q, dtype)
+
+    def unit_rows(self, sources: Tensors, refill: Refill) -> None:
+        for i in self._unit_rows(self._rows_q, sources, orthogonal=False):
+            self.q[i].copy_(_filled_unit_rows(sources[i], functools.partial(refill, i)))
+
+    def orthonormalize(self, sources: Tensors, refill: Refill) -> None:
+        for i in self._unit_rows(self._rows_p, sources, orthogonal=True):
+            rows, out = sources[i], self.p[i]
+            if self._refills:
+                other = refill(i)
+                table = _to([out], self._dtype)
+                table.point(refill=[other])
+                if self._unit_rows(table, [rows], orthogonal=True):
+                    out.copy_(orthonormal_rows(rows, other)[0])
+            else:
+                out.copy_(_basis(rows, functools.partial(refill, i)))
+
+    def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
+        self._matrices.point(delta=deltas, residual=residuals)
+        self._matrices.run("form_p", factor)
+
+    def form_q(self, deltas: Tensors) -> None:
+        self._matrices.point(delta=deltas)
+        self._matrices.run("form_q")
+
+    def split(self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None) -> None:
+        table = self._matrices.only(places)
+        table.point(delta=deltas, residual=residuals, mean_q=mean_q)
+        table.run("split")
+
+    def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
+        """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Returns the
+        places of useless results: some of their rows are zero or dependent, and were not replaced."""
+        table.point(source=sources)
+        table.run("unit_rows", orthogonal, self._least_norm if orthogonal else 0.0)
+        missing = table.missing.tolist()
+        return [i for i, rows in enumerate(missing) if rows] if any(missing) else []
+
+
+def _packed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A 1-D tensor for factors of these shapes, and a view of it per factor."""
+    numels = [r * length for r, length in shapes]
+    flat = torch.zeros(sum(numels), dtype=dtype)
+    return flat, [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
+
+
+def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
+    table = FactorTable([tuple(factor.shape) for factor in factors], dtype)
+    table.point(to=factors)
+    return table
+
+
+def results_of(dtype: torch.dtype) -> bytes:
+    """What the C kernel computes from fixed numbers, for `library.build`."""
+    # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
+    # columns (8,192): every loop of the kernel runs.
+    shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
+    numbers = library.fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
+    results = []
+    for n, m, rank in shapes:
+        products = NativeProducts([(n, m, rank)], dtype)
+        delta, residual = (numbers[start : start + n * m].view(n, m).clone() for start in (1, 2))
+        products.unit_rows([numbers[: rank * m].view(rank, m)], lambda i: numbers)
+        first = products.q[0].clone()
+        products.form_p([delta], [residual], 0.7)
+        arrived = products.p[0].clone()
+        products.orthonormalize([arrived], lambda i: numbers)
+        products.form_q([delta])
+        results += [first, arrived, products.p[0], products.q[0]]
+        products.split([0], [delta], [residual], [first])
+        results += [residual, delta]
+    return b"".join(each.numpy().tobytes() for each in results)

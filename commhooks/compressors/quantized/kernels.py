@@ -1,0 +1,313 @@
+"""The arithmetic of the quantised mean: with torch's operations on any device, and with the C kernel on the CPU.
+
+Both do the same operations in the same order, so that not one bit differs.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from commhooks.comm.wire import divide, join
+from commhooks.compressors.error_feedback import NamedViews
+from commhooks.compressors.native import library
+from commhooks.compressors.native.tables import PieceTable, address
+from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages
+from commhooks.gradients import precision
+from commhooks.gradients.layout import Slot
+from commhooks.gradients.loss_scale import LossScale, chosen, is_one
+
+_PIECE = 2**20
+"""Elements that the host works on at once, so that intermediate results stay in its cache."""
+
+
+# ---- blocks and their codes, with torch --------------------------------------------------------------------------
+
+
+def quantise(
+    code: BlockCode, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest_scale: float
+) -> None:
+    """Write `codes` and `scales`, and replace `blocks` by what is lost: blocks - codes * scales. Numbers beyond
+    `code.levels` times `largest_scale` are clamped, and the rest of them is lost."""
+    scales.copy_(_scales(code, blocks, largest_scale))
+    divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)
+    for at in _pieces(blocks):
+        whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
+        # Not addcmul_: whether it rounds the product first depends on the processor. What arrives is rounded.
+        blocks[at].sub_(whole * scales[at].unsqueeze(1))
+        if code.bits == 8:
+            codes[at].view(torch.int8).copy_(whole)
+        else:
+            low, high = whole.unflatten(1, (2, -1)).unbind(1)
+            codes[at].copy_(low.add_(high, alpha=16).add_(8 * 17))
+
+
+def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write codes * scales to `out` (`n x block_size`, of the dtype of `scales`) and return it."""
+    for at in _pieces(out):
+        _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(1))
+    return out
+
+
+def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
+    """Add codes * scales to `total` (`n x block_size`)."""
+    for at in _pieces(total):
+        total[at].add_(_unpack(code, codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1)))
+
+
+def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
+    top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
+    top.add_(top * 0)  # inf becomes NaN
+    top.div_(code.levels).clamp_(max=largest_scale)  # NaN stays NaN
+    # A denormal scale has few digits, and some devices take it for zero: such a block is not sent.
+    return torch.where(top < torch.finfo(blocks.dtype).tiny, 0, top)
+
+
+def _unpack(code: BlockCode, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the integers between -levels and levels into the floating-point tensor `out` and return it."""
+    if code.bits == 8:
+        return out.copy_(codes.view(torch.int8))
+    low, high = out.unflatten(1, (2, -1)).unbind(1)
+    low.copy_(codes & 15)
+    high.copy_(codes >> 4)
+    return out.sub_(8)
+
+
+def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
+    rows, block_size = blocks.shape
+    step = max(1, _PIECE // block_size if precision.is_host_readable(blocks.device) else rows)
+    return (slice(at, at + step) for at in range(0, rows, step))
+
+
+class TorchKernel:
+    """A `BlockKernel` of torch's operations, on any device. On an accelerator the host never waits for it.
+
+    Args:
+        slots: the tensors whose blocks are averaged.
+
+    Attributes:
+        delta: `blocks + 1` rows; the last one is zero. The end of the last block of each of `slots` is zero, too.
+        residuals: of `slots`, in blocks; None without error feedback.
+    """
+
+    def __init__(self, messages: ShareMessages, rank: int, slots: Sequence[Slot], *, error_feedback: bool) -> None:
+        self.messages, self.rank = messages, rank
+        code, device, rows = messages.code, messages.sent.device, len(messages.shares.places) + 1
+        self.delta = torch.zeros(rows, code.block_size, dtype=messages.dtype, device=device)
+        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
+        starts = list(itertools.accumulate((code.blocks_of(x.numel) * code.block_size for x in slots), initial=0))
+        self.residuals: NamedViews | None = None
+        if error_feedback:
+            names = [(slot.name, start, (slot.numel,)) for slot, start in zip(slots, starts, strict=False)]
+            self.residuals = NamedViews(names, torch.zeros(starts[-1], dtype=messages.dtype, device=device))
+        self._spans = list(zip(slots, starts, starts[1:], strict=False))
+        self._of_slots = self.delta[:-1]
+        blocks = torch.tensor(starts).diff() // code.block_size
+        self._slot_of_block = torch.arange(len(slots)).repeat_interleave(blocks).to(device)
+        self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the number of ranks
+
+    def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
+        delta = self._of_slots.view(-1)
+        before = None if self.residuals is None else self.residuals.gather(residuals)
+        if before is not None and not is_one(factor):
+            before = torch.mul(before, factor, out=delta)
+        for slot, start, end in self._spans:
+            gradient, here = slot.of(flat), slice(start, start + slot.numel)
+            if before is None:
+                delta[here].copy_(gradient)
+            else:
+                torch.add(before[here], gradient, out=delta[here])
+            if here.stop < end:
+                delta[here.stop : end].zero_()
+
+    def quantise(self) -> None:
+        messages, shares = self.messages, self.messages.shares
+        self._own = self.delta.index_select(0, shares.blocks[self.rank]).div_(messages.world_size)
+        quantise(messages.code, self.delta[:-1], self.codes[:-1], self.scales[:-1], messages.most)
+        sent, order = messages.in_sent, shares.blocks.view(-1)
+        sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))
+        sent.codes.copy_(self.codes.index_select(0, order).view_as(sent.codes))
+
+    def average(self, arrived: torch.Tensor) -> None:
+        messages, shares, code = self.messages, self.messages.shares, self.messages.code
+        own, self._own = self._own, None
+        assert own is not None
+        parts, mean = messages.sections(arrived), messages.in_mean
+        for other in range(messages.world_size):
+            if other != self.rank:
+                codes = parts.codes[other].view(-1, code.block_bytes)
+                add_dequantised(code, codes, parts.scales[other] / messages.world_size, own)
+        quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
+        count = shares.counts[self.rank]
+        self.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
+
+    def store(
+        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+    ) -> None:
+        has_gradient, used = averaged.flags > 0, None
+        if not (precision.is_host_readable(flat.device) and bool(has_gradient.all())):
+            used = has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)
+        self._keep_lost(residuals, factor, good, used)
+        code, places, sections = self.messages.code, self.messages.shares.places, averaged.sections
+        codes = sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
+        mean = dequantise(code, codes, sections.scales.reshape(-1).index_select(0, places), self._of_slots)
+        if used is not None:
+            mean.masked_fill_(~used, 0)
+        for slot, start, _ in self._spans:
+            slot.of(flat).copy_(mean.view(-1)[start : start + slot.numel])
+
+    def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
+        """`used`: which blocks belong to a tensor with a flag (bool, `n x 1`); None: all, as far as the host knows."""
+        if good is False or self.residuals is None:
+            return
+        lost = self._of_slots
+        before = self.residuals.bind(residuals).view_as(lost)
+        if good is True and used is None:
+            before.copy_(lost)
+            return
+        # Residuals that stay take the new loss scale only if the step is committed.
+        factor = chosen(good, factor, 1.0)
+        if not is_one(factor):
+            before.mul_(factor)
+        keep = torch.as_tensor(good, device=lost.device) if used is None else used & good
+        torch.where(keep, lost, before, out=before)
+
+
+# ---- the C kernel, native/quantized.c ----------------------------------------------------------------------------
+
+
+class NativeKernel:
+    """A `BlockKernel` on the CPU. Delta is never a tensor: the C kernel forms it block by block where the gradient is,
+    in the buffer or in a copy if the buffer has 16 bits, and leaves there what is lost.
+
+    Args:
+        slots: the tensors, in the order of the blocks.
+        dtype: of the buffer.
+        error_feedback: keep residuals.
+    """
+
+    def __init__(
+        self, messages: ShareMessages, rank: int, slots: Sequence[Slot], dtype: torch.dtype, *, error_feedback: bool
+    ) -> None:
+        self.messages, self.rank = messages, rank
+        self._slots, self._error_feedback, self._bits = slots, error_feedback, messages.code.bits
+        self._copy: torch.Tensor | None = None
+        self._starts = [slot.offset for slot in slots]
+        if dtype != messages.dtype:
+            self._copy = torch.empty(sum(slot.numel for slot in slots), dtype=messages.dtype)
+            *self._starts, _ = itertools.accumulate((slot.numel for slot in slots), initial=0)
+        self._end = max(start + slot.numel for start, slot in zip(self._starts, slots, strict=True))
+        self._numbers = torch.empty(0)
+        """The buffer or the copy: gradients, then what is lost of delta, then the averages."""
+        self._read: list[torch.Tensor | None] = []
+        self._residuals_at: list[int] = []
+        self._factor = 1.0
+        self._make_table()
+
+    def _make_table(self) -> None:
+        """A row per piece, those that this rank averages first. Offsets are in bytes."""
+        messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
+        sizes, offsets = [], []
+        pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
+        for each in pieces:
+            begin = each.first * code.block_size
+            sizes.append([min(each.blocks * code.block_size, self._slots[each.tensor].numel - begin), code.block_size])
+            codes_at = messages.codes_at + each.place * code.block_bytes
+            scales_at = messages.scales_at + each.place * size
+            in_numbers = size * (self._starts[each.tensor] + begin)
+            offsets.append((each.tensor, in_numbers, size * begin, codes_at, scales_at, each.owner * messages.size))
+        columns = torch.tensor(offsets).unbind(1)
+        self._tensor, self._in_numbers, self._in_tensor, self._codes_at, self._scales_at, self._of_owner = columns
+        self._table = table = PieceTable(sizes, messages.dtype)
+        self._in_bucket, self._residual = table.column("bucket"), table.column("residual")
+        self._arrived_codes, self._arrived_scales = table.column("arrived_codes"), table.column("arrived_scales")
+        own = sum(each.owner == self.rank for each in pieces)
+        self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
+        # Codes and scales are written where they are sent from.
+        written = self._of_owner + address(messages.sent, torch.uint8, messages.sent.numel())
+        written[self._own] = address(messages.mean, torch.uint8, messages.size)
+        torch.add(written, self._codes_at, out=table.column("codes"))
+        torch.add(written, self._scales_at, out=table.column("scales"))
+
+    def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
+        self._numbers = flat
+        if self._copy is not None:
+            self._numbers = self._copy
+            join([slot.of(flat) for slot in self._slots], self._copy)
+        start = address(self._numbers, self._table.dtype, self._end)
+        torch.add(self._in_numbers, start, out=self._in_bucket)
+        self._read = [residuals.get(slot.name) if self._error_feedback else None for slot in self._slots]
+        self._point_to_residuals(self._read)
+        self._factor = float(factor)
+
+    def quantise(self) -> None:
+        self._table.run("quantise", self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others)
+
+    def average(self, arrived: torch.Tensor) -> None:
+        messages = self.messages
+        self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
+        mean_of = messages.world_size, self.rank, messages.size
+        self._table.run("quantise", self._bits, messages.most, self._factor, *mean_of, rows=self._own)
+
+    def store(
+        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+    ) -> None:
+        used = (averaged.flags > 0).tolist()
+        kept: list[torch.Tensor | None] = [None] * len(used)
+        if self._error_feedback and bool(good):
+            kept = [self._kept(*each, residuals, factor) for each in zip(self._slots, used, strict=True)]
+        self._point_to_residuals(kept)
+        means = address(averaged.means, torch.uint8, self.messages.sent.numel())
+        self._point_to_arrived(self._all, self._of_owner + means)
+        self._table.run("dequantise", self._bits)
+        for slot, start, has in zip(self._slots, self._starts, used, strict=True):
+            if not has:
+                self._numbers[start : start + slot.numel].zero_()
+        if self._copy is not None:
+            divide(self._copy, [slot.of(flat) for slot in self._slots])
+
+    def _kept(self, slot: Slot, used: bool, residuals: Residuals, factor: LossScale) -> torch.Tensor | None:
+        """The memory for a residual; None if the old one stays."""
+        if slot.name not in residuals:
+            residuals[slot.name] = torch.zeros(slot.numel, dtype=self._table.dtype)
+        elif not used and not is_one(factor):
+            residuals[slot.name].mul_(factor)
+        return residuals[slot.name] if used else None
+
+    def _point_to_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
+        starts = [
+            0 if each is None else address(each, self._table.dtype, slot.numel)
+            for slot, each in zip(self._slots, residuals, strict=True)
+        ]
+        if starts != self._residuals_at:  # they stay where they are, unless a parameter has no gradient
+            self._residuals_at = starts
+            of_pieces = torch.tensor(starts).index_select(0, self._tensor)
+            self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
+
+    def _point_to_arrived(self, rows: slice, start: int | torch.Tensor) -> None:
+        """Codes and scales are read from the messages at `start`."""
+        self._arrived_codes[rows] = self._codes_at[rows] + start
+        self._arrived_scales[rows] = self._scales_at[rows] + start
+
+
+def results_of(dtype: torch.dtype) -> bytes:
+    """What the C kernel computes from fixed numbers, for `library.build`. All builds of the sources should agree; one
+    whose compiler joins multiplications and additions nevertheless does not."""
+    results, numel = [], 1003
+    for code in (BlockCode(8, 64), BlockCode(4, 48)):
+        blocks = code.blocks_of(numel)
+        bucket, residual = (library.fixed_numbers(numel, start, dtype) for start in (1, 2))
+        codes = torch.zeros(2, blocks * code.block_bytes, dtype=torch.uint8)
+        scales = torch.zeros(2, blocks, dtype=dtype)
+        tensors = [bucket, residual, codes[0], scales[0], codes, scales]
+        most = code.largest_scale(torch.finfo(dtype).max, dtype)
+        for which in (0, 1):
+            tensors[2:4] = codes[which], scales[which]
+            places = [address(each, each.dtype, each.numel()) for each in tensors]
+            table = PieceTable([[numel, code.block_size, *places]], dtype)
+            table.run("quantise", code.bits, most, 0.7 + which, 1, 0, 0)
+        table.run("quantise", code.bits, most, 0.7, 2, 1, 0)
+        table.run("dequantise", code.bits)
+        results += [bucket, residual, codes, scales]
+    return b"".join(each.numpy().tobytes() for each in results)

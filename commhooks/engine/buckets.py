@@ -1,0 +1,197 @@
+"""The bucket layouts that a session has seen, each with its plan and its workspace."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from commhooks.compressors.base import Compressor, Exchange, StepInfo
+from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.engine.nodes import Arrangement
+from commhooks.engine.state import LearnedState
+from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.layout import Bucket, BucketLayout, read_layout
+from commhooks.gradients.names import ParameterNames
+
+logger = logger_of(__name__)
+
+
+@dataclass(eq=False)
+class KnownBucket:
+    """One bucket layout.
+
+    Attributes:
+        plans: one per unit.
+        numel_sent: elements that a rank sends once compression has begun, without flags.
+        work, reduce: the workspace, and the exchange `reduce(flat, work, state, step)`; None if nothing in the bucket
+            is compressed.
+        used: the layout occurs in the current backward pass, or in the latest one.
+    """
+
+    layout: BucketLayout
+    plans: list[UnitPlan]
+    numel_sent: int
+    work: Any = None
+    reduce: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
+    used: bool = True
+
+    @property
+    def compressed(self) -> set[str]:
+        """The names of the parameters and the keys of the units that are compressed."""
+        keys = {plan.key for plan in self.plans if plan.compressed}
+        return keys.union(self.layout.names) if keys and self.is_one_unit else keys
+
+    @property
+    def is_one_unit(self) -> bool:
+        """Whether the compressor plans the bucket as a whole."""
+        return any(plan.state_name for plan in self.plans)
+
+
+class KnownBuckets:
+    """The known bucket layouts; derived from the buckets and the options, never saved.
+
+    Attributes:
+        is_logging_rank: this rank logs the warnings that concern all ranks.
+        dead_units: the keys of units whose layouts no longer exist, and whose state is still there.
+        no_longer_compressed: the parameters whose residuals are to be dropped.
+    """
+
+    def __init__(self, state: LearnedState, names: ParameterNames) -> None:
+        self.is_logging_rank = True
+        self._state = state
+        self._names = names
+        self._buckets: dict[tuple[int, ...], KnownBucket] = {}
+        self.dead_units: list[str] = []
+        self.no_longer_compressed: list[str] = []
+
+    def __iter__(self) -> Iterator[KnownBucket]:
+        return iter(list(self._buckets.values()))  # an outer step in a thread may add one
+
+    def clear(self) -> None:
+        self._buckets.clear()
+        self.no_longer_compressed.clear()
+
+    def plans(self) -> list[UnitPlan]:
+        """The plans of all known buckets, in the order in which the parameters were registered."""
+        plans = [plan for known in self for plan in known.plans]
+        order = {name: place for place, name in enumerate(self._names.known())}
+        return sorted(plans, key=lambda plan: order.get(plan.name, 0))
+
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters in each known bucket."""
+        return tuple(tuple(known.layout.names) for known in self)
+
+    def compressed(self) -> set[str]:
+        """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
+        return {name for known in self if known.used for name in known.compressed}
+
+    def find(
+        self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, *, first: bool
+    ) -> KnownBucket:
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
+
+        Args:
+            arrangement: how the ranks share the work.
+            first: this is the first bucket of its backward pass.
+
+        Raises:
+            HookRunError: the learned state belongs to another model.
+        """
+        if first:
+            for known in self._buckets.values():
+                known.used = False
+        key = tuple(map(id, bucket.parameters))  # which the known layouts keep alive
+        found = self._buckets.get(key)
+        if found is None:
+            self._forget_dead(bucket)
+            found = self._buckets[key] = self._made(bucket, compressor, arrangement, first)
+        found.used = True
+        return found
+
+    def _made(self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, first: bool) -> KnownBucket:
+        names = self._names.of_bucket(list(bucket.parameters), first)
+        layout = read_layout(bucket.flat, bucket.parameters, names)
+        infos = [
+            ParameterInfo.of(slot.name, slot.parameter, self._names, compressor.config, layout.sparse)
+            for slot in layout.slots
+        ]
+        plans = arrangement.plans(compressor, compressor.plan(infos))
+        made = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
+        self._fit_state(made, infos, compressor)
+        with_residual, compressed = self._state["residual"] if self._state.local else {}, made.compressed
+        self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
+        if compressed:
+            made.work = arrangement.workspace(compressor, layout, plans)
+            made.reduce = arrangement.exchange(compressor)
+        return made
+
+    def forget_dead_state(self, compressor: Compressor[Any]) -> None:
+        """Delete the per-bucket state of layouts that no longer exist. Call this in a commit."""
+        for key in self.dead_units:
+            for each in compressor.state_fields:
+                if each.per == "bucket":
+                    self._state[each.key].pop(key, None)
+        self.dead_units.clear()
+
+    def drop_residuals(self, compressor: Compressor[Any]) -> None:
+        """Delete the residuals of parameters that are no longer compressed. Call this in a commit of a finite step: the
+        ranks of a joint save, which are at the same step, then have residuals of the same parameters."""
+        for name in self.no_longer_compressed:
+            self._state["residual"].pop(name, None)
+        if self.is_logging_rank:
+            logger.warning(
+                "%s compresses these parameters no longer, so that their residuals are dropped: %s",
+                compressor.display_name,
+                ", ".join(self.no_longer_compressed),
+            )
+        self.no_longer_compressed.clear()
+
+    def _forget_dead(self, new: Bucket) -> None:
+        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
+        and never returns to the old ones. This frees their workspaces before the new one is allocated. Other unused
+        layouts stay, because their buckets may merely have been skipped."""
+        parameters = {id(p) for p in new.parameters}
+        for key, known in list(self._buckets.items()):
+            if not known.used and any(id(p) in parameters for p in known.layout.parameters):
+                del self._buckets[key]
+                # No other layout has the same unit.
+                self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
+
+    def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
+        """Check loaded state against the parameters of its names, move it to their device and refit it. The state takes
+        the dtype of this bucket's computation, which differs from the dtype of the weights under FSDP's `reduce_dtype`.
+
+        Raises:
+            HookRunError: an entry cannot belong to its parameter.
+        """
+        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
+        for each in compressor.state_fields:
+            for plan in known.plans if each.per == "bucket" else of_parameters:
+                value = self._state[each.key].get(plan.key)
+                if value is not None and (plan.compressed or not each.replicated):
+                    plan = replace(plan, dtype=known.layout.dtype)
+                    self._fit(each, plan, value, compressor, known.layout.device)
+
+    def _fit(
+        self, field: StateField, plan: UnitPlan, value: torch.Tensor, compressor: Compressor[Any], device: torch.device
+    ) -> None:
+        problem = field.problem(value, plan)
+        if problem is not None:
+            raise HookRunError(f"the saved state has {problem}: it was saved for another model")
+        fitted: torch.Tensor | None = value
+        if plan.compressed and tuple(value.shape) != field.shape(plan):
+            fitted = field.refit(value, plan, compressor.initial_value(field, plan, value.dtype))
+        if fitted is not None:
+            self._state[field.key][plan.key] = fitted.to(device, field.dtype(plan))
+            return
+        del self._state[field.key][plan.key]
+        if self.is_logging_rank:
+            logger.warning(
+                "the saved %s of %s has shape %s, it needs %s: it starts afresh",
+                field.key.capitalize(),
+                plan.key,
+                tuple(value.shape),
+                field.shape(plan),
+            )

@@ -1,0 +1,427 @@
+"""How the ranks share the work on a bucket: all do the same, or they form nodes.
+
+With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
+each node: the rank with a certain local rank. For one bucket:
+
+    each rank sends each gradient to its owner in the node, which adds up the node's gradients
+    the owners in all nodes average these sums with the compressor
+    each owner sends the average, and what the compressor has learned, to the other ranks of its node
+
+So each rank compresses its share of the parameters only, and keeps residuals for its share.
+
+With a compressor that keeps residuals, an owner works on the sum of its node, not on the mean, and divides the result
+at the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero: the
+mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. A compressor
+without residuals gets the node's mean, which overflows float16 later.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collectives import Reach, Send, gather_rows, start
+from commhooks.comm.nodes import Nodes
+from commhooks.comm.wire import divide, join
+from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
+from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
+from commhooks.engine.state import LearnedState
+from commhooks.engine.task import NO_STATE, Done, ExchangeTask, new_task
+from commhooks.gradients import precision
+from commhooks.gradients.layout import BucketLayout, Slot
+from commhooks.gradients.precision import compute_dtype
+
+Field = tuple[StateField, UnitPlan]
+Splits = tuple[Sequence[int], Sequence[int]]
+"""How many elements go to each rank, and come from each."""
+
+
+class Arrangement:
+    """Every rank compresses every bucket, and sends to all others.
+
+    Attributes:
+        words: describes the nodes, for the summary; "" if there are none.
+        complete: every rank has the local tensors (residuals) of all parameters.
+        ranks_per_residual: a residual belongs to the sum of so many ranks' gradients.
+        groups: by `Reach`: returns the process group of such collectives, if not all ranks of the session take part.
+            The ranks of a "node" receive different numbers: a pass is committed on all of them or on none.
+    """
+
+    words: str = ""
+    complete: bool = True
+    ranks_per_residual: int = 1
+    groups: Mapping[Reach, Callable[[], dist.ProcessGroup]] = MappingProxyType({})
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
+        return True
+
+    def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+        """Mark the parameters of a bucket that `exchange` handles as compressed."""
+        return list(plans)
+
+    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
+        """The workspace of `exchange` for buckets of this layout, in which something is compressed."""
+        return compressor.workspace(layout, plans)
+
+    def memory_plan(
+        self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
+        """Bytes needed on this rank; see `Compressor.memory_plan`."""
+        return compressor.memory_plan(plans, buckets)
+
+    def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
+        """The function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
+        return compressor.exchange
+
+    def redistribute_residuals(
+        self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
+        All ranks of `group` call this when they have agreed on the state, if their local tensors may differ.
+
+        Args:
+            parameters: name -> parameter of the whole model.
+        """
+        # After a save with nodes each rank has the residuals of its share. Add zeros for the rest, so that all ranks
+        # save the same names.
+        for key in sorted(state.local) if parameters else ():
+            held = gather_held(state[key], parameters, group)
+            for place, name in enumerate(parameters):
+                if any(row[place] for row in held):
+                    state[key].setdefault(name, zeros_for(parameters[name]))
+
+    def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
+        """Set the entry `name` of `tensors`, a field by parameter name, as if all ranks had just loaded `mean`."""
+        tensors[name] = mean
+
+
+class EqualInNodes(Arrangement):
+    """The ranks of a node hold equal tensors, and each averages them with one rank of every other node."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.words = nodes.words
+        self.groups = {"all": lambda: nodes.across, "nodes": lambda: nodes.across, "node": lambda: nodes.node}
+
+
+def gather_held(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+) -> list[list[bool]]:
+    """For each rank of `group` and each of `parameters`, whether `tensors` has an entry on that rank. All ranks of the
+    group must call this."""
+    device = next(iter(parameters.values())).device
+    own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
+    held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
+    return held
+
+
+def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device)
+
+
+FLAT = Arrangement()
+
+
+def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
+    """The owner of each parameter, a local rank. The parameters are given out from the largest to the smallest, each to
+    the rank with the fewest elements so far. The result depends on the model only, not on its buckets.
+
+    Args:
+        sizes: name -> number of elements.
+    """
+    load = [0] * ranks_per_node
+    owners = {}
+    for name in sorted(sizes, key=lambda each: -sizes[each]):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += sizes[name]
+    return owners
+
+
+def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int) -> list[list[UnitPlan]]:
+    """The plans of each owner's parameters."""
+    return [[plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)]
+
+
+def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
+    """The learned tensors of these plans that are equal on all ranks: the owner sends them to its node."""
+    replicated = [each for each in compressor.state_fields if each.replicated]
+    compressed = [plan for plan in plans if plan.compressed]
+    # Not every unit has every field.
+    return [(field, plan) for plan in compressed for field in replicated if field.size_bytes(plan)]
+
+
+def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
+    """Bytes of the parts of an owner's message to each rank: gradients, fields, and a flag for each field."""
+    return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
+
+
+def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
+    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of each owner."""
+    count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
+    return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
+
+
+class NodeShares:
+    """The workspace of one bucket where ranks form nodes. The buffers are allocated once.
+
+    Args:
+        compressor: averages between the nodes.
+        layout, plans: of the whole bucket.
+        owners: see `owners_of`.
+
+    Attributes:
+        own: this rank's share of the gradients, 1-D.
+        work: the compressor's workspace for the share; None if nothing in it is compressed.
+        compresses: whether anything in the share is compressed.
+        to_owners, from_owners: for `by_owner` (elements) and `results` (bytes).
+        gradients, averages: buffers for what arrives from the ranks of the node: gradients of the own share, and the
+            `results` of all shares.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor[Any],
+        layout: BucketLayout,
+        plans: Sequence[UnitPlan],
+        owners: Mapping[str, int],
+        nodes: Nodes,
+    ) -> None:
+        local, count = nodes.local_rank, nodes.ranks_per_node
+        self._local_rank, self._count = local, count
+        self._must_read_flags = precision.is_host_readable(layout.device) or compressor.needs_exact_step
+        slots = [[slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)]
+        self._runs = [_runs(each) for each in slots]
+        self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
+        numels = [sum(slot.numel for slot in each) for each in slots]
+        gradient_bytes = [numel * layout.dtype.itemsize for numel in numels]
+        self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
+        self.to_owners: Splits = (numels, [numels[local]] * count)
+        self.from_owners: Splits = ([sum(self._sizes[local])], [sum(each) for each in self._sizes])
+        # The gradients have arrived before the averages are sent: both use the same memory.
+        total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
+        results, averages = sum(self._sizes[local]), sum(map(sum, self._sizes))
+        sent, arrived = (
+            torch.zeros(size, dtype=torch.uint8, device=layout.device) for size in buffer_sizes(self._sizes, local)
+        )
+        self._by_owner = sent[:total].view(layout.dtype)
+        self._results = sent[:results]
+        self.gradients = arrived[: count * share].view(layout.dtype)
+        self.averages = arrived[:averages]
+        self.own = torch.zeros(numels[local], dtype=layout.dtype, device=layout.device)
+
+        mine = [plan for plan in plans if owners[plan.name] == local]
+        self.compresses = any(plan.compressed for plan in mine)
+        self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
+
+    def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
+        """The gradients of the bucket, 1-D, in the order of their owners."""
+        join([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
+        return self._by_owner
+
+    def results(self, state: LearnedState) -> torch.Tensor:
+        """The message of this rank to all ranks of the node (uint8): `own`, the replicated tensors that the compressor
+        has learned for it, and for each of those tensors a flag that says whether it exists."""
+        fields = self._fields[self._local_rank]
+        pieces = self._results.split(self._sizes[self._local_rank])
+        pieces[0].copy_(self.own.view(torch.uint8))
+        for (field, plan), piece in zip(fields, pieces[1:-1], strict=True):
+            learned = state[field.key].get(plan.key)
+            if learned is not None:
+                piece.copy_(_bytes(learned))
+        if fields:
+            pieces[-1].copy_(torch.tensor([plan.key in state[field.key] for field, plan in fields], dtype=torch.uint8))
+        return self._results
+
+    def take(self, flat: torch.Tensor, state: LearnedState) -> None:
+        """Write the results of all ranks of the node, from `averages`, into the bucket and into the learned state."""
+        size = flat.element_size()
+        bucket = flat.view(torch.uint8)
+        for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
+            gradients, *learned, flags = message.split(self._sizes[owner])
+            if self._runs[owner]:
+                divide(gradients, [bucket[begin * size : end * size] for begin, end in self._runs[owner]])
+            if owner != self._local_rank and learned:
+                self._learn(self._fields[owner], learned, flags, state)
+
+    def _learn(
+        self, fields: Sequence[Field], learned: Sequence[torch.Tensor], flags: torch.Tensor, state: LearnedState
+    ) -> None:
+        complete = all(plan.key in state[field.key] for field, plan in fields)
+        # On an accelerator, tensors that exist stay, and the host waits for the flags in the first steps only.
+        there = flags.tolist() if self._must_read_flags or not complete else [1] * len(fields)
+        for (field, plan), new, is_there in zip(fields, learned, there, strict=True):
+            known = state[field.key]
+            if not is_there:
+                known.pop(plan.key, None)
+                continue
+            if plan.key not in known:
+                known[plan.key] = torch.empty(field.shape(plan), dtype=field.dtype(plan), device=new.device)
+            _bytes(known[plan.key]).copy_(new)
+
+
+class Hierarchy(Arrangement):
+    """Each rank compresses its share of every bucket, for its node.
+
+    Args:
+        parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
+    """
+
+    complete = False
+
+    def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.nodes = nodes
+        self.words = nodes.words
+        self.ranks_per_residual = nodes.ranks_per_node
+        self.groups = {"node": lambda: nodes.node, "nodes": lambda: nodes.across}
+        self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
+
+    def keeps(self, name: str) -> bool:
+        return self._owners[name] == self.nodes.local_rank
+
+    def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+        if compressor.transactional:
+            return list(plans)
+        # Without learned state all parameters take part, except sparse gradients, which cannot be shared out.
+        return [
+            dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel) if plan.lowered else plan
+            for plan in plans
+        ]
+
+    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
+        return NodeShares(compressor, layout, plans, self._owners, self.nodes)
+
+    def memory_plan(
+        self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
+        """`factors` includes what the other owners of the node have learned, `copies` the messages inside the node."""
+        count, local = self.nodes.ranks_per_node, self.nodes.local_rank
+        plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
+        own = compressor.memory_plan(
+            plans_of_owners(plans, self._owners, count)[local],
+            [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
+        )
+        others = [plan for plan in plans if not self.keeps(plan.name)]
+        learned = sum(field.size_bytes(plan) for field, plan in replicated_fields(compressor, others))
+        copies = 0
+        for bucket in buckets:
+            if any(plan.compressed for plan in bucket):
+                shares = plans_of_owners(bucket, self._owners, count)
+                gradients = [sum(plan.size_bytes() for plan in share) for share in shares]
+                fields = [replicated_fields(compressor, share) for share in shares]
+                sizes = [part_sizes(*each) for each in zip(gradients, fields, strict=True)]
+                copies += sum(buffer_sizes(sizes, local)) + gradients[local]
+        return dataclasses.replace(own, factors=own.factors + learned, copies=own.copies + copies)
+
+    def exchange(
+        self, compressor: Compressor[Any]
+    ) -> Callable[[torch.Tensor, NodeShares, LearnedState, StepInfo], Exchange]:
+        return functools.partial(self._shared_exchange, compressor)
+
+    def _shared_exchange(
+        self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
+    ) -> Exchange:
+        own = work.own
+        gradients = work.by_owner(flat)
+        yield Send(
+            gradients,
+            what="the node's gradients",
+            op="all_to_all",
+            splits=work.to_owners,
+            into=work.gradients,
+            over="node",
+        )
+        count = self.nodes.ranks_per_node
+        before, after = (1, count) if state.local else (count, 1)
+        first, *others = work.gradients.div_(before).view(count, own.numel())
+        own.copy_(first)
+        for each in others:  # in this order, so that no bit depends on the bucket
+            own.add_(each)
+
+        judged = False
+        if own.numel() > 0:
+            task, answer = self._between_nodes(compressor, work, state, step), None
+            while not isinstance(next_one := task.advance(answer), Done):
+                if isinstance(next_one, Send):
+                    next_one.over = "nodes"
+                else:
+                    judged = True
+                answer = yield next_one
+            if next_one.result is not own:
+                own.copy_(next_one.result)
+        if not judged:
+            yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
+        own.div_(after)
+
+        results = work.results(state)
+        yield Send(
+            results, what="the node's averages", op="gather", splits=work.from_owners, into=work.averages, over="node"
+        )
+        work.take(flat, state)
+        return None
+
+    def redistribute_residuals(
+        self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        for key in sorted(state.local):
+            if not state.local_shared:
+                self._collect(state[key], parameters)
+                continue
+            for name, mean in list(state[key].items()):
+                del state[key][name]
+                self.rebase(state[key], name, mean)
+                state.local_shared = False
+
+    def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
+        if self.keeps(name):
+            tensors[name] = mean * self.nodes.ranks_per_node
+
+    def _between_nodes(
+        self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
+    ) -> ExchangeTask:
+        """The exchange of this rank's share of a bucket."""
+        own, mine = work.own, StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.across.rank())
+        if not compressor.transactional:
+            return new_task(compressor, True, own, None, NO_STATE, mine)
+        return new_task(compressor, work.compresses, own, work.work, state, mine)
+
+    def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add up, at its owner, the node's tensors of each parameter of which other ranks have one, from a checkpoint
+        of another arrangement."""
+        held = gather_held(tensors, parameters, self.nodes.node)
+        for place, (name, parameter) in enumerate(parameters.items()):
+            if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
+                continue
+            total = tensors.pop(name, None)
+            if total is None:
+                total = zeros_for(parameter)
+            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.node, None).wait()
+            if self.keeps(name):
+                tensors[name] = total
+
+
+def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """The slots, in the order of the bucket, as intervals; adjacent ones are joined."""
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        if runs and runs[-1][1] == slot.offset:
+            runs[-1] = (runs[-1][0], slot.stop)
+        else:
+            runs.append((slot.offset, slot.stop))
+    return runs
+
+
+def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
+    """The layout of `own`, in which these slots lie one after another."""
+    offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
+    moved = [Slot(slot.name, slot.parameter, at, slot.numel) for slot, at in zip(slots, offsets, strict=False)]
+    return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,237 @@
+"""What is behind a `CommHook`: a compressor that the engine runs, or a user's function."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from commhooks.checkpoint.state import SavedLearnedState
+from commhooks.checkpoint.user_state import SavedUserState
+from commhooks.comm.counters import Counters
+from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.cast import AllReduce, Noop
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
+from commhooks.ddp_comm_hooks.default_hooks import checked_future
+from commhooks.engine.session import Session
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.source import Future, GradientSource
+from commhooks.plan import ModelPlan, parameter_plans, session_plan
+from commhooks.report import Status, Summary, Use
+from commhooks.request import HookRequest
+
+
+class Residuals(NamedTuple):
+    """For `CommHook.norms`: the residuals (1-D) by parameter name, the factor that they contain (the loss scale, times
+    the ranks of a node), and the names of the parameters that the hook compresses."""
+
+    tensors: Mapping[str, torch.Tensor]
+    factor: float
+    measured: Collection[str]
+
+
+class Hook(Protocol):
+    """What `CommHook` asks of the three kinds of hooks: compressors, users' functions, local steps."""
+
+    counters: Counters
+
+    @property
+    def saved(self) -> SavedLearnedState | SavedUserState:
+        """Saves and loads the state of the hook."""
+
+    def status(self) -> Status: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Entries of `CommHook.stats` beside the counters: "step", and what the kind of hook has. Brings the counters
+        up to date, and may wait for an accelerator for that."""
+
+    def summary(self) -> Summary: ...
+
+    def warnings(self) -> list[str]:
+        """What rank 0 warns of when the hook is attached."""
+
+    def plan(self) -> ModelPlan: ...
+
+    def residuals(self) -> contextlib.AbstractContextManager[Residuals]:
+        """The residuals may be read in the body only."""
+
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
+        """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
+
+    def close(self) -> None:
+        """Free what only backward passes need."""
+
+
+class CompressorHook:
+    """A compressor. The engine's session, which reduces the buckets, is bound to the model."""
+
+    def __init__(self, request: HookRequest, source: GradientSource, session: Session) -> None:
+        name, config = request.name, session.compressor.config
+        self.session, self.counters = session, session.counters
+        self._request, self._source = request, source
+        self._world_size = source.group.size()
+        self.learns = session.compressor.transactional
+        # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
+        plans = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
+        self.saved: SavedLearnedState | SavedUserState = (
+            SavedLearnedState(name, session, source.group, plans)
+            if self.learns
+            else SavedUserState(
+                name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
+            )
+        )
+
+    def status(self) -> Status:
+        session = self.session
+        return Status(
+            dataclasses.asdict(session.compressor.config),
+            self._use(),
+            counts_bytes=not self._request.off,
+            counts_outcomes=self.learns,
+            run_number=session.consensus.nonce if self.learns else None,
+        )
+
+    def _use(self) -> Use | None:
+        compressor = self.session.compressor
+        if not self.learns:
+            plain = isinstance(compressor.config, (AllReduce, Noop))
+            return None if plain and self._request.wrapper is None else Use(acted=True)
+        acted = self.counters.numel_before > 0
+        if isinstance(compressor, AdaptiveCompressor):
+            begins, remedy, or_later = compressor.begins, compressor.how_to_begin_earlier, " or later"
+        else:
+            begins, or_later = compressor.start_step, ""
+            remedy = f"Set {compressor.config.start_option} to a smaller number"
+        return Use(acted, plain=not acted, begins=begins, acts=begins, remedy=remedy, or_later=or_later)
+
+    def stats(self) -> dict[str, Any]:
+        session, compressor = self.session, self.session.compressor
+        session.held.settle()
+        found: dict[str, Any] = {"step": self.saved.step}
+        if not self._request.off:
+            assert session.consensus.choice is not None
+            found["kernel"] = session.consensus.choice.kernel
+        if isinstance(compressor, AdaptiveCompressor):
+            found |= {"chosen": compressor.chosen, "chosen_at": compressor.chosen_at}
+        return found
+
+    def summary(self) -> Summary:
+        compressor, consensus = self.session.compressor, self.session.consensus
+        before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
+        unit, alone, warnings = Unit.of(before), "", []
+        if not self.learns:
+            effect = f"{unit.text(before)} -> {unit.text(sent)} per step and rank"
+        elif isinstance(compressor, AdaptiveCompressor) and not self.counters.numel_before:
+            effect = f"the fastest hook here. Until then {unit.text(before)} per step and rank"
+        else:
+            effect = self.plan().summary()
+        use = self._use()
+        if self.learns and use is not None:
+            # Its residuals must be those that a run with several ranks can continue with.
+            begin = f"From step {use.begins} on the" if use.plain else "The"
+            alone = (
+                f". {begin} gradients are compressed as among several, so that the run can go on with any number of "
+                "them; hook=None trains on exact gradients"
+            )
+        assert consensus.choice is not None
+        if compressor.config.sends or self._world_size == 1:
+            warnings = consensus.choice.remarks(compressor.display_name, checked=self._request.check_every is not None)
+        else:
+            warnings = [
+                f"hook {self._request.name!r} averages nothing: every rank trains on its own data only, and the ranks "
+                "drift apart. It is for measuring how long a step takes without a network; hook=None trains without a "
+                "hook"
+            ]
+        kernel = "native kernel" if self.learns and consensus.choice.native else ""
+        details = [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each]
+        return Summary(details, effect, alone, warnings)
+
+    def warnings(self) -> list[str]:
+        compressor, plans = self.session.compressor, self._plans()
+        if not plans or not compressor.selective or any(plan.compressed for plan in plans):
+            return []
+        name = f"{compressor.display_name} ({compressor.summary})" if compressor.summary else compressor.display_name
+        return [f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."]
+
+    def plan(self) -> ModelPlan:
+        return session_plan(self._request.name, self.session, self._source.sparse)
+
+    def _plans(self) -> list[UnitPlan]:
+        session = self.session
+        return parameter_plans(session.compressor, session.consensus.binding.names, self._source.sparse)
+
+    @contextlib.contextmanager
+    def residuals(self) -> Iterator[Residuals]:
+        session, names = self.session, set(self._source.names.known())
+        state, arrangement = session.state, session.consensus.arrangement
+        with session.held.lock:
+            session.held.settle()
+            found = {n: t for key in state.local for n, t in state[key].items()}
+            if self.learns and (plans := self._plans()):
+                names = {plan.name for plan in plans if plan.compressed and arrangement.keeps(plan.name)}
+            elif self.learns:  # whole buckets
+                names = set(found) or names
+            yield Residuals(found, float(state.loss_scale) * arrangement.ranks_per_residual, names)
+
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.session.close()
+
+
+class FunctionHook:
+    """A user's function `(state, bucket) -> Future`. Its traffic is unknown."""
+
+    def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
+        self.counters = Counters()
+        self.state = state
+        self.saved = SavedUserState(request.name, dict(request.options), self.counters, source.group, state)
+        self._request, self._source, self._function = request, source, function
+
+    def run(self, bucket: Bucket) -> Future:
+        if bucket.is_first:
+            self.counters.begin_pass()
+        self.counters.bytes_uncompressed += bucket.nbytes
+        return checked_future(self._function(self.state, bucket.grad_bucket), self._request.name)
+
+    def end_pass(self) -> None:
+        return None
+
+    def status(self) -> Status:
+        return Status(dict(self._request.options))
+
+    def stats(self) -> dict[str, Any]:
+        return {"step": self.saved.step}
+
+    def summary(self) -> Summary:
+        return Summary()
+
+    def warnings(self) -> list[str]:
+        if self.state is None or isinstance(self.state, dist.ProcessGroup) or self.saved.saves_state:
+            return []
+        return [
+            f"the state of hook {self._request.name} ({type(self.state).__name__}) has no state_dict and "
+            "load_state_dict: checkpoints do not hold it."
+        ]
+
+    def plan(self) -> ModelPlan:
+        name, wire = self._request.name, self._request.wire_dtype
+        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.known().items()]
+        rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
+        narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
+        memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
+        return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
+
+    @contextlib.contextmanager
+    def residuals(self) -> Iterator[Residuals]:
+        yield Residuals({}, 1.0, self._source.names.known())
+
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
+        return True
+
+    def close(self) -> None:
+        return None

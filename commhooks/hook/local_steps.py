@@ -1,0 +1,123 @@
+"""Local steps behind a `CommHook`: what `LocalStepsDriver` reports, saves and loads."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from commhooks.checkpoint.state import SavedLearnedState
+from commhooks.gradients.precision import compute_dtype
+from commhooks.gradients.source import GradientSource
+from commhooks.hook.hooks import Residuals
+from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.plan import ModelPlan, parameter_plans, session_plan
+from commhooks.report import Status, Summary, Use
+from commhooks.request import HookRequest
+
+
+class LocalStepsHook:
+    """The third kind of hook, beside `CompressorHook` and `FunctionHook`."""
+
+    def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
+        self.driver, self.counters = driver, driver.counters
+        self.saved = _SavedRounds(request.name, source, driver)
+        self._request, self._source, self._outer = request, source, driver.outer
+
+    def status(self) -> Status:
+        compressor = self._outer.compressor
+        use = Use(
+            acted=self.counters.compressed_steps + self.counters.nonfinite_steps > 0,
+            plain=self.driver.averages,
+            begins=compressor.start_step,
+            acts=compressor.start_step + compressor.config.sync_every,
+            missing="averaged no weights",
+            remedy=f"Set {compressor.config.start_option} to a smaller number, or sync_every",
+        )
+        return Status(
+            dataclasses.asdict(compressor.config),
+            use,
+            counts_bytes=True,
+            counts_outcomes=True,
+            replicas_agree=not self.driver.apart,
+            run_number=self._outer.consensus.nonce,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        self._outer.held.settle()
+        norm, cosine = self._outer.norm_and_cosine()
+        assert self._outer.consensus.choice is not None
+        return {
+            "step": self.saved.step,
+            "kernel": self._outer.consensus.choice.kernel,
+            "step_in_round": self.driver.in_round,
+            "outer_gradient_norm": norm,
+            "outer_gradient_cosine": cosine,
+        }
+
+    def summary(self) -> Summary:
+        buffers = any(True for _ in self.driver.module.buffers())
+        more = "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on" if buffers else ""
+        compressor, consensus = self._outer.compressor, self._outer.consensus
+        assert consensus.choice is not None
+        kernel = "native kernel" if consensus.choice.native else ""
+        return Summary(
+            [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each],
+            f"{self.plan().summary()}{more}",
+            ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
+            "trains without",
+            consensus.choice.remarks(compressor.display_name, checked=self._request.check_every is not None),
+        )
+
+    def warnings(self) -> list[str]:
+        found = list(self.driver.still_sent)
+        if self._request.check_every is not None and not self._outer.immediate:
+            found.append(
+                "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
+                "after a save or a validation only"
+            )
+        return [f"hook {self._request.name}: {each}" for each in found]
+
+    def plan(self) -> ModelPlan:
+        return session_plan(self._request.name, self._outer, self._source.sparse)
+
+    @contextlib.contextmanager
+    def residuals(self) -> Iterator[Residuals]:
+        # The residuals of weights cannot be compared with gradients.
+        keeps, plans = self._outer.consensus.arrangement.keeps, self.plan().parameters
+        yield Residuals({}, 1.0, {plan.name for plan in plans if plan.compressed and keeps(plan.name)})
+
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
+        return self.driver.synchronize(self.saved.joint_save(), limit_s, optimizers=optimizers)
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+class _SavedRounds(SavedLearnedState):
+    """Saves at the end of a round, when weights and optimizers are the same on all ranks."""
+
+    step_is = "round"
+
+    def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
+        # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
+        plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
+        super().__init__(hook, driver.outer, source.group, plans)
+        self._driver = driver
+
+    def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
+        together = joint and self._driver.synchronize(self.joint_save(), limit_s, optimizers=True)
+        content = super().save(residual, limit_s=limit_s, gather=gather, joint=together)
+        return content if self._driver.is_exact(together=together) else content | {"exact": False}
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        return functools.partial(self._driver.load, super().prepare_load(content, strict))
+
+    def begin_anew(self) -> None:
+        self._driver.load(super().begin_anew)
+
+    def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
+        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.known().items()}
+        return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}

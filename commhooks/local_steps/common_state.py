@@ -1,0 +1,343 @@
+"""State other than trained weights is taken from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
+
+The state of one rank is consistent in itself; a mean over ranks often is not: moments, 8-bit codes with their scales,
+the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model rank 0 is the rank of the
+first replica that holds the same shard.
+"""
+
+import functools
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
+from commhooks.comm.counters import Counters
+from commhooks.errors import logger_of
+from commhooks.gradients.loss_scale import LossScale, scaler_of
+from commhooks.gradients.names import own_name
+from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.fragments import layouts, packed, write_back
+from commhooks.local_steps.optimizers import OptimizerSteps
+
+logger = logger_of(__name__)
+
+Node = tuple[str, Any]
+"""The description of a value: a kind, and what it has. "tensor": the fields of a `_Leaf`. "dict", and "components" of a
+tensor that consists of others, such as a DTensor: nodes by name. "list", "tuple": nodes. "value": the value itself.
+"own": nothing, because it is not shared."""
+
+_WHAT = "the state of rank 0"
+_MESSAGE_BYTES = 64 * 2**20
+_ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
+
+
+class CommonState:
+    """All ranks must call each method at the same point of the training.
+
+    Args:
+        hook: name of the hook, for messages.
+        loss_scale: as of `attach`; its GradScaler is shared, too, if it can be found.
+        counters: count what is sent.
+        logs: whether this rank logs.
+    """
+
+    def __init__(
+        self,
+        hook: str,
+        source: GradientSource,
+        optimizers: OptimizerSteps,
+        loss_scale: Callable[[], LossScale] | None,
+        counters: Counters,
+        *,
+        logs: bool,
+    ) -> None:
+        self._hook, self._logs, self._loss_scale = hook, logs, loss_scale
+        self._source, self._optimizers, self._counters = source, optimizers, counters
+
+    @torch.no_grad()
+    def share(self, *, optimizers: bool) -> list[str]:
+        """Copy the state of rank 0 to all ranks. Tensors that are equal on all ranks are not sent.
+
+        Args:
+            optimizers: share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
+
+        Returns:
+            What still differs, because only some ranks have it; the same on all ranks.
+        """
+        group, device = self._source.group, self._source.device
+        own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
+        described = {label: _described(value, tensors) for label, (value, _) in own.items()}
+        sums = self._checksums(tensors)
+        keys = torch.tensor([agreement_key(described), agreement_key(sums)], device=device)
+        same_form, same_bits = (len(each.unique()) == 1 for each in gather_rows(keys, group, self._counters, _WHAT).T)
+        if same_form and same_bits:
+            return []
+        first = described if same_form else self._of_first(described)
+        leaves, mine = (
+            {path: leaf for label, node in each.items() for path, leaf in _leaves(node, label)}
+            for each in (first, described)
+        )
+        row = [
+            (sums[mine[path].number], 1) if path in mine and mine[path].form == leaf.form else (0, 0)
+            for path, leaf in leaves.items()
+        ]
+        rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
+        wanted = (rows != rows[0]).any(0).any(1).tolist()
+        arrived = self._receive([leaf for leaf, each in zip(leaves.values(), wanted, strict=True) if each], tensors)
+        differing = own.keys() ^ first.keys()
+        for label, node in first.items() if group.rank() else ():
+            value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
+            try:
+                set_value(_rebuilt(value, node, arrived))
+                differing.discard(label)
+            except _CannotRebuild:
+                differing.add(label)
+        if same_form:
+            return []
+        found = gather_texts("\n".join(differing if group.rank() else ()), group, device, _WHAT)
+        return sorted({each for text in found for each in text.splitlines()})
+
+    def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
+        """Each part of the state by its label in messages: its value, and a function that sets it."""
+        found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
+        module, trained = self._source.module, self._source.names.known()
+        known = {id(each) for each in trained.values()}
+        for name, each in module.named_buffers() if module is not None else ():
+            found[f"buffer {name}"] = each, functools.partial(_set_buffer, module, name)
+        for name, each in self._source.weights().items():
+            if id(each) not in known and own_name(name) not in trained:
+                found[f"frozen parameter {name}"] = each, functools.partial(_check_same, each)
+        for optimizer in self._optimizers.known() if optimizers else ():
+            parameters = _parameters(optimizer)
+            label = f"the state of {type(optimizer).__name__} with {len(parameters)} parameters"
+            same = sum(other.startswith(label) for other in found)
+            state = {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state}
+            groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+            names = self._names_of(parameters)
+            set_value = functools.partial(_set_optimizer, optimizer, names)
+            value = {names: {"state": state, "groups": groups}}  # so nothing is copied between other parameters
+            found[label + (f" ({same + 1})" if same else "")] = value, set_value
+        if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
+            found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
+        return found
+
+    def _set_new(self, label: str, value: Any) -> None:
+        """Register a buffer that this rank does not have."""
+        kind, _, name = label.partition(" ")
+        if kind != "buffer" or not isinstance(value, torch.Tensor):
+            raise _CannotRebuild
+        _set_buffer(self._source.module, name, value)
+
+    def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
+        names = dict(zip(map(id, self._source.stepped()), self._source.names.known(), strict=True))
+        return " ".join(names.get(id(each), str(tuple(each.shape))) for each in parameters)
+
+    def _checksums(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """One checksum per tensor. The host waits once per device."""
+        sums = [0] * len(tensors)
+        for device in {each.device for each in tensors}:
+            places = [place for place, each in enumerate(tensors) if each.device == device]
+            read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
+            for place, value in zip(places, read, strict=True):
+                sums[place] = value
+        return sums
+
+    def _of_first(self, described: dict[str, Node]) -> dict[str, Node]:
+        """The description on rank 0."""
+        group, device, file = self._source.group, self._source.device, io.BytesIO()
+        torch.save(described, file)
+        length = torch.tensor([file.tell()], device=device)
+        broadcast_first(length, group, None, _WHAT)
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if group.rank() == 0:
+            content.copy_(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+        content = content.to(device)
+        broadcast_first(content, group, self._counters, _WHAT)
+        first: dict[str, Node] = torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
+        return first
+
+    def _receive(self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors of rank 0 by their numbers there. `own`: on rank 0 the tensors to send."""
+        found: dict[int, torch.Tensor] = {}
+        for piece in _messages(leaves):
+            sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
+            message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._source.device)
+            parts = [part[: each.nbytes] for part, each in zip(message.split(sizes), piece, strict=True)]
+            if self._source.group.rank() == 0:
+                for part, each in zip(parts, piece, strict=True):
+                    part.copy_(own[each.number].contiguous().view(-1).view(torch.uint8))
+            broadcast_first(message, self._source.group, self._counters, _WHAT)
+            for part, each in zip(parts, piece, strict=True):
+                found[each.number] = part.view(each.dtype).view(each.shape)
+        return found
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def differing_weights(self) -> list[str]:
+        """The names of the trained weights that are not equal on all ranks."""
+        known = self._source.names.known()
+        own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
+        rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
+        return [name for name, same in zip(known, (rows == rows[0]).all(0).tolist(), strict=True) if not same]
+
+    @torch.no_grad()
+    def equalize(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Average weights that should be equal on all ranks, with a warning, if they are not."""
+        if not parameters.keys() & set(self.differing_weights()):
+            return
+        if self._logs:
+            logger.warning(
+                "hook %s: the weights differ between ranks at the first backward pass, as after a training that ended "
+                "in mid-round: all ranks begin from their mean.",
+                self._hook,
+            )
+        self._source.before_weights_change()
+        group = self._source.group
+        for layout in layouts(parameters):
+            send = Send(packed(layout).div_(group.size()), what="the weights to begin from", last=True)
+            write_back(layout, collectives.start(send, group, self._counters, "").wait())
+
+
+# ---- how a part of the state is set ----------------------------------------------------------------------------------
+
+
+class _CannotRebuild(Exception):
+    """This rank has no object into which the state of rank 0 can be copied."""
+
+
+def _set_buffer(module: torch.nn.Module | None, name: str, value: Any) -> None:
+    owner, _, own = name.rpartition(".")
+    try:
+        assert module is not None
+        holder = module.get_submodule(owner)
+    except AttributeError:
+        raise _CannotRebuild from None
+    if own not in dict(holder.named_buffers(recurse=False)):
+        holder.register_buffer(own, value)
+    elif getattr(holder, own) is not value:
+        setattr(holder, own, value)
+
+
+def _check_same(own: torch.Tensor, value: Any) -> None:
+    if value is not own:
+        raise _CannotRebuild
+
+
+def _set_optimizer(optimizer: torch.optim.Optimizer, names: str, value: dict[str, Any]) -> None:
+    if names not in value:
+        raise _CannotRebuild
+    state = value[names]["state"]
+    for place, parameter in enumerate(_parameters(optimizer)):
+        if place in state:
+            optimizer.state[parameter] = state[place]
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, each in zip(optimizer.param_groups, value[names]["groups"], strict=True):
+        group.update(each)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# ---- a value described without its tensors ---------------------------------------------------------------------------
+
+
+class _Leaf(NamedTuple):
+    """A tensor. `number`: its place in the list of all tensors."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.shape, self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
+    """The description of `value`, whose tensors are appended to `tensors`."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return "components", {name: _described(getattr(value, name), tensors) for name in names}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        tensors.append(value.detach())
+        return "tensor", (len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type == "cpu")
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+        return "dict", {key: _described(each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value).__name__, [_described(each, tensors) for each in value]
+    return ("value", value) if value is None or type(value) in (bool, int, float, str) else ("own", None)
+
+
+def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
+    """All tensors by their paths, which ranks with the same parts have in common."""
+    kind, inner = node
+    if kind == "tensor":
+        yield path, _Leaf(*inner)
+    elif kind not in ("value", "own"):
+        for key, each in inner.items() if isinstance(inner, dict) else enumerate(inner):
+            yield from _leaves(each, f"{path}/{key}")
+
+
+def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
+    """The value that `node` describes, in place of `own` where that fits. `arrived`: tensors by number; `own` has equal
+    ones in place of the others."""
+    kind, inner = node
+    if kind == "own":
+        return own
+    if kind == "value":
+        return inner
+    if kind == "tensor":
+        leaf = _Leaf(*inner)
+        new = arrived.get(leaf.number)
+        if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == leaf.form:
+            if new is not None:
+                own.detach().copy_(new)
+            return own
+        if new is None:
+            raise _CannotRebuild
+        return new.to("cpu" if leaf.on_host else new.device, copy=True)
+    if kind == "components":
+        for name, each in inner.items():
+            part = getattr(own, name, None)
+            if part is None or _rebuilt(part, each, arrived) is not part:
+                raise _CannotRebuild
+        return own
+    if kind == "dict":
+        found = own if isinstance(own, dict) else {}
+        for key in found.keys() - inner.keys():
+            del found[key]
+        for key, each in inner.items():
+            found[key] = _rebuilt(found.get(key), each, arrived)
+        return found
+    fits = isinstance(own, (list, tuple)) and len(own) == len(inner)
+    items = [_rebuilt(own[place] if fits else None, each, arrived) for place, each in enumerate(inner)]
+    if kind == "list" and isinstance(own, list):
+        own[:] = items
+        return own
+    return items if kind == "list" else tuple(items)
+
+
+def _messages(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
+    """The leaves in messages of up to `_MESSAGE_BYTES`, but at least one leaf."""
+    message: list[_Leaf] = []
+    size = 0
+    for each in leaves:
+        if message and size + each.nbytes > _MESSAGE_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(each)
+        size += each.nbytes
+    if message:
+        yield message

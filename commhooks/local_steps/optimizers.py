@@ -1,0 +1,130 @@
+"""When the optimizers of a model step."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from commhooks.errors import HookRunError
+
+
+class OptimizerSteps:
+    """Watches all optimizers of torch for steps of these parameters.
+
+    Args:
+        parameters: the parameters of the model.
+        stepped: called after the step with which the optimizers have stepped all parameters since `expect`.
+
+    Attributes:
+        stepping: an optimizer of the model is in its step, and may call a closure with further passes.
+        repeats: the next backward pass repeats the pass of a step: an optimizer calls its closure again.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], stepped: "weakref.WeakMethod[Callable[[], None]]") -> None:
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._stepped = stepped
+        self._missing: set[int] | None = None
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+        self.stepping = self.repeats = False
+        _watch_all_optimizers()
+        _watching[self] = None
+
+    def close(self) -> None:
+        _watching.pop(self, None)
+
+    def known(self) -> list[Optimizer]:
+        """The optimizers that have stepped, in the order of their first steps."""
+        return list(self._optimizers)
+
+    def expect(self) -> None:
+        """Wait for a step of every parameter."""
+        self._missing = set(self._parameters)
+
+    def forget(self) -> None:
+        """Wait for no step."""
+        self._missing = None
+
+    def passed(self) -> bool:
+        """A backward pass has ended. Returns whether it repeated the pass of a step."""
+        repeated, self.repeats = self.repeats, self.stepping
+        return repeated
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if not self._parameters_of(optimizer):
+            return
+        if hasattr(optimizer, "consolidate_state_dict"):  # a ZeroRedundancyOptimizer, or one like it
+            raise HookRunError(
+                f"{type(optimizer).__name__} steps each parameter on one rank only, with the gradient of that rank, "
+                "but this hook averages weights, not gradients: use a plain optimizer, or shard the model by "
+                "fully_shard"
+            )
+        self.stepping, self.repeats = True, False
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        stepped = self._parameters_of(optimizer)
+        if not stepped:
+            return
+        self.stepping = self.repeats = False
+        self._optimizers[optimizer] = None
+        if self._missing is not None:
+            self._missing -= stepped
+            if not self._missing:
+                self._missing = None
+                if (callback := self._stepped()) is not None:
+                    callback()
+
+    def _parameters_of(self, optimizer: Optimizer) -> set[int]:
+        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
+
+    def reset_nonfinite(self) -> None:
+        """Reset the state of each parameter for which an optimizer holds a number that is not finite, such as Adam's
+        moments after a bad gradient: its next steps would not be finite, either."""
+        for optimizer in self._optimizers:
+            for parameter in self._parameters.values():
+                numbers = _numbers(optimizer.state.get(parameter, {}))
+                if all(each.isfinite().all() for each in numbers):
+                    continue
+                if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the state, not its step
+                    for each in numbers:
+                        each.zero_()
+                else:
+                    del optimizer.state[parameter]
+
+
+def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
+    """The floating-point tensors of a parameter's state; of a DTensor this rank's shard."""
+    tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return [each for each in local if each.is_floating_point()]
+
+
+_watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()
+"""In the order of construction, which is the same on all ranks."""
+
+
+@functools.cache
+def _watch_all_optimizers() -> None:
+    # Once per process, and never removed: torch fails if a hook is removed while it calls them, as the garbage
+    # collector could do.
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_watching):
+        each.before_step(optimizer)
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_watching):
+        each.after_step(optimizer)

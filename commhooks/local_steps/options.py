@@ -1,0 +1,91 @@
+"""The options of `diloco` and `local_sgd`, which communicate once in several steps."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Union
+
+from commhooks.options import HookConfig, check_choice
+
+WIRES = ("float32", "int8", "int4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(HookConfig):
+    """Base of both hooks. `DiLoCo` has options for what is constant here."""
+
+    start_option: ClassVar[str | None] = "start_iter"
+
+    sync_every: int = 5
+    start_iter: Union[int, float, None] = 0  # noqa: UP007  (OmegaConf 2.4 does not read `int | float | None`)
+
+    outer_lr: ClassVar[float] = 1.0
+    outer_momentum: ClassVar[float] = 0.0
+    wire: ClassVar[str] = "float32"
+    fragments: ClassVar[int] = 1
+    delay: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(LocalSteps):
+    """Every rank trains on its own gradients, and every `sync_every` steps the weights of all ranks are averaged.
+
+    The average is exact, in float32. With `start_iter` this is post-local SGD (Lin, Stich, Patel, Jaggi: ICLR 2020).
+
+    Args:
+        sync_every: steps (synchronised backward passes) between two averages.
+        start_iter: as in `DiLoCo`.
+    """
+
+    hook_name: ClassVar[str] = "local_sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(LocalSteps):
+    """Every rank trains on its own gradients; every `sync_every` steps an outer optimizer moves the common weights.
+
+    The outer gradient is the mean over the ranks of the distance that their weights have moved. The outer optimizer is
+    SGD with Nesterov momentum (Douillard et al.: DiLoCo, 2023).
+
+    Args:
+        sync_every: H, steps (synchronised backward passes) between two outer steps.
+        outer_lr: learning rate of the outer step. 1: the plain mean of the weights.
+        outer_momentum: momentum of the outer step, 0 up to 1. Published values (0.9 with outer_lr 0.7) are for long
+            runs with H of some hundreds.
+        wire: dtype of the weight differences on the wire: "int4", "int8" (both with error feedback) or "float32".
+        fragments: P, fragments of the weights that take turns within a round, so that less is sent at once. H must be
+            divisible by P (Douillard et al.: Streaming DiLoCo, 2025).
+        delay: a fragment is sent so many steps before its turn, while the training goes on, and arrives at its turn;
+            less than H / P. What the training has added since then stays. For models on the CPU only.
+        start_iter: average the gradients of every step exactly for so many steps first. An int is a number of steps, a
+            float strictly between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100
+            where the length of the run is unknown.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are sent in float32.
+    """
+
+    hook_name: ClassVar[str] = "diloco"
+
+    outer_lr: float = 1.0  # type: ignore[misc]  # an option here, fixed in the base
+    outer_momentum: float = 0.0  # type: ignore[misc]
+    wire: str = "int4"  # type: ignore[misc]
+    fragments: int = 1  # type: ignore[misc]
+    delay: int = 0  # type: ignore[misc]
+    exclude: list[str] = field(default_factory=list, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(0 < self.outer_lr < float("inf"), "outer_lr", "a number above 0")
+        self._require(0 <= self.outer_momentum < 1, "outer_momentum", "a number from 0 up to 1, without 1")
+        check_choice(f"{type(self).__name__}: wire", self.wire, WIRES)
+        self._require(self.fragments >= 1, "fragments", "a number of parts, 1 or more")
+        self._require(
+            self.sync_every % self.fragments == 0,
+            "sync_every",
+            f"a multiple of fragments={self.fragments}, whose turns are spread evenly over a round",
+        )
+        distance = self.sync_every // self.fragments
+        self._require(
+            0 <= self.delay < distance, "delay", f"0 up to {distance - 1}: the next turn comes {distance} steps later"
+        )

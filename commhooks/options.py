@@ -1,0 +1,184 @@
+"""The options of hooks: one frozen dataclass per hook, from Python, YAML, the environment, flags and checkpoints alike.
+OmegaConf checks and converts each value. Fields have the names of the arguments of torch's hooks."""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, Union
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from commhooks.errors import HookConfigError, invalid, no_such
+
+LATEST_DEFAULT_START = 1000
+"""The default start in a run of known length: 10 % of it, and no later than this step."""
+START_IF_UNKNOWN = 100
+"""The default start in a run of unknown length."""
+LARGEST_STEP = 2**62
+"""The largest step number that a checkpoint can hold."""
+ConfigT = TypeVar("ConfigT", bound="HookConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookConfig:
+    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
+
+    A field `exclude: list[str]` holds globs on parameter names; the compressor does not see matching parameters.
+    """
+
+    hook_name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Alternative names of the hook."""
+    own_wire: ClassVar[str | None] = None
+    """The dtype to which the hook itself casts gradients, spelled as the option `wrapper`: "fp16" or "bf16"."""
+    sends: ClassVar[bool] = True
+    """False for a hook that communicates nothing, so that replicas drift apart."""
+    start_option: ClassVar[str | None] = None
+    """Name of the field with the step at which compression begins: an int is a number of steps, a float a fraction of
+    the run, None 10 % of it (at most 1000 steps), and 100 steps where its length is unknown. Before that step gradients
+    are averaged uncompressed."""
+    without_use: ClassVar[tuple[str, ...]] = ()
+    """Inherited options that this hook refuses or does not need: lists of options leave them out."""
+
+    def __new__(cls: type[ConfigT], **options: Any) -> ConfigT:
+        # The TypeError of `__init__` about an unknown keyword would offer no similar name.
+        names = [each.name for each in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                raise no_such(f"hook {getattr(cls, 'hook_name', cls.__name__)!r}", "option", name, names)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        # Configs from Python and from YAML must compare equal across ranks. Lists are copied.
+        hints = typing.get_type_hints(type(self))
+        for name in (each.name for each in dataclasses.fields(self)):
+            value = converted(f"{type(self).__name__}: {name}", getattr(self, name), hints[name])
+            object.__setattr__(self, name, value)
+        if self.start_option is not None:
+            self._check_start(self.start_option)
+        self._require(all(self.excluded_globs), "exclude", "patterns that are not empty")
+
+    @property
+    def excluded_globs(self) -> Sequence[str]:
+        """Globs on parameter names; matching parameters are never compressed."""
+        patterns: Sequence[str] = getattr(self, "exclude", ())
+        return patterns
+
+    @property
+    def configured_start(self) -> int | float | None:
+        """The value of the field named by `start_option`; 0 for a hook without that option."""
+        return 0 if self.start_option is None else getattr(self, self.start_option)
+
+    def with_start(self: ConfigT, start: int) -> ConfigT:
+        """A copy that starts after `start` steps; `self` for a hook without a start option."""
+        return self if self.start_option is None else dataclasses.replace(self, **{self.start_option: start})
+
+    def resolved(self: ConfigT, total_steps: int | None) -> ConfigT:
+        """A copy whose start is a number of steps.
+
+        Args:
+            total_steps: synchronised backward passes in the whole run; None if unknown.
+
+        Raises:
+            HookConfigError: the start is a fraction and `total_steps` is None.
+        """
+        start = self.configured_start
+        if self.start_option is None or isinstance(start, int):
+            return self
+        if start is None:
+            return self.with_start(
+                START_IF_UNKNOWN if total_steps is None else min(LATEST_DEFAULT_START, math.ceil(0.1 * total_steps))
+            )
+        if total_steps is None:
+            raise HookConfigError(
+                f"{self.start_option}={start!r} is a fraction of the run, whose length is unknown here: "
+                f"pass total_steps=N, or give {self.start_option} as an int, a number of steps"
+            )
+        return self.with_start(math.ceil(start * total_steps))
+
+    def _check_start(self, name: str) -> None:
+        start = getattr(self, name)
+        if isinstance(start, int):
+            self._require(start >= 0, name, "a number of steps, 0 or more")
+            self._require(start <= LARGEST_STEP, name, f"a number of steps, {LARGEST_STEP} at most")
+        elif start is not None:
+            self._require(
+                0 < start < 1, name, "a fraction of the run strictly between 0 and 1, or an int for a number of steps"
+            )
+
+    def _require(self, holds: bool, name: str, expected: str) -> None:
+        """Raise HookConfigError unless `holds`; for `__post_init__` of subclasses."""
+        if not holds:
+            raise invalid(f"{type(self).__name__}: {name}", getattr(self, name), expected)
+
+
+def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
+    """Convert `value` to the type `hint` as OmegaConf does. Text for a number or a bool is read as YAML, because the
+    environment and flags give text; an int for a bool is an error, which OmegaConf would take for True.
+
+    Args:
+        where: argument, key path or option, for the message.
+        hint: bool, int, float, str, list[str], dict[str, Any], or a union of these with None.
+        expected: what to say of a value that does not fit; "" names the type.
+
+    Raises:
+        HookConfigError: the value does not fit.
+    """
+    value, kinds = plain(where, value), _members(hint)
+    try:
+        read = list(value) if isinstance(value, tuple) else value  # OmegaConf 2.3 takes no tuple
+        if isinstance(value, str) and value.strip() and not {bool, int, float}.isdisjoint(kinds):
+            read = OmegaConf.from_dotlist([f"value={value}"]).value
+        if type(read) in kinds:
+            return read
+        if bool in kinds:
+            raise TypeError
+        holder = OmegaConf.structured(_holder(hint))
+        OmegaConf.update(holder, "value", read)
+        return plain(where, holder.value)
+    except Exception:  # OmegaConf and PyYAML raise many types, also OverflowError and UnicodeError
+        raise invalid(where, value, expected or " or ".join(map(_in_words, kinds))) from None
+
+
+def check_choice(where: str, value: object, choices: Collection[object]) -> None:
+    """Raise HookConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        near = [each for each in choices if isinstance(each, str)]
+        raise invalid(where, value, f"one of {', '.join(map(repr, choices))}", near)
+
+
+def plain(where: str, value: Any) -> Any:
+    """Replace a container of OmegaConf, which Hydra passes to the objects that it makes, by a dict or list.
+
+    Args:
+        where: argument, key path or file, for the message.
+
+    Raises:
+        HookConfigError: a value is missing ("???"), or an interpolation cannot be resolved.
+    """
+    if not OmegaConf.is_config(value):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"{where}: {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+@functools.cache
+def _holder(hint: Any) -> type[Any]:
+    """A dataclass with one field of this type, for OmegaConf, which reads no `int | float | None` (2.4)."""
+    return dataclasses.make_dataclass("Value", [("value", Union[_members(hint)])])  # noqa: UP007
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _in_words(kind: Any) -> str:
+    words = {bool: "True or False", type(None): "None", list[str]: "a list of text", dict[str, Any]: "a dict"}
+    return words.get(kind) or str(kind.__name__)

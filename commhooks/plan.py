@@ -1,0 +1,308 @@
+"""The plan of a model: what is compressed and what is not, the bytes sent, and the memory needed; and its table."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commhooks.comm.wire import dtype_name
+from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
+from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.session import ExchangeDriver
+from commhooks.errors import HookConfigError
+from commhooks.gradients.names import ModelNames, ParameterNames, all_names
+from commhooks.gradients.source import sparse_parameters
+from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.request import HookRequest
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket of DDP: its parameters in their order in the buffer, and its bytes per step."""
+
+    parameters: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The plan of a whole model. `print(plan)` shows a table with one line per parameter."""
+
+    hook: str
+    parameters: tuple[UnitPlan, ...]
+    wire_dtype: torch.dtype | None = None
+    """The dtype to which the hook or its wrapper casts the numbers that it sends; None: it does not."""
+    start_step: int = 0
+    """Compression begins after this many steps."""
+    selective: bool = True
+    """Whether the hook decides for each parameter whether to compress it."""
+    memory: MemoryPlan = MemoryPlan()
+    """Bytes that the hook needs on each rank; with `ranks_per_node` on this rank, which keeps a share of the residuals.
+    `packed` and `copies` are upper bounds if the buckets are unknown."""
+    arrangement: str = ""
+    """With `ranks_per_node`, between which ranks the bytes of this plan travel; a node sends them as one rank."""
+    bucket_names: tuple[tuple[str, ...], ...] = ()
+    """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
+    bytes_per_save: int = 0
+    """Bytes that a joint save sends of an optimizer that keeps two numbers per weight, such as Adam, where each rank
+    trains for itself."""
+    sends: bool | None = True
+    """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of gradient per rank and step without the hook."""
+        return sum(p.size_bytes() for p in self.parameters)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes that the hook passes to collectives per rank and step once it compresses, without flags."""
+        return sum(self.sent_bytes(p) for p in self.parameters)
+
+    @property
+    def flag_bytes(self) -> int:
+        """Further bytes sent per rank and step, such as a flag per matrix."""
+        return sum(p.flags * p.wire_itemsize(self.wire_dtype) for p in self.compressed)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of all sizes in texts about this plan."""
+        return Unit.of(self.bytes_before)
+
+    @property
+    def compressed(self) -> tuple[UnitPlan, ...]:
+        return tuple(p for p in self.parameters if p.compressed)
+
+    @property
+    def compressed_share(self) -> float:
+        """Share of the gradient's bytes that is compressed, 0 to 1."""
+        before = self.bytes_before
+        return sum(p.size_bytes() for p in self.compressed) / before if before else 0.0
+
+    @property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        """Totals per bucket; empty if the buckets are unknown."""
+        before = {p.name: p.size_bytes() for p in self.parameters}
+        after = {p.name: self.sent_bytes(p) for p in self.parameters}
+        return tuple(
+            BucketPlan(names, sum(before[name] for name in names), sum(after[name] for name in names))
+            for names in self.bucket_names
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain types, for JSON. Bytes are per rank and step."""
+        sent = None if self.sends is None else self.bytes_after
+        # All rows have the same keys, and "matrix" and "rank" for every hook.
+        details = dict.fromkeys(["matrix", "rank", *(key for p in self.parameters for key in p.details)])
+        return {
+            "hook": self.hook,
+            "start_step": self.start_step if self.selective else None,
+            "wire_dtype": dtype_name(self.wire_dtype) or None,
+            "known": not self._unknown,
+            "bytes_before": self.bytes_before,
+            "bytes_after": sent,
+            "flag_bytes": self.flag_bytes,
+            "bytes_per_save": self.bytes_per_save,
+            "compression_rate": self.bytes_before / sent if sent else None,
+            "compressed_share": self.compressed_share,
+            "memory_bytes": {
+                name: getattr(self.memory, name) for name in ("residual", "factors", "packed", "copies", "total")
+            },
+            "parameters": [
+                {
+                    "name": p.name,
+                    "shape": list(p.shape),
+                    "dtype": str(p.dtype).removeprefix("torch."),
+                    "compressed": p.compressed,
+                    "reason": p.reason,
+                    **details,
+                    **p.details,
+                    "bytes_before": p.size_bytes(),
+                    "bytes_after": None if self.sends is None else self.sent_bytes(p),
+                }
+                for p in self.parameters
+            ],
+            "buckets": [dataclasses.asdict(each) | {"parameters": list(each.parameters)} for each in self.buckets],
+        }
+
+    @property
+    def _unknown(self) -> bool:
+        """There are no rows, so the plan is not known yet: every DDP model has parameters."""
+        return self.selective and not self.parameters
+
+    def sent_bytes(self, parameter: UnitPlan) -> int:
+        """Bytes that are sent for one parameter per step; for a user's hook, whose traffic is unknown, the uncompressed
+        size."""
+        return 0 if self.sends is False else parameter.sent_bytes(self.wire_dtype)
+
+    def summary(self) -> str:
+        """One line: what is compressed, and what is sent per step and rank."""
+        if self._unknown:
+            return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
+        unit = self.unit
+        after = "what the hook sends" if self.sends is None else unit.text(self.bytes_after)
+        sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
+        if self.bytes_per_save:
+            sent += f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such as Adam"
+        if not self.selective:
+            return f"{len(self.parameters)} parameters, {sent}"
+        return (
+            f"{len(self.compressed)} of {len(self.parameters)} parameters compressed "
+            f"({100 * self.compressed_share:.1f} % of the bytes), {sent}"
+        )
+
+    def __str__(self) -> str:
+        return self.summary() if self._unknown else self.table() + self.summary()
+
+    def table(self) -> str:
+        """The parameters, the buckets if they are known, and a line about memory; ends with a line break."""
+        tables = [_parameter_table(self), *([_bucket_table(self)] if self.bucket_names else [])]
+        return text_of(*tables) + self._memory_line()
+
+    def _memory_line(self) -> str:
+        memory = self.memory
+        if self.sends is None or not memory.total:
+            return ""
+        parts = {"residuals": memory.residual, memory.factors_are: memory.factors, "packed to send": memory.packed}
+        parts |= {"copies of gradients": memory.copies}
+        shown = ", ".join(f"{self.unit.number(size)} {name}" for name, size in parts.items() if size)
+        whose = "of this rank" if self.arrangement else "per rank"
+        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown})\n"
+
+
+# ---- making one ------------------------------------------------------------------------------------------------------
+
+
+def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
+    """The plan of each parameter; empty for a compressor of whole buckets. `sparse`: ids of the parameters whose
+    gradients are sparse."""
+    config = compressor.config
+    infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.known().items()]
+    return [plan for plan in (compressor.plan(infos) if infos else ()) if not plan.state_name]
+
+
+def whole_plan(
+    hook: str,
+    compressor: Compressor[Any],
+    rows: Sequence[UnitPlan],
+    buckets: Sequence[Sequence[str]] = (),
+    arrangement: Arrangement = FLAT,
+) -> ModelPlan:
+    """A `ModelPlan` of these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows are
+    buckets."""
+    by_name = {row.name: row for row in rows}
+    known = [[by_name[name] for name in bucket] for bucket in buckets]
+    return ModelPlan(
+        f"{hook}: {compressor.chosen}" if isinstance(compressor, AdaptiveCompressor) else hook,
+        tuple(rows),
+        compressor.wire_dtype,
+        compressor.start_step,
+        selective=compressor.selective,
+        memory=arrangement.memory_plan(compressor, rows, known or [rows]),
+        arrangement=arrangement.words,
+        bucket_names=tuple(map(tuple, buckets)),
+        bytes_per_save=sum(row.numel * 4 for row in rows) if isinstance(compressor, LocalStepsCompressor) else 0,
+        sends=compressor.config.sends,
+    )
+
+
+def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) -> ModelPlan:
+    """The plan of a model to which a hook is attached."""
+    compressor, consensus = session.compressor, session.consensus
+    rows = parameter_plans(compressor, consensus.binding.names, sparse)
+    if not rows:  # each row is a bucket
+        return whole_plan(hook, compressor, consensus.buckets.plans())
+    return whole_plan(
+        hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.arrangement
+    )
+
+
+def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
+    """The plan that a hook will have before its first backward pass when it is attached to `module` in DDP. The values
+    of the parameters are not read: they may be on the meta device.
+
+    Args:
+        total_steps: as in `attach`.
+
+    Raises:
+        HookConfigError: the request is for a user's hook or for none, its start is a fraction and `total_steps` is
+            None, or nothing in the model is trained.
+    """
+    compressor = request.new_compressor(total_steps)
+    if request.off:
+        raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
+    if compressor is None:
+        raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
+    names = all_names(module)
+    trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
+    if not trained:
+        raise HookConfigError("the model has no parameter that requires a gradient")
+    rows = parameter_plans(compressor, ModelNames(trained, names), sparse_parameters(module))
+    return whole_plan(request.name, compressor, rows)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def text_of(*parts: Any) -> str:
+    """What rich prints of `parts`, names literally: no markup, no emoji for ":x:"."""
+    from rich.console import Console
+
+    console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return capture.get()
+
+
+def new_table(title: str | None = None) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE)
+
+
+def _parameter_table(plan: ModelPlan) -> Any:
+    title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
+    title += f", {plan.arrangement}" if plan.arrangement else ""
+    table = new_table(title)
+    # Long names and reasons are wrapped, never truncated; numbers are not wrapped.
+    table.add_column("parameter", overflow="fold")
+    table.add_column("shape", overflow="fold")
+    columns = max((type(p).columns for p in plan.parameters), key=len, default=())
+    for name in columns:
+        table.add_column(name, justify="left" if " x " in name else "right", no_wrap=True)
+    table.add_column(plan.unit.name, justify="right", no_wrap=True)
+    table.add_column(f"{plan.unit.name} sent", justify="right", no_wrap=True)
+    if plan.selective:
+        table.add_column("not compressed because", overflow="fold")
+    for p in plan.parameters:
+        cells = p.cells if p.compressed else ("",) * len(columns)
+        table.add_row(
+            p.name,
+            "x".join(map(str, p.shape)) or "scalar",
+            *cells,
+            plan.unit.number(p.size_bytes()),
+            "?" if plan.sends is None else plan.unit.number(plan.sent_bytes(p)),
+            *([p.reason] if plan.selective else []),
+        )
+    return table
+
+
+def _bucket_table(plan: ModelPlan) -> Any:
+    table = new_table("Buckets, as in the latest backward pass")
+    table.add_column("bucket", justify="right", no_wrap=True)
+    table.add_column("parameters", overflow="fold")
+    table.add_column(plan.unit.name, justify="right", no_wrap=True)
+    table.add_column(f"{plan.unit.name} sent", justify="right", no_wrap=True)
+    for place, bucket in enumerate(plan.buckets):
+        names = bucket.parameters
+        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        sent = "?" if plan.sends is None else plan.unit.number(bucket.bytes_after)
+        table.add_row(str(place), shown, plan.unit.number(bucket.bytes_before), sent)
+    return table

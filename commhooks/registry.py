@@ -1,0 +1,200 @@
+"""The registry of compressors by name. To add a hook, write one module and add its class to `BUILT_IN`, or call
+`register_compressor`."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from commhooks.compressors.auto.compressor import AutoCompressor
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor, NoopCompressor
+from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.state_field import StateField
+from commhooks.errors import HookConfigError
+from commhooks.local_steps.compressor import DiLoCoCompressor, LocalSGDCompressor
+from commhooks.options import HookConfig
+
+BUILT_IN: tuple[type[Compressor[Any]], ...] = (
+    AllReduceCompressor,
+    FP16Compressor,
+    BF16Compressor,
+    Int8Compressor,
+    Int4Compressor,
+    PowerSGDCompressor,
+    BatchedPowerSGDCompressor,
+    DiLoCoCompressor,
+    LocalSGDCompressor,
+    NoopCompressor,
+    AutoCompressor,
+)
+COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
+"""Compressors by name. Global state: `register_compressor` adds to this table, `register_hook` to `FACTORIES`."""
+Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
+FACTORIES: dict[str, Factory] = {}
+"""Factories of users' own hooks by name; see `commhooks.register_hook`."""
+
+OFF = "none"
+"""The name for training without a hook. It belongs to no compressor."""
+
+CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
+
+
+def register_compressor(compressor: CompressorClass) -> CompressorClass:
+    """Register a compressor class as a hook. It then works as the built-in ones do: by name or by config class, in
+    Python, YAML and on the command line, in checkpoints, plans, statistics and the doctor. Usable as a class decorator.
+
+    Every process that uses the hook must import the module that calls this. Alternatively pass the path
+    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering the same class
+    again, or the same class of a reloaded module, replaces it.
+
+    Args:
+        compressor: a subclass of `commhooks.Compressor` with a `Config`, a frozen keyword-only dataclass derived from
+            `commhooks.HookConfig` that has a `hook_name`.
+
+    Raises:
+        HookConfigError: `compressor` is not such a class, or its name is taken.
+    """
+    if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
+        raise HookConfigError(f"register_compressor({compressor!r}): expected a subclass of commhooks.Compressor")
+    problem = _problem(compressor)
+    if problem is not None:
+        raise HookConfigError(f"register_compressor({compressor.__name__}): {problem}")
+    config = compressor.Config
+    _check_word("register_compressor", config.hook_name)
+    known = COMPRESSORS.get(config.hook_name)
+    place = (compressor.__module__, compressor.__qualname__)
+    again = known is not None and "<locals>" not in place[1] and (known.__module__, known.__qualname__) == place
+    for each in (config.hook_name, *config.aliases):
+        if not (known is compressor or again) or canonical_name(each) != config.hook_name:
+            _check_free("register_compressor", each)
+    COMPRESSORS[config.hook_name] = compressor
+    return compressor
+
+
+def register_hook(name: str, factory: Factory) -> None:
+    """Register a user's hook by name, for Python, YAML and the command line.
+
+    If plans, statistics and checkpoints should cover the hook as they do the built-in ones, write a compressor and use
+    `register_compressor` instead.
+
+    Args:
+        name: the name of the hook; must not be taken.
+        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank when the hook is
+            attached. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved
+            and restored if it has `state_dict` and `load_state_dict` (plain types and tensors).
+
+    Raises:
+        HookConfigError: the name is taken or invalid, or the factory is not callable.
+    """
+    _check_word("register_hook", name)
+    if not callable(factory):
+        raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
+    _check_free("register_hook", name)
+    FACTORIES[name] = factory
+
+
+def available_hooks() -> dict[str, dict[str, Any]]:
+    """Name -> {"description": one line, "options": {option: default}} of every registered hook."""
+    hooks: dict[str, dict[str, Any]] = {}
+    for name, compressor in COMPRESSORS.items():
+        hooks[name] = {
+            "description": ((compressor.Config.__doc__ or "").strip().splitlines() or [""])[0],
+            "options": dataclasses.asdict(compressor.Config()),
+        }
+    for name, factory in FACTORIES.items():
+        lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()
+        hooks[name] = {"description": lines[0], "options": {}}
+    return hooks
+
+
+def _problem(compressor: type[Compressor[Any]]) -> str | None:
+    """The reason why a subclass of `Compressor` cannot be registered; None if it can."""
+    config = getattr(compressor, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, HookConfig)):
+        return f"its Config is {config!r}; expected a dataclass derived from commhooks.HookConfig"
+    if "__dataclass_fields__" not in vars(config):
+        return f"{config.__name__} is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)"
+    if not isinstance(getattr(config, "hook_name", None), str):
+        return f"{config.__name__} has no hook_name, the name by which the hook is known"
+    missing = sorted(getattr(compressor, "__abstractmethods__", ()))
+    if missing:
+        return f"it does not define {', '.join(missing)}"
+    if not isinstance(config.aliases, tuple):
+        return f"{config.__name__}.aliases is {config.aliases!r}; expected a tuple of names"
+    fields = compressor.state_fields  # a property where they depend on the options
+    if not isinstance(fields, (Sequence, property)) or isinstance(fields, str):
+        return f"its state_fields are {fields!r}; expected a tuple, such as (commhooks.RESIDUAL,)"
+    for each in () if isinstance(fields, property) else fields:
+        if not isinstance(each, StateField):
+            return f"its state_fields hold {each!r}; expected commhooks.RESIDUAL or StateField('name')"
+    names = [each.name for each in dataclasses.fields(config)]
+    if config.start_option is not None and config.start_option not in names:
+        return f"start_option={config.start_option!r} is not one of the options {names}"
+    ignored = [config.start_option or "", "exclude"]
+    if not compressor.transactional and (compressor.state_fields or set(ignored) & set(names)):
+        return (
+            "with transactional=False it learns nothing and acts from the first step: no state_fields, start, exclude"
+        )
+    try:
+        config()
+    except TypeError as error:
+        return f"{config.__name__}() failed ({error}): every option needs a default"
+    return None
+
+
+def _check_word(caller: str, name: object) -> None:
+    """Raise HookConfigError unless `name` is a word that can name a hook."""
+    if isinstance(name, str) and means_no_hook(name):
+        raise HookConfigError(f"{caller}: name={name!r} means training without a hook; choose another name")
+    if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
+        raise HookConfigError(f"{caller}: name={name!r}; expected a word without ':' and spaces")
+
+
+def _check_free(caller: str, name: str) -> None:
+    if (known := canonical_name(name)) is not None:
+        raise HookConfigError(f"{caller}: the name {name!r} is taken by {known!r}")
+
+
+def canonical_name(name: str) -> str | None:
+    """The registered name that `name` (a name or an alias) refers to, or None. Case, `_` and `-` are ignored."""
+
+    def plain(text: str) -> str:
+        return text.lower().replace("_", "").replace("-", "")
+
+    names = {plain(known): known for known in (*COMPRESSORS, *FACTORIES)}
+    names |= {plain(alias): known for alias, known in aliases().items()}
+    return names.get(plain(name))
+
+
+def means_no_hook(hook: object) -> bool:
+    """Whether the user asks for training without a hook: None, "none", "off"; False is what YAML reads for `off`."""
+    return hook is None or hook is False or (isinstance(hook, str) and hook.lower() in (OFF, "off"))
+
+
+def aliases() -> dict[str, str]:
+    """Alias -> registered name."""
+    return {alias: name for name, each in COMPRESSORS.items() for alias in each.Config.aliases}
+
+
+def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
+    """The compressor class that `config` configures.
+
+    Raises:
+        HookConfigError: that compressor is not registered.
+    """
+    found = COMPRESSORS.get(config.hook_name)
+    if found is None or not isinstance(config, found.Config):
+        raise HookConfigError(
+            f"{type(config).__module__}.{type(config).__name__} is the config of a compressor that is not registered "
+            "in this process: import the module that calls commhooks.register_compressor, on every rank"
+        )
+    return found
+
+
+def names_to_offer() -> list[str]:
+    """The names that a message may suggest for a misspelt one: hooks to train with."""
+    return [*(name for name, each in COMPRESSORS.items() if each.Config.sends), *FACTORIES]

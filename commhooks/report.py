@@ -1,0 +1,143 @@
+"""What a hook reports: its status and summary, norms, and metrics for the loggers of Lightning and Accelerate."""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from commhooks.hook.comm_hook import CommHook
+
+PREFIX = "commhooks"
+
+NAMES = (
+    "bytes_sent",
+    "bytes_per_pass",
+    "compression_rate",
+    "compressed_steps",
+    "nonfinite_steps",
+    "codec_ms",
+    "waiting_ms",
+    "chosen_at",
+    "residual_norm",
+    "gradient_norm",
+    "residual_over_gradient",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+)
+"""Names of the metrics; docs/metrics.md explains each."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a hook has done so far.
+
+    Attributes:
+        acted: it has compressed a step, or averaged weights.
+        plain: the latest step was a plain all-reduce, because the hook has not begun.
+        begins: the step at which it begins.
+        acts: the step at which it acts for the first time; usually the same.
+        missing: what it has not done, if it has not acted.
+        remedy: how to make it act earlier.
+        or_later: " or later" if `begins` is the earliest step.
+    """
+
+    acted: bool
+    plain: bool = False
+    begins: int = 0
+    acts: int = 0
+    missing: str = "compressed nothing"
+    remedy: str = ""
+    or_later: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """The present status of a hook; reading it never waits for an accelerator.
+
+    Attributes:
+        options: the options in force, as plain types.
+        use: what it has done; None for a hook that is asked for plain averages, or for none.
+        counts_bytes: whether the sent bytes are known.
+        counts_outcomes: whether it is known which steps were committed and which were compressed.
+        replicas_agree: whether the weights should be equal on all ranks now.
+        run_number: see `CommHook.run_number`.
+    """
+
+    options: dict[str, Any]
+    use: Use | None = Use(acted=True)
+    counts_bytes: bool = False
+    counts_outcomes: bool = False
+    replicas_agree: bool = True
+    run_number: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What rank 0 logs about a hook at the end of the first backward pass.
+
+    Attributes:
+        details: the main options, the kernel, the nodes.
+        effect: what the hook does and sends.
+        alone: what it does although a single rank sends nothing, to be appended.
+        warnings: about the machines of the ranks.
+    """
+
+    details: Sequence[str] = ()
+    effect: str = ""
+    alone: str = ""
+    warnings: Sequence[str] = ()
+
+
+@torch.no_grad()
+def norms(
+    gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], factor: float
+) -> dict[str, float | None]:
+    """The Euclidean norms over the parameters in `gradients`, and their ratio: about how many steps of gradient error
+    feedback holds back. None if there is nothing to measure. `residuals` contain `factor`. Synchronises with the device
+    once."""
+    held = [residuals[name] for name in gradients if name in residuals]
+    tensors = held + [each for each in gradients.values() if each is not None]
+    values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
+    found = [torch.linalg.vector_norm(each).double() for each in values]
+    read = torch.stack([each.to(found[0].device) for each in found]).tolist() if found else []
+    residual = math.hypot(*(norm / factor for norm in read[: len(held)])) if held else None
+    gradient = math.hypot(*read[len(held) :]) if len(held) < len(read) else None
+    ratio = residual / gradient if residual is not None and gradient else None
+    return {"residual_norm": residual, "gradient_norm": gradient, "residual_over_gradient": ratio}
+
+
+class Meter:
+    """Reads the metrics of hooks repeatedly, and computes means since the last reading of the same hook."""
+
+    def __init__(self) -> None:
+        self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
+        return Meter, ()  # pickles, as those of Lightning's spawn launcher, hold nothing of hooks
+
+    def read(self, hook: "CommHook", *, prefix: str = PREFIX) -> dict[str, float]:
+        """The metrics that exist; others are left out. Synchronises with the accelerator, but does not communicate: a
+        single rank may call it."""
+        now, before = hook.stats(), self._before.get(hook, {})
+        self._before[hook] = now
+        values: dict[str, float | None] = {
+            **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
+            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")},
+            **hook.norms(),
+        }
+        passes = now["backward_passes"] - before.get("backward_passes", 0)
+        for name, of, unit in (
+            ("bytes_per_pass", "bytes_sent", 1),
+            ("codec_ms", "codec_s", 1000),
+            ("waiting_ms", "waiting_s", 1000),
+        ):
+            if now[of] is not None and passes:
+                values[name] = unit * (now[of] - (before.get(of) or 0)) / passes
+        sent = (now["bytes_sent"] or 0) - (before.get("bytes_sent") or 0)
+        if sent:
+            values["compression_rate"] = (now["bytes_uncompressed"] - before.get("bytes_uncompressed", 0)) / sent
+        return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}

@@ -1,0 +1,383 @@
+"""A user's request for a hook: the arguments that all front ends share, checked once, without a model or a process
+group.
+
+The front ends are `commhooks.attach`, the strategies of Lightning and Fabric, the handler and the YAML of Accelerate,
+and flags. Their signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains
+them."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.nodes import RanksPerNode
+from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.cast import AllReduce
+from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, reason_first
+from commhooks.options import HookConfig, check_choice, converted, plain
+from commhooks.registry import (
+    COMPRESSORS,
+    FACTORIES,
+    OFF,
+    aliases,
+    canonical_name,
+    compressor_of,
+    means_no_hook,
+    names_to_offer,
+    register_compressor,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WRAPPERS = tuple(WIRE_DTYPES)
+SAVE_RESIDUAL = ("mean", "per_rank", "drop")
+
+_DROP_INS: dict[Callable[..., Any], str] = {
+    default_hooks.allreduce_hook: "allreduce",
+    default_hooks.fp16_compress_hook: "fp16_compress",
+    default_hooks.bf16_compress_hook: "bf16_compress",
+    debugging_hooks.noop_hook: "noop",
+    powerSGD_hook.powerSGD_hook: "powerSGD",
+    powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD",
+}
+"""torch's functions, each with the name of its hook. Given without a state, they are that hook."""
+
+
+# ---- the shared arguments --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of all front ends.
+
+    Attributes:
+        kind: its type in YAML. In Python `hook` and `hook_state` may be other objects.
+        default: Lightning writes one file for all ranks, and there the default of `save_residual` is "mean".
+        choices: the possible values, if they are few.
+        expected: what the message about a wrong value says.
+    """
+
+    kind: Any
+    default: Any = None
+    choices: tuple[str | None, ...] = ()
+    expected: str = ""
+
+
+_STEPS = "a number of steps, 1 or more, or None"
+ARGUMENTS = {
+    "hook": Argument(str),
+    "hook_options": Argument(dict[str, Any] | None),
+    "hook_state": Argument(str | None),
+    "wrapper": Argument(str | None, choices=(None, *WRAPPERS)),
+    "save_residual": Argument(str, "per_rank", choices=SAVE_RESIDUAL),
+    "strict": Argument(bool, True),
+    "total_steps": Argument(int | None, expected=_STEPS),
+    "check_every": Argument(int | None, expected=_STEPS),
+    "ranks_per_node": Argument(int | str | None, expected="'auto', a number of ranks, 1 or more, or None"),
+}
+
+
+def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the shared arguments in `given`, except for the hook with its options and state. Returns all of `given`,
+    converted to the arguments' types.
+
+    Raises:
+        HookConfigError: a value has the wrong type or is out of range.
+    """
+    checked = dict(given)
+    for name, argument in ARGUMENTS.items():
+        if name in given and argument.choices:
+            check_choice(name, given[name], argument.choices)
+        elif name in given and not name.startswith("hook"):
+            checked[name] = check_value(name, given[name], argument.kind, argument.expected)
+    return checked
+
+
+def check_value(where: str, value: Any, kind: Any, expected: str = "") -> Any:
+    """Return `value`, converted to `kind`. Raise HookConfigError if it does not fit, if a number is below 1, or if it
+    is another text than "auto"."""
+    found = converted(where, value, kind, expected)
+    if not (found == "auto" if isinstance(found, str) else found is None or isinstance(found, bool) or found >= 1):
+        raise invalid(where, value, expected)
+    return found
+
+
+def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
+    """The shared arguments in `scope`, which is the `locals()` of a function that takes them."""
+    return {name: scope[name] for name in ARGUMENTS if name in scope}
+
+
+def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: an unknown keyword argument raises HookConfigError, which offers the closest name. Rank 0 prints the
+    error first."""
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with reason_first():
+            for name in kwargs:
+                if name not in known and not takes_all:
+                    caller = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+                    raise no_such(caller, "argument", name, known)
+            return function(*args, **kwargs)
+
+    return checked
+
+
+# ---- the request -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HookRequest:
+    """A checked request for a hook. Picklable if its contents are.
+
+    One of `config`, `factory` and `function` is set; none for training without a hook.
+    """
+
+    name: str
+    config: HookConfig | None = None
+    factory: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
+    hook_state: Any = None
+    wrapper: str | None = None
+    save_residual: str = ARGUMENTS["save_residual"].default
+    strict: bool = True
+    total_steps: int | None = None
+    check_every: int | None = None
+    ranks_per_node: RanksPerNode = None
+    distributed: bool = False
+    """`state_dict()` has the form for `torch.distributed.checkpoint`. Always so for sharded models."""
+    ignored: tuple[str, ...] = ()
+    """The given arguments that have no effect without a hook."""
+
+    @classmethod
+    def parse(
+        cls, hook: object, *, hook_options: Mapping[str, Any] | None = None, hook_state: Any = None, **common: Any
+    ) -> "HookRequest":
+        """Make a request from the user's arguments; see `attach` for them.
+
+        Args:
+            common: wrapper, save_residual, strict, total_steps, check_every, ranks_per_node.
+
+        Raises:
+            HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
+        """
+        common = check_arguments(common)
+        given = plain("hook_options", hook_options)
+        if not isinstance(given, Mapping | None):
+            raise invalid("hook_options", given, "a dict of options")
+        options = {str(name): plain(f"hook_options: {name}", each) for name, each in (given or {}).items()}
+        if means_no_hook(hook):
+            unused = {"hook_options": given, "hook_state": hook_state}
+            unused |= {name: common.pop(name, None) for name in ("wrapper", "check_every", "ranks_per_node")}
+            return cls(OFF, ignored=tuple(name for name, value in unused.items() if value is not None), **common)
+        found, common["hook_state"] = _found(hook), hook_state
+        if isinstance(found, type):
+            config = found(**options)
+            return cls(config.hook_name, config=config, **common)
+        if isinstance(found, str):
+            return cls(found, factory=found, options=options, **common)
+        if isinstance(found, HookConfig):
+            said, remedy = f"{type(found).__name__}(...)", "put the options into it"
+            request = cls(found.hook_name, config=found, **common)
+        else:
+            name = hook if isinstance(hook, str) else getattr(found, "__qualname__", type(found).__qualname__)
+            said, remedy = f"the callable {name}", "put its options into hook_state, or use register_hook"
+            drop_in = next((each for function, each in _DROP_INS.items() if function is found), None)
+            if drop_in is not None and hook_state is None:
+                request = cls(drop_in, config=COMPRESSORS[drop_in].Config(), **common)
+            else:
+                request = cls(drop_in or name, function=found, **common)
+        if options:
+            raise HookConfigError(
+                f"hook_options={options!r} with {said}: hook_options is for hooks given by name; {remedy}"
+            )
+        return request
+
+    def __post_init__(self) -> None:
+        """Raise HookConfigError if the hook and the other arguments cannot be combined."""
+        compressor = None if self.config is None else compressor_of(self.config)
+        hook = f"hook {self.name!r}" if self.function is None else f"the function {self.name}"
+        if self.hook_state is not None and self.function is None:
+            raise HookConfigError(
+                f"hook_state with {hook}, which makes its own state: hook_state is for a callable of your own"
+            )
+        powersgd = self.function in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)
+        if powersgd and not isinstance(self.hook_state, powerSGD_hook.PowerSGDState):
+            expected = "a commhooks.PowerSGDState, or None for one with the default options"
+            raise invalid("hook_state", self.hook_state, expected)
+        if self.check_every is not None and self.config is not None and not self.config.sends:
+            raise HookConfigError(f"check_every with {hook}: without communication the replicas drift apart")
+        if self.ranks_per_node is not None and compressor is None:
+            raise HookConfigError(
+                f"ranks_per_node with the hook {self.name}, a function: write a compressor instead, which works "
+                "between nodes"
+            )
+        alone = "" if compressor is None else _not_between_nodes(compressor)
+        if self.ranks_per_node is not None and alone:
+            raise HookConfigError(
+                f"ranks_per_node with {hook}, which {alone}: name a hook such as "
+                "'powerSGD', 'int8_compress' or 'bf16_compress', or leave out ranks_per_node"
+            )
+        if self.wrapper is not None and compressor is not None and not compressor.wrappers:
+            wire = " and set its option wire" if hasattr(compressor.Config, "wire") else ""
+            raise HookConfigError(
+                f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
+            )
+
+    @property
+    def off(self) -> bool:
+        """Whether the user asks for training without a hook."""
+        return self.config is None and self.factory is None and self.function is None
+
+    def as_plain_average(self) -> "HookRequest":
+        """The same request with the hook that averages exactly, for models whose gradients nobody else averages."""
+        return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
+
+    @property
+    def form(self) -> str:
+        """The `save_residual` as the user gave it."""
+        return "distributed" if self.distributed else self.save_residual
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype to which the hook or its wrapper casts what it sends; None: gradients are sent in their own
+        dtype."""
+        known = COMPRESSORS.get(self.name)
+        wire = self.wrapper or (known.Config.own_wire if known is not None else None)
+        return None if wire is None else WIRE_DTYPES.get(wire)
+
+    def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
+        """Make the requested compressor, with its start as a number of steps. None for a user's hook, and without a
+        hook.
+
+        Args:
+            total_steps: synchronised backward passes in the whole run, if known.
+
+        Raises:
+            HookConfigError: the start is a fraction and `total_steps` is None.
+        """
+        if self.config is None:
+            return None
+        resolved = self.config.resolved(total_steps)
+        made = compressor_of(self.config)
+        return made(resolved) if self.wrapper is None else made(resolved, WIRE_DTYPES[self.wrapper])
+
+    def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
+        """The state and the function of a user's hook."""
+        if self.factory is not None:
+            made = FACTORIES[self.factory](dict(self.options), process_group)
+            if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
+                raise HookConfigError(
+                    f"the factory of hook {self.name!r} returned {made!r}; expected a pair (state, callable hook)"
+                )
+            return made
+        assert self.function is not None
+        return self.hook_state, self.function
+
+
+def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
+    """Find what the argument `hook` names: a config, the config class of a hook, the name of a factory, or a
+    function."""
+    if isinstance(hook, type) and issubclass(hook, HookConfig):
+        raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
+    if isinstance(hook, HookConfig):
+        compressor_of(hook)  # raises if there is none
+        return hook
+    found = import_path(hook, f"hook {hook!r}") if isinstance(hook, str) and ":" in hook else hook
+    if isinstance(found, type) and issubclass(found, Compressor):
+        return register_compressor(found).Config
+    if callable(found):
+        return found
+    if found is not hook:
+        raise HookConfigError(f"hook {hook!r} is a {type(found).__name__}, not a callable (state, bucket)")
+    if not isinstance(hook, str):
+        raise HookConfigError(
+            f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as commhooks.PowerSGD(), a name, "
+            "'package.module:function', or a callable (state, bucket); None trains without a hook"
+        )
+    name = canonical_name(hook)
+    if name is None:
+        package, _, function = hook.rpartition(".")
+        hint = f" (for a function of your own write '{package}:{function}')" if package else ""
+        raise HookConfigError(
+            f"unknown hook {hook!r}{hint or did_you_mean(hook, [*names_to_offer(), *aliases()])}; known are "
+            f"{', '.join([*COMPRESSORS, *FACTORIES])}, and 'package.module:function' for one of your own; 'none' "
+            "trains without a hook"
+        )
+    return COMPRESSORS[name].Config if name in COMPRESSORS else name
+
+
+# ---- the user's own objects ------------------------------------------------------------------------------------------
+
+
+def import_path(path: str, said: str, *, kind: str = "function") -> Any:
+    """Import the object at `path`: "package.module:name", also with dots in the name; "folder/train.py:name" is the
+    same as "folder.train:name".
+
+    Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
+
+    Args:
+        said: description of the path for messages, for example "hook 'package.module:name'".
+        kind: the expected kind of object, for messages.
+
+    Raises:
+        HookConfigError: the path is malformed, or the module or name does not exist. Other errors that the module
+            raises while it is imported pass through.
+    """
+    module_name, _, name = path.partition(":")
+    if module_name.endswith(".py"):
+        module_name = os.path.normpath(module_name).removesuffix(".py").replace(os.sep, ".")
+    # A path from a YAML file or a flag has no base package, so it cannot be relative.
+    if not all((*module_name.split("."), *name.split("."))):
+        raise HookConfigError(
+            f"{said} is not a path: expected 'package.module:{kind}' with the full name of the module"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        hint = f"; start where `import {module_name}` works" if missing else ""
+        raise HookConfigError(f"{said}: cannot import {module_name!r}: {error}{hint}") from error
+    where = module_name
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise HookConfigError(f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}") from None
+        where = f"{where}.{part}"
+    return found
+
+
+def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
+    """Why `function` cannot be called with these arguments; "" if it can, or has no signature."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a builtin
+        pass
+    return ""
+
+
+def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
+    """Why a compressor cannot work between nodes only; "" if it can."""
+    if not compressor.Config.sends:
+        return "sends nothing"
+    if issubclass(compressor, AdaptiveCompressor):
+        return "measures ranks that all compress the whole model"
+    return "" if compressor.plan is Compressor.plan else "compresses whole buckets"

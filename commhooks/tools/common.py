@@ -1,0 +1,117 @@
+"""What the commands share: the user's code, options as text, the process group, a stopwatch."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from commhooks.comm.groups import GLOO_INTERFACE
+from commhooks.errors import DoctorError, HookConfigError
+from commhooks.request import import_path, why_not_called
+
+
+@contextlib.contextmanager
+def user_code(path: str) -> Iterator[None]:
+    """Context manager for importing and running the code at `path` as `python -m` would without arguments: the current
+    folder is first in `sys.path`, and `sys.argv` does not hold the arguments of our command.
+
+    Raises:
+        HookConfigError: the code ends the program, as `parse_args()` does where an argument is missing.
+    """
+    before, folder = sys.argv, os.getcwd()
+    sys.argv = [path.partition(":")[0]]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except SystemExit as error:
+        raise HookConfigError(
+            f"{path!r} has called sys.exit({error.code!r}) while it was imported or called. A script's own run, with "
+            "its parse_args(), belongs under `if __name__ == '__main__':`"
+        ) from error
+    finally:
+        sys.argv = before
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def call(path: str) -> Any:
+    """The result of the function at `path`, called without arguments."""
+    with user_code(path):
+        function = import_path(path, repr(path))
+        if not callable(function) or isinstance(function, torch.nn.Module):
+            raise HookConfigError(f"{path!r} is a {type(function).__name__}; expected a function that builds the model")
+        if reason := why_not_called(function):
+            raise HookConfigError(
+                f"{path!r} cannot be called without arguments ({reason}): write a function that builds the model"
+            )
+        return function()
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """`["random_seed=1", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    for text in texts:
+        if not text.partition("=")[0].strip() or "=" not in text:
+            raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {str(error).splitlines()[0]}") from None
+    except YAMLError:
+        raise HookConfigError(
+            f"--options {' '.join(texts)}: a value is not YAML; quote text with special characters, and the whole for "
+            "the shell: --options \"exclude=['*embed*']\""
+        ) from None
+    return dict(values)
+
+
+@contextlib.contextmanager
+def process_group(backend: str | None, example: str) -> Iterator[None]:
+    """Context manager: use the existing process group, or make one of the ranks that torchrun has started; on a GPU the
+    device of LOCAL_RANK is set then.
+
+    Args:
+        backend: nccl, gloo; None: torch's choice.
+        example: a command that starts ranks, for the message.
+
+    Raises:
+        DoctorError: there are no ranks, or they make no process group with this backend.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise DoctorError(f"no process group: start this like the training, such as {example}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    try:
+        dist.init_process_group(backend)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        which = "" if backend is None else f" with backend {backend!r}"
+        hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
+        raise DoctorError(f"the ranks make no process group{which}{hint}: {error}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes, with everything that it queues on the device."""
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    synchronize()
+    began = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - began

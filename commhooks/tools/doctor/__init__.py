@@ -1,1 +1,0 @@
-"""`commhooks doctor`: measures hooks and recommends one, or none."""

@@ -1,0 +1,548 @@
+"""`commhooks network`: measure the network between the ranks, and predict what a step of training spends on it.
+
+The model of the network is that of docs/planning.md: a message costs its latency, a byte the inverse of the bandwidth,
+and the ranks of a machine share its network card.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collectives import Op, collective_error, gather_rows, gather_texts, resolve_group
+from commhooks.comm.groups import backend_of
+from commhooks.comm.nodes import members_of, places_of
+from commhooks.compressors.auto.options import ALLREDUCE, BF16, INT8, Candidate, powersgd
+from commhooks.compressors.unit_plan import ParameterInfo
+from commhooks.errors import DoctorError, HookConfigError
+from commhooks.local_steps.options import LocalSteps
+from commhooks.plan import new_table, text_of, whole_plan
+from commhooks.request import HookRequest
+from commhooks.tools.common import process_group, seconds_of
+
+PLAIN = dataclasses.replace(ALLREDUCE, label="plain DDP")
+CANDIDATES = (
+    *(PLAIN, BF16, INT8, powersgd(4, {})),
+    *(Candidate(f"diloco, every {every} steps", "diloco", {"sync_every": every}) for every in (5, 30)),
+)
+"""The least lossy first."""
+SMALL = 0.15
+"""An exchange is small if it takes at most this share of the time that a step computes. A hook that changes the
+gradients more could then make the step 13 % shorter at most."""
+SLOW = 0.5
+"""Share of the median rate, below which the report names a connection."""
+UNUSED = 0.25
+"""Share of an interface's rated speed, below which the report names it."""
+MOST = 66
+"""Pairs to measure at most: those of 12 ranks. Each takes a quarter of a second on a fast network."""
+COUNTED_BYTES = 100_000
+"""An interface that has sent less did not carry the messages."""
+SYSTEM = Path("/sys/class/net")  # Linux only
+LEGEND = (
+    "Predicted from all ranks together, as if nothing overlapped with the backward pass and the codec took no time; * "
+    "with ranks_per_node. `commhooks doctor` measures a step of your own model."
+)
+_BUCKET_BYTES = 25 * 2**20  # DDP's default
+_LARGEST_BYTES, _SMALLEST_BYTES = 32 * 2**20, 64 * 2**10
+_ENOUGH_S = 0.05
+_REPEATS, _PINGS = 3, 5
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command. All ranks must call this; rank 0 prints."""
+    sizes = {text: parsed_size(text) for text in arguments.params}
+    if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
+        raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
+    with process_group(arguments.backend, "torchrun --nnodes 2 --nproc-per-node 8 ... -m commhooks network"):
+        group = resolve_group()
+        report = measure(group, sizes, arguments.step_ms)
+        if group.rank() == 0:
+            print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)
+        dist.barrier()
+
+
+def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> "NetworkReport":
+    """Measure the network between the ranks of `group`. All of them must call this; all get the same report.
+
+    Args:
+        sizes: numbers of parameters, by the names that the report shows.
+        step_ms: the time of a step without a network, if known.
+
+    Raises:
+        DoctorError: there is one rank.
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    if group.size() == 1:
+        raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
+    began = time.perf_counter()
+    on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    machines = members_of(places_of(group, device))
+    hosts = [place.partition(" ")[0] for place in machines]  # two launchers may run on one host
+    if len({*hosts}) == len(hosts):
+        machines = dict(zip(hosts, machines.values(), strict=True))
+    before = sent_bytes()
+    link = measure_link(group, device)
+    pairs = measure_pairs(pairs_to_measure(list(machines.values())), group, device)
+    own = busiest(before, others=len(machines) > 1)
+    texts = gather_texts(json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces")
+    inside = [p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())]
+    cluster = cluster_of(
+        list(machines.values()), link, max(inside, default=link.mbit_per_s), "nccl" if on_gpu else "gloo"
+    )
+    return NetworkReport(
+        machines=machines,
+        interfaces={name: Interface(*json.loads(texts[ranks[0]])) for name, ranks in machines.items()},
+        backend=backend_of(group, device),
+        pairs=pairs,
+        link=link,
+        exchanges={text: exchanges(size, cluster) for text, size in sizes.items()},
+        step_ms=step_ms,
+        took_s=time.perf_counter() - began,
+    )
+
+
+# ---- all ranks together ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """The network as measured on the slowest rank.
+
+    Attributes:
+        mbit_per_s: rate at which a rank sends, and receives, in a ring all-reduce of one large buffer.
+        latency_ms: time of an all-reduce of one number.
+    """
+
+    mbit_per_s: float
+    latency_ms: float
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Measure the link. All ranks of `group` must call this; all get the same result."""
+
+    def all_reduce_s(buffer: torch.Tensor) -> float:
+        """Seconds on the slowest rank."""
+        row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
+        return float(gather_rows(row, group, None, "the time of an all-reduce").max())
+
+    latency_s = statistics.median(all_reduce_s(torch.ones(1, device=device)) for _ in range(2 + _REPEATS))
+    buffer = torch.ones(_SMALLEST_BYTES // 4, device=device)
+    took_s = all_reduce_s(buffer)
+    while took_s < _enough_s(latency_s) and buffer.nbytes < _LARGEST_BYTES:
+        buffer = torch.ones(2 * buffer.numel(), device=device)
+        took_s = all_reduce_s(buffer)
+    # The first all-reduce of a size uses fresh memory; the fastest one was disturbed least.
+    took_s = min(took_s, *(all_reduce_s(buffer) for _ in range(_REPEATS)))
+    sent = 2 * (group.size() - 1) / group.size() * buffer.nbytes
+    return Link(8e-6 * sent / _without_latency_s(took_s, latency_s), 1000 * latency_s)
+
+
+def _all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
+    return seconds_of(lambda: dist.all_reduce(buffer, group=group), buffer.device)
+
+
+def _enough_s(latency_s: float) -> float:
+    """How long a message must take to show a bandwidth, and not the latency."""
+    return max(_ENOUGH_S, 8 * latency_s)
+
+
+def _without_latency_s(took_s: float, latency_s: float) -> float:
+    """The time for the bytes of a message: a tenth of its time, at least."""
+    return max(took_s - latency_s, took_s / 10)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The connection of two ranks.
+
+    Attributes:
+        ranks: their numbers in the group.
+        mbit_per_s: rate of one large message from the first to the second.
+        latency_ms: half the time of one number there and back.
+    """
+
+    ranks: tuple[int, int]
+    mbit_per_s: float
+    latency_ms: float
+
+
+def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """All pairs of ranks. If they are too many, one of every two machines and one inside a machine; if those are too
+    many, each machine with the next. `machines`: the ranks of each."""
+    every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
+    if len(every) <= MOST:
+        return every
+    firsts = [ranks[0] for ranks in machines]
+    between = list(itertools.combinations(firsts, 2))
+    if len(between) > MOST:
+        between = [*itertools.pairwise(firsts)]
+    return between + [(ranks[0], ranks[1]) for ranks in machines[:1] if len(ranks) > 1]
+
+
+def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device) -> list[Pair]:
+    """Measure these pairs. All ranks of `group` must call this; all get the same result.
+
+    Raises:
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    found = []
+    for one, other in pairs:
+        row = torch.zeros(2, dtype=torch.float64, device=device)
+        try:
+            if group.rank() == one:
+                row.copy_(torch.tensor(_ask(other, group, device)))
+            elif group.rank() == other:
+                _answer(one, group, device)
+            dist.broadcast(row, group=group, group_src=one)  # the others wait here: one pair at a time
+        except RuntimeError as error:
+            raise collective_error(f"messages between rank {one} and rank {other}", group, error) from error
+        rate, latency = row.tolist()
+        found.append(Pair((one, other), rate, latency))
+    return found
+
+
+def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """The first rank of a pair: measures Mbit/s and ms."""
+
+    def there_and_back(size: int) -> None:
+        _send(torch.tensor([size]), other, group, device)
+        _send(torch.zeros(size // 4), other, group, device)
+        _receive(torch.zeros(1), other, group, device)
+
+    def there_and_back_s(size: int) -> float:
+        return seconds_of(lambda: there_and_back(size), device)
+
+    round_trip_s = statistics.median([there_and_back_s(4) for _ in range(1 + _PINGS)][1:])
+    size, took_s = _SMALLEST_BYTES, there_and_back_s(_SMALLEST_BYTES)
+    while took_s < _enough_s(round_trip_s) and size < _LARGEST_BYTES:
+        size *= 2
+        took_s = there_and_back_s(size)
+    took_s = min(took_s, there_and_back_s(size))
+    _send(torch.tensor([0]), other, group, device)  # the end
+    return 8e-6 * size / _without_latency_s(took_s, round_trip_s), 500 * round_trip_s
+
+
+def _answer(one: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """The second rank of a pair: sends one number back for each message."""
+    while size := int(_receive(torch.zeros(1, dtype=torch.int64), one, group, device)):
+        _receive(torch.zeros(size // 4), one, group, device)
+        _send(torch.zeros(1), one, group, device)
+
+
+def _send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    dist.send(tensor.to(device), group=group, group_dst=to)
+
+
+def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    tensor = tensor.to(device)
+    dist.recv(tensor, group=group, group_src=source)
+    return tensor
+
+
+# ---- interfaces ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of a machine.
+
+    Attributes:
+        name: as the system calls it; "" where unknown, as with InfiniBand, whose bytes the system does not count.
+        rated_mbit_per_s: its nominal speed; None where unknown.
+    """
+
+    name: str = ""
+    rated_mbit_per_s: float | None = None
+
+    @property
+    def words(self) -> str:
+        if not self.name:
+            return "interface unknown"
+        return self.name + (f", made for {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else "")
+
+
+def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
+    """Bytes that each interface of this machine has sent."""
+    found = {}
+    for counter in system.glob("*/statistics/tx_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found[counter.parts[-3]] = int(counter.read_text())
+    return found
+
+
+def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Interface:
+    """The interface that has sent most since `before`.
+
+    Args:
+        before: an earlier `sent_bytes`.
+        others: there are other machines, to which nothing goes over the loopback interface.
+    """
+    grown = {name: sent - before.get(name, sent) for name, sent in sent_bytes(system).items()}
+    if others:
+        grown.pop("lo", None)
+    name = max(grown, key=lambda each: grown[each], default="")
+    if not name or grown[name] < COUNTED_BYTES:
+        return Interface()
+    rated = None
+    with contextlib.suppress(OSError, ValueError):  # virtual interfaces raise, or say -1
+        rated = float((system / name / "speed").read_text())
+    return Interface(name, rated if rated is not None and rated > 0 else None)
+
+
+def bandwidth(mbit_per_s: float) -> str:
+    """The bandwidth as text with a unit."""
+    rounded = float(f"{mbit_per_s:.2g}")
+    return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The measured network, as the model sees it.
+
+    Attributes:
+        bandwidth: between machines, bit/s of a machine.
+        inside: inside a machine, bit/s of a rank.
+        latency: seconds per message between machines.
+        backend: of the collectives.
+    """
+
+    machines: int
+    ranks_per_machine: int
+    bandwidth: float
+    inside: float
+    latency: float
+    backend: Literal["nccl", "gloo"]
+
+    def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
+        """Seconds of the collectives `ops` of each bucket, one after another.
+
+        Args:
+            counted: bytes in all buckets, see `Counters`; divided equally among `ops`.
+            together: how many ranks of a machine are in one group.
+        """
+        ranks, found = self.machines * together, 0.0
+        for op in ops:
+            if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):  # each rank sends to each other one
+                shares, messages = together * (ranks - together), ranks - together
+            else:
+                shares, messages = ranks - 1, _messages(op, ranks, self.backend)
+            leaving = 2 * shares / ranks * counted / len(ops)
+            found += 8 * leaving / self.bandwidth + buckets * messages * self.latency
+        return found
+
+
+def _messages(op: Op, ranks: int, backend: str) -> int:
+    """How many messages of a ring follow one another; NCCL sums in a tree where that takes fewer."""
+    if op == "gather":
+        return ranks - 1
+    return 2 * min(ranks - 1, math.ceil(math.log2(ranks)) if backend == "nccl" else ranks)
+
+
+def cluster_of(
+    machines: Sequence[Sequence[int]], link: Link, inside_mbit_per_s: float, backend: Literal["nccl", "gloo"]
+) -> Cluster:
+    """The measured network. If the machines have different numbers of ranks, each rank counts as a machine.
+    `machines`: the ranks of each."""
+    ranks, sizes = sum(map(len, machines)), {len(each) for each in machines}
+    together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
+    latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
+    return Cluster(ranks // together, together, 1e6 * link.mbit_per_s, 1e6 * inside_mbit_per_s, latency, backend)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The time that a step of a model spends on the network with one hook.
+
+    Attributes:
+        candidate: the hook.
+        seconds: per step, on average.
+        between_nodes: with `ranks_per_node`, if that is faster.
+    """
+
+    candidate: Candidate
+    seconds: float
+    between_nodes: bool
+
+
+def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
+    """The exchanges of `CANDIDATES`, for a transformer with this number of parameters."""
+    parameters = [ParameterInfo(*each) for each in transformer(numel).items()]
+    return [_exchange(candidate, parameters, cluster) for candidate in CANDIDATES]
+
+
+def _exchange(candidate: Candidate, parameters: list[ParameterInfo], cluster: Cluster) -> Exchange:
+    compressor = HookRequest.parse(candidate.hook, hook_options=candidate.options).new_compressor(total_steps=1)
+    assert compressor is not None
+    plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
+    config = compressor.config
+    every = config.sync_every if isinstance(config, LocalSteps) else 1
+    buckets = math.ceil(plan.bytes_before / _BUCKET_BYTES)
+    counted = every * (plan.bytes_after + plan.flag_bytes)
+
+    def seconds(together: int) -> float:
+        return cluster.seconds(counted, compressor.collectives, buckets, together) / every
+
+    ranks = cluster.ranks_per_machine
+    among_all = Exchange(candidate, seconds(ranks), between_nodes=False)
+    if candidate is PLAIN or isinstance(config, LocalSteps) or ranks == 1:
+        return among_all
+    # Inside a machine every gradient travels twice, as in an all-reduce.
+    inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside
+    return min(among_all, Exchange(candidate, seconds(1) + inside, between_nodes=True), key=lambda each: each.seconds)
+
+
+def parsed_size(text: str) -> float:
+    """The number of parameters that a text such as "124M" means. Raises HookConfigError for other texts."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmb]?)", text.strip().lower())
+    size = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else 0.0
+    if size < 1:
+        raise HookConfigError(f"--params {text}: expected a number of parameters such as 350k, 124M or 1.5B")
+    return size
+
+
+def transformer(numel: float) -> dict[str, torch.Tensor]:
+    """The parameters of a transformer of about this size, on the meta device: as GPT-2, 64 times as wide as deep."""
+    width = max(64, 64 * round((64 * numel / 12) ** (1 / 3) / 64))
+    layers = max(1, round(numel / (12 * width**2)))
+    shapes = {"attention": (3 * width, width), "output": (width, width), "norm": (width,)}
+    shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
+    with torch.device("meta"):
+        return {f"{layer}.{name}": torch.empty(shape) for layer in range(layers) for name, shape in shapes.items()}
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """What `commhooks network` has found, the same on every rank. `print(report)` shows tables and advice.
+
+    Attributes:
+        machines: their names and ranks.
+        interfaces: of each machine, by its name.
+        backend: of the process group.
+        pairs: single connections.
+        link: all ranks together.
+        exchanges: by size of the model, as the user wrote it; one for each hook.
+        step_ms: the time of a step without a network, if known.
+        took_s: duration of the measurement.
+    """
+
+    machines: dict[str, list[int]]
+    interfaces: dict[str, Interface]
+    backend: str
+    pairs: list[Pair]
+    link: Link
+    exchanges: dict[str, list[Exchange]]
+    step_ms: float | None
+    took_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"advice": self.advice()}
+
+    def __str__(self) -> str:
+        ranks = sum(map(len, self.machines.values()))
+        lines = [f"{ranks} ranks, {self.backend}, measured in {self.took_s:.0f} s"]
+        for name, each in self.machines.items():
+            lines.append(f"  {name}: ranks {', '.join(map(str, each))}; {self.interfaces[name].words}")
+        connections = new_table("Connections")
+        for column in ("ranks", "Mbit/s", "latency, ms"):
+            connections.add_column(column, justify="right")
+        for pair in self.pairs:
+            ranks_of_pair = f"{pair.ranks[0]} - {pair.ranks[1]}"
+            connections.add_row(ranks_of_pair, f"{pair.mbit_per_s:,.0f}", f"{pair.latency_ms:.3g}")
+        together = (
+            f"All ranks together: {bandwidth(self.link.mbit_per_s)} for each in an all-reduce of one large buffer, "
+            f"{self.link.latency_ms:.3g} ms for one number."
+        )
+        times = new_table("Seconds per step, by size")
+        times.add_column("hook")
+        for size in self.exchanges:
+            times.add_column(size, justify="right")
+        for row in zip(*self.exchanges.values(), strict=True):
+            cells = [f"{each.seconds:.3g}{' *' if each.between_nodes else ''}" for each in row]
+            times.add_row(row[0].candidate.label, *cells)
+        return text_of(*lines, connections, together, times, LEGEND, *self.advice())
+
+    def advice(self) -> list[str]:
+        """Sentences about slow connections and interfaces, and about each model."""
+        hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]
+        return [*self._slow_connections(), *self._slow_interfaces(), *hooks]
+
+    def _slow_connections(self) -> list[str]:
+        machine = {rank: name for name, ranks in self.machines.items() for rank in ranks}
+        found = []
+        for where, one_machine in (("between machines", False), ("inside a machine", True)):
+            pairs = [each for each in self.pairs if (machine[each.ranks[0]] == machine[each.ranks[1]]) is one_machine]
+            usual = statistics.median(pair.mbit_per_s for pair in pairs) if pairs else 0.0
+            worst = min(pairs, key=lambda pair: pair.mbit_per_s, default=None)
+            if worst is not None and worst.mbit_per_s < SLOW * usual:
+                found.append(
+                    f"Ranks {worst.ranks[0]} and {worst.ranks[1]} reach {bandwidth(worst.mbit_per_s)} where "
+                    f"{bandwidth(usual)} is usual {where}: every all-reduce waits for the slowest connection. Look at "
+                    "this one first."
+                )
+        return found
+
+    def _slow_interfaces(self) -> list[str]:
+        reached = self.link.mbit_per_s
+        slow = [
+            (name, each)
+            for name, each in self.interfaces.items()
+            if each.rated_mbit_per_s and reached < UNUSED * each.rated_mbit_per_s
+        ]
+        if len(self.machines) == 1 or not slow:
+            return []
+        name, each = slow[0]
+        others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+        return [
+            f"{name}{others} sends over {each.words}, but reaches {bandwidth(reached)}. Is it the right one? "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no exclusion such as ^lo). If it is, "
+            "look at what else uses the network."
+        ]
+
+    def _hook(self, size: str, exchanges: list[Exchange]) -> str:
+        """The least lossy hook with which the exchange of a model of this size is small."""
+        plain = exchanges[0]
+        spends = f"{size} parameters: with plain DDP a step spends {_duration(plain.seconds)} on the network"
+        if self.step_ms is None:
+            return (
+                f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing is needed. Else "
+                'begin with hook="auto", which measures and chooses; diloco sends the least.'
+            )
+        computing, limit = f"beside {self.step_ms:g} ms of computing", SMALL * self.step_ms / 1e3
+        if plain.seconds <= limit:
+            return f"{spends}, {computing}: nothing needed."
+        small = [each for each in exchanges if each.seconds <= limit]
+        best = small[0] if small else min(exchanges, key=lambda each: each.seconds)
+        options = f", hook_options={dict(best.candidate.options)!r}" if best.candidate.options else ""
+        nodes = ', ranks_per_node="auto"' if best.between_nodes else ""
+        return (
+            f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be {_duration(best.seconds)}: '
+            f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the last loss with plain "
+            "DDP's."
+        )
+
+
+def _duration(seconds: float) -> str:
+    rounded = float(f"{seconds:.2g}")
+    return f"{rounded:g} s" if rounded >= 1 else f"{1e3 * rounded:g} ms"

@@ -1,0 +1,82 @@
+"""The classes for each package with a Trainer or a Fabric.
+
+`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects objects of the other one's classes.
+So do `lightning.fabric` and `lightning_fabric`. The other modules here import none of the four; each class of ours is
+joined here with the base class of the package that it is made for.
+"""
+
+import functools
+from importlib import import_module
+from typing import Any
+
+from commhooks.errors import needed
+from lightning_commhooks.callbacks import CommHookCheckpoint, CommHookMonitor, CommHookRoundEnd
+from lightning_commhooks.fabric_strategy import CommHookDDP as FabricCommHookDDP
+from lightning_commhooks.fsdp2 import CommHookFSDP2
+from lightning_commhooks.strategy import MODULES, CommHookDDP
+
+FABRIC_MODULES = {
+    "lightning.fabric": "lightning_commhooks.fabric",
+    "lightning_fabric": "lightning_commhooks.lightning_fabric",
+}
+_HOOKS = ("powerSGD", "batched_powerSGD", "fp16_compress", "bf16_compress", "int8_compress", "int4_compress", "auto")
+"""The hooks that have a strategy name."""
+
+
+@functools.cache
+def trainer_classes(package: str) -> dict[str, Any]:
+    """Make the strategies and callbacks for the Trainer of `package`, and register the strategy names with it.
+
+    Args:
+        package: "lightning.pytorch" or "pytorch_lightning".
+
+    Raises:
+        ImportError: the package is not installed, or too old.
+    """
+    lightning = _imported(package, MODULES)
+    strategies: Any = import_module(f"{package}.strategies")
+    join = functools.partial(_joined, MODULES[package])
+    checkpoint = join(CommHookCheckpoint, lightning.Callback)
+    round_end = join(CommHookRoundEnd, lightning.Callback)
+    given = {"package": package, "checkpoint_callback": checkpoint, "round_end_callback": round_end}
+    ddp = join(CommHookDDP, strategies.DDPStrategy, **given)
+    fsdp2 = join(CommHookFSDP2, strategies.ModelParallelStrategy, **given)
+    _register_names(strategies.StrategyRegistry, ddp)
+    made = [checkpoint, round_end, ddp, fsdp2, join(CommHookMonitor, lightning.Callback)]
+    return {each.__name__: each for each in made}
+
+
+@functools.cache
+def fabric_class(package: str) -> Any:
+    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric".
+
+    Raises:
+        ImportError: the package is not installed, or too old.
+    """
+    _imported(package, FABRIC_MODULES)
+    strategies: Any = import_module(f"{package}.strategies")
+    return _joined(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)
+
+
+def _joined(module: str, ours: type, theirs: type, **attributes: Any) -> type:
+    return type(ours.__name__, (ours, theirs), {"__module__": module, "__doc__": ours.__doc__, **attributes})
+
+
+def _imported(package: str, modules: dict[str, str]) -> Any:
+    root = package.partition(".")[0]
+    other = next(each for each in modules if each != package)
+    install = f"pip install {root.replace('_', '-')}"
+    sentence = f"{modules[package]} needs {package}: {install}. For {other} import from {modules[other]}"
+    with needed(root, sentence=sentence):
+        import_module(root)
+    return import_module(package)
+
+
+def _register_names(registry: Any, strategy: type) -> None:
+    """Register "ddp_powersgd" and so on with a `StrategyRegistry`."""
+    for hook in _HOOKS:
+        name, about = hook.lower(), f"DDP with the communication hook {hook!r}"
+        registry.register(f"ddp_{name}", strategy, description=about, override=True, hook=hook)
+        # As Lightning's own "ddp_notebook": other ways to start processes do not work in an interactive session.
+        notebook = {"description": f"{about}, for notebooks", "start_method": "fork"}
+        registry.register(f"ddp_notebook_{name}", strategy, override=True, hook=hook, **notebook)

@@ -1,0 +1,173 @@
+"""The native library and the machine: it is compiled once and kept, and an error says why there is none."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.compressors.native import library
+from commhooks.compressors.native.tables import FactorTable, MatrixTable, PieceTable, Table, address
+from tests.support.compilers import needs_compiler
+
+
+def _fresh_load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:
+    """The library as a process loads it that has not done so yet."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return library.load.__wrapped__()
+
+
+def _works(loaded: Any) -> bool:
+    return loaded.commhooks_split_float(None, 1, 0, None) == 0
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert _works(_fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)))
+    (kept,) = (tmp_path / "commhooks").iterdir()
+    made = kept.stat().st_mtime_ns
+    assert _works(_fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)))
+    assert [each.stat().st_mtime_ns for each in (tmp_path / "commhooks").iterdir()] == [made]
+    damaged = tmp_path / "damaged" / "commhooks" / kept.name  # dlopen does not look again at a path that it has loaded
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"of another machine")
+    assert _works(_fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path / "damaged")))
+    assert damaged.stat().st_size == kept.stat().st_size and len(list(damaged.parent.iterdir())) == 1
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(
+        commhooks.HookConfigError, match="/bin/false .* failed; repair the compiler, or name another one"
+    ):
+        _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC="/bin/false")
+    with pytest.raises(commhooks.HookConfigError, match="/bin/true .* failed; .* It said: nothing"):
+        _fresh_load(monkeypatch, CC="/bin/true")
+    monkeypatch.delenv("CC")
+    with pytest.raises(commhooks.HookConfigError, match="no C compiler was found: install one"):
+        _fresh_load(monkeypatch, PATH=str(tmp_path))
+
+
+def _refuses(folder: Path) -> Any:
+    """dlopen as it is where programs in `folder` may not run."""
+    real = library.ctypes.CDLL
+
+    def load(path: str) -> Any:
+        if Path(path).is_relative_to(folder):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return real(path)
+
+    return load
+
+
+@needs_compiler
+def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(tmp_path))
+    assert _works(_fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)))
+
+
+@needs_compiler
+def test_what_cannot_be_loaded_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(Path("/")))
+    text = "cannot be kept or loaded; name a folder in .* XDG_CACHE_HOME .*: failed to map segment from shared object"
+    with pytest.raises(commhooks.HookConfigError, match=text):
+        _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
+
+
+@pytest.mark.parametrize(("mode", "private"), [(0o700, True), (0o775, False), (0o702, False), (0o775, None)])
+def test_others_cannot_put_code_into_the_cache(
+    mode: int, private: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """None: on a system without user ids, where home folders are private."""
+    folder = tmp_path / "commhooks"
+    folder.mkdir()
+    folder.chmod(mode)
+    if private is None:
+        monkeypatch.delattr(os, "getuid")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with library._cache_folder() as used:
+        assert (used == folder) == (private is not False) and used.is_dir()
+    assert used.is_dir() == (private is not False)
+
+
+@needs_compiler
+def test_nothing_is_left_where_there_is_no_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    loaded = _fresh_load(monkeypatch, XDG_CACHE_HOME=str(blocked))
+    assert list(tmp_path.iterdir()) == [blocked]
+    assert _works(loaded)
+
+
+def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "slow-cc"
+    compiler.write_text("#!/bin/sh\nexec sleep 20\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(library, "COMPILE_LIMIT_S", 0.2)
+    with pytest.raises(commhooks.HookConfigError, match="timed out after 0.2 seconds"):
+        _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC=str(compiler))
+
+
+# ---- the sources -----------------------------------------------------------------------------------------------------
+
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # psabi: vectors in arguments, but of inlined functions only
+# Optimisers warn of more; shorter vectors are other types in the same lines.
+SHORTER = [("-mno-avx512f", "-fsyntax-only"), ("-mno-avx", "-fsyntax-only")] if platform.machine() == "x86_64" else []
+
+
+@pytest.mark.parametrize("vectors", [(), *SHORTER], ids=str)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_no_warning(compiler: str, vectors: tuple[str, ...], tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"needs {compiler}")
+    for source, flags in library.SOURCES.items():
+        for real in library.C_TYPES.values():
+            command = [compiler, *library.FLAGS, *flags, *WARNINGS, *vectors, f"-DREAL={real}", "-c"]
+            command += [str(library.FOLDER / source), "-o", str(tmp_path / "object.o")]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+            assert done.returncode == 0, (command, done.stderr)
+
+
+def test_stray_files_are_no_part_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What editors and systems leave in the folder of one rank neither fails nor makes another build of it."""
+    assert set(library.SOURCES) == {path.name for path in Path(commhooks.__file__).parent.rglob("*.c")}
+    wanted = library.source_text()
+    monkeypatch.setattr(library, "FOLDER", Path(shutil.copytree(library.FOLDER, tmp_path / "native")))
+    assert library.source_text() == wanted
+    (library.FOLDER / "a folder.h").mkdir()
+    (library.FOLDER / "powersgd.c~").write_bytes(b"\xff")
+    (library.FOLDER / ".DS_Store").symlink_to("nowhere")
+    assert library.source_text() == wanted
+
+
+@pytest.mark.parametrize(("table", "struct"), [(MatrixTable, "matrix"), (FactorTable, "factor"), (PieceTable, "piece")])
+def test_a_table_has_the_fields_of_its_struct(table: type[Table], struct: str) -> None:
+    text = (library.FOLDER / "tables.h").read_text().partition(f"struct {struct} {{")[2].partition("}")[0]
+    declared = re.sub(r"/\*.*?\*/", "", text).replace("const ", "").split(";")[:-1]
+    names = [name.strip(" *\n") for each in declared for name in each.strip().partition(" ")[2].split(",")]
+    assert tuple(names) == table.fields
+
+
+@pytest.mark.parametrize(
+    ("tensor", "numel"),
+    [
+        (torch.zeros(6, dtype=torch.float64), 6),
+        (torch.zeros(6, dtype=torch.float16), 3),
+        (torch.zeros(5), 6),
+        (torch.zeros(2, 6)[:, :3], 6),
+        (torch.zeros(6, device="meta"), 6),
+    ],
+    ids=["wider", "narrower", "short", "with gaps", "elsewhere"],
+)
+def test_c_gets_no_address_of_anything_else(tensor: torch.Tensor, numel: int) -> None:
+    with pytest.raises(commhooks.HookRunError, match=rf"needs {numel} numbers of torch.float32 .* and got a tensor of"):
+        address(tensor, torch.float32, numel)
+    good = torch.zeros(2, 3)
+    assert address(good, torch.float32, 6) == good.data_ptr()

@@ -1,0 +1,138 @@
+"""The runs behind tests/golden/payloads.pt: what is saved, in every form, and what training from it gives.
+
+Nothing here depends on random numbers of torch: gradients are sines, and Q is in what is loaded. Everything runs on two
+ranks.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.checkpoint import payload as payload_parts
+from tests.support.inside import learns, session_of, user_state
+from tests.support.models import EVERY_PARAMETER, Prescribed, backward
+from tests.support.repository import TESTS
+
+FILE = TESTS / "golden" / "payloads.pt"
+"""A dict: "saved" holds, for each of two ranks, what it saved by kind; "gradients" those of the next steps, by kind."""
+SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "wide": (8, 10)}
+LOW_RANK = {"matrix_approximation_rank": 2, "min_compression_rate": 1}
+SAVED_AT = 4
+
+# One kind per form of a payload: its hook, and how it is saved.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mean": ("powerSGD", {"residual": "mean"}),
+    "gathered": ("powerSGD", {"residual": "per_rank", "gather": True}),
+    "parts": ("powerSGD", {"residual": "per_rank"}),
+    "batched": ("batched_powerSGD", {"residual": "per_rank", "gather": True}),
+    "users": ("users", {}),
+}
+
+
+class Momentum:
+    """The state of a user's own hook, with every type that a state may hold."""
+
+    def __init__(self) -> None:
+        self.momentum: dict[str, torch.Tensor] = {}
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "momentum": self.momentum,
+            "calls": self.calls,
+            "decay": 0.5,
+            "name": "momentum",
+            "on": True,
+            "nothing": None,
+            "list": [1, torch.ones(2, dtype=torch.int64)],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.momentum, self.calls = saved["momentum"], saved["calls"]
+
+
+def momentum_hook(state: Momentum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def add(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        mean = future.value()
+        key = str(bucket.index())
+        state.momentum[key] = mean + 0.5 * state.momentum.get(key, torch.zeros_like(mean))
+        state.calls += 1
+        return state.momentum[key].clone()
+
+    return commhooks.allreduce_hook(None, bucket).then(add)
+
+
+def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Sines of one frequency for all ranks and of another one for each."""
+    made = {}
+    for place, (name, shape) in enumerate(SHAPES.items()):
+        numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
+        common = torch.sin((1.7 + 0.31 * place) * numbers + 1.3 * step)
+        own = torch.sin((0.9 + 0.17 * rank) * numbers - 0.7 * step + place)
+        made[name] = (common + 0.5 * own).to(torch.float32).view(shape)
+    return made
+
+
+def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommHook]:
+    """Buckets that are never built anew: one per parameter, or one for all where they make the matrix."""
+    cap = 25 if hook == "batched_powerSGD" else EVERY_PARAMETER
+    ddp = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=cap, find_unused_parameters=True)
+    if hook == "users":
+        return ddp, commhooks.attach(ddp, momentum_hook, hook_state=Momentum())
+    options = LOW_RANK | {"start_powerSGD_iter": start} if hook.endswith("powerSGD") else None
+    return ddp, commhooks.attach(ddp, hook, hook_options=options)
+
+
+def save(kind: str) -> Any:
+    """What this rank saves of this kind after `SAVED_AT` steps, three of them compressed. Of "parts" a list: the shared
+    part, and that of this rank."""
+    hook, how = KINDS[kind]
+    ddp, attached = new(hook, start=1)
+    for step in range(SAVED_AT):
+        backward(ddp, gradients(dist.get_rank(), step))
+    saved = attached.state_dict(**how)
+    return list(payload_parts.split(saved, dist.get_rank())) if kind == "parts" else saved
+
+
+def save_all() -> dict[str, Any]:
+    return {kind: save(kind) for kind in KINDS}
+
+
+def payload_of(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """What this rank loads of what the ranks saved."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    content: Any = saved[rank][kind]
+    if kind != "parts":
+        return content
+    shared = payload_parts.check_shared(content[0])
+    needed = payload_parts.ranks_needed(shared, rank, world_size)
+    parts = [saved[each][kind][1] for each in needed]
+    assert [payload_parts.problem_of_part(shared, part, each) for part, each in zip(parts, needed, strict=True)] == [
+        None for _ in needed
+    ]
+    return payload_parts.merge(shared, parts, rank, world_size)
+
+
+def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """Load it into a hook that was told to start much later, look at its memory, and train two steps."""
+    ddp, attached = new(KINDS[kind][0], start=900)
+    attached.load_state_dict(payload_of(kind, saved))
+    memory = session_of(attached).state if learns(attached) else None
+    found: dict[str, Any] = {
+        "step": attached.stats()["step"],
+        "start": attached.options.get("start_powerSGD_iter"),
+        "q": {name: q.clone() for name, q in memory["q"].items()} if memory is not None else {},
+        "residuals": {name: r.clone() for name, r in memory["residual"].items()} if memory is not None else {},
+        "users": None if memory is not None else copy.deepcopy(user_state(attached).state_dict()),
+    }
+    steps = range(SAVED_AT, SAVED_AT + 2)
+    found["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]
+    return found
+
+
+def resume_all(saved: list[dict[str, Any]]) -> dict[str, Any]:
+    return {kind: resume(kind, saved) for kind in KINDS}

@@ -1,0 +1,305 @@
+"""What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
+
+import copy
+import io
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.ddp_steps import log_lines
+from tests.support.training import Run, batch, flat, plain
+
+
+def _own_batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+class _Observed(nn.Module):
+    """Buffers that begin as infinities, that change their shape, and that are registered late, on rank 0 only; and a
+    frozen teacher that follows the trained weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.teacher = nn.Parameter(torch.zeros(6, 6), requires_grad=False)
+        self.register_buffer("low", torch.tensor(torch.inf))
+        self.register_buffer("seen", torch.tensor(torch.nan))
+        self.register_buffer("channels", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            self.teacher.data.lerp_(self.first.weight.data, 0.1)
+            self.low = torch.minimum(self.low, y.min())
+            self.seen.fill_(float(y.mean()))
+            self.channels = y.abs().amax(0)
+            if dist.get_rank() == 0:
+                self.first.register_buffer("mask", y.mean(0) > 0)
+        return self.second(y)
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """All that is no trained weight."""
+        return {name: each.clone() for name, each in (*self.named_buffers(), ("teacher", self.teacher))}
+
+
+def _observe(steps: int) -> Any:
+    """The state before the optimizer's step with which the round ends, after it, and of a save in mid-round."""
+    model = DistributedDataParallel(_Observed())
+    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=steps), check_every=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for step in range(steps + 1):
+        optimizer.zero_grad()
+        model(_own_batch(step)).square().mean().backward()
+        found.append(model.module.others())
+        optimizer.step()
+        found.append(model.module.others())
+    exact = hook.state_dict()["exact"]
+    return *found[-4:], model.module.others(), exact
+
+
+def test_buffers_and_frozen_parameters_are_rank_0s(run_ranks):
+    first, second = run_ranks(_observe, 3)
+    for mine, others_before, others in ((first[0], second[0], second[1]), (first[3], second[3], second[4])):
+        assert mine.keys() == others.keys() and "first.mask" in mine
+        assert all(torch.equal(mine[name], others[name]) and mine[name].isfinite().all() for name in mine)
+        assert not torch.equal(mine["seen"], others_before["seen"])
+    assert not torch.equal(first[0]["teacher"], second[0]["teacher"])  # it follows weights that are a rank's own
+    assert first[-1] and second[-1]
+
+
+class _EightBits(torch.optim.Optimizer):
+    """SGD with a momentum of integers and their scale."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            momentum = 0.9 * state["codes"] * state["scale"] + parameter.grad if state else parameter.grad
+            state["scale"] = momentum.abs().max()[None] / 127
+            state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
+            parameter.sub_(0.01 * momentum)
+
+
+def _several_optimizers(steps: int) -> tuple[Any, Any]:
+    """The state of the optimizers of this rank before a synchronisation and after it: several that step the same
+    parameters, one of which rank 1 steps more often, one with moments of other shapes, one with codes."""
+    run = Run.new(hook="local_sgd")
+    parameters = list(run.ddp.parameters())
+    optimizers = [torch.optim.SGD(parameters, lr=0.01 * (each + 1), momentum=0.1 * each + 0.2) for each in range(2)]
+    optimizers += [torch.optim.Adafactor(parameters), _EightBits(parameters, {})]
+    optimizers[0].param_groups[0]["lr"] *= 1 + dist.get_rank()
+    for step in range(steps):
+        images, labels = batch(step, dist.get_rank())
+        for each in optimizers:
+            each.zero_grad()
+            nn.functional.cross_entropy(run.ddp(images), labels).backward()
+            each.step()
+    if dist.get_rank() == 1:
+        optimizers[2].step()
+    before = [plain(each.state_dict()) for each in optimizers]
+    run.hook.synchronize(optimizers=True)
+    return before, [plain(each.state_dict()) for each in optimizers]
+
+
+def test_the_state_of_all_optimizers_is_rank_0s(run_ranks):
+    (mine, mine_now), (other, other_now) = run_ranks(_several_optimizers, 3)
+    assert mine_now == other_now == mine
+    assert all(one != another for one, another in zip(mine, other, strict=True))
+
+
+# ---- what a joint save says ------------------------------------------------------------------------------------------
+
+
+def _save_after(what: str) -> Any:
+    """A joint save in which the ranks may differ."""
+    steps, synchronized = {"in a round": (4, False), "synchronized": (3, True)}.get(what, (3, False))
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).train(steps)
+    if what == "a skipped step":  # of an optimizer that rank 1 has not stepped since the load
+        run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).load(run.save())
+        images, labels = batch(5, dist.get_rank())
+        nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        if dist.get_rank() == 0:
+            run.optimizer.step()
+    else:  # stands for a schedule-free optimizer in evaluation mode, whose state determines the weights
+        if synchronized:
+            run.hook.synchronize(optimizers=True)
+        with torch.no_grad():
+            for p in run.ddp.parameters():
+                p.add_(run.optimizer.state[p]["momentum_buffer"])
+    with log_lines("commhooks") as lines:
+        exact = run.hook.state_dict()["exact"]
+    return exact, run.weights(), [line for line in lines if "marked inexact" in line]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("after a round", "differ in the weights (0.weight and 7 more)"),
+        ("in a round", ""),
+        ("synchronized", ""),
+        ("a skipped step", "differ in the state of SGD with 8 parameters"),
+    ],
+)
+def test_a_joint_save_says_what_differs(run_ranks, what, says):
+    (exact, weights, lines), (same, others, none) = run_ranks(_save_after, what)
+    assert exact == same == (not says) and none == [] and len(lines) == bool(says)
+    assert all(says in line for line in lines)
+    assert torch.equal(weights, others) == (what != "after a round")
+
+
+def _at_different_passes() -> Any:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=30)).train(17 + dist.get_rank())
+    run.hook.joint_save_limit_s = 30
+    began = time.monotonic()
+    with log_lines("commhooks") as lines:
+        exact = run.hook.state_dict()["exact"]
+    return exact, time.monotonic() - began, lines
+
+
+def test_ranks_at_different_passes_are_told_at_once(run_ranks):
+    (exact, seconds, lines), (same, other_seconds, _) = run_ranks(_at_different_passes)
+    assert not exact and not same and max(seconds, other_seconds) < 15
+    assert any("the ranks have made 17 and 18 backward passes" in line for line in lines)
+
+
+def _scaled(skips: bool) -> Any:
+    """The scale and the growth count after a joint save; rank 1 has skipped a step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=6), loss_scale=scaler.get_scale)
+    for step in range(3):
+        images, labels = batch(step, dist.get_rank())
+        run.optimizer.zero_grad()
+        bad = skips and step == 1 and dist.get_rank() == 1
+        scaler.scale(nn.functional.cross_entropy(run.ddp(images), labels) * (torch.inf if bad else 1.0)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    before = scaler.state_dict()
+    exact = run.hook.state_dict()["exact"]
+    return before, scaler.state_dict(), plain(run.optimizer.state_dict()), exact
+
+
+def test_the_scale_is_rank_0s(run_ranks):
+    (mine, mine_now, state, exact), (other, other_now, others, _) = run_ranks(_scaled, True)
+    assert mine == mine_now == other_now != other and state == others and exact
+
+
+# ---- after a load ----------------------------------------------------------------------------------------------------
+
+
+def _other_weights(apart: bool) -> Any:
+    saved = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(3).save()
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).load(saved)
+    anchor = run.weights()
+    with torch.no_grad():
+        for p in run.ddp.parameters():
+            p.mul_(0.5 + 0.1 * dist.get_rank() * apart)
+    loaded = run.weights()
+    with log_lines("commhooks") as lines:
+        run.ddp(batch(0, 0)[0])
+    return anchor, loaded, run.weights(), [line for line in lines if "has other weights than those" in line]
+
+
+@pytest.mark.parametrize(("apart", "says"), [(False, "the weights of the model"), (True, "the common ones")])
+def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
+    found = run_ranks(_other_weights, apart)
+    for anchor, loaded, now, _ in found:
+        assert torch.equal(now, anchor if apart else loaded)
+    assert [len(lines) for *_, lines in found] == [1, 0] and says in found[0][3][0]
+
+
+# ---- the driver ------------------------------------------------------------------------------------------------------
+
+
+class _OnTheCPU(nn.SyncBatchNorm):
+    """DDP takes it on GPUs only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def _repeats(what: str) -> str:
+    kwargs: dict[str, Any] = {"find_unused_parameters": {"ddp": {"find_unused_parameters": True}}}.get(what, {})
+    kwargs |= {"ranks_per_node": 2} if what == "ranks_per_node" else {}
+    start = 10 if what == "start_iter" else 0
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10))
+    run = Run.new(model, hook=commhooks.LocalSGD(sync_every=2, start_iter=start), **kwargs)
+    if what == "SyncBatchNorm":
+        run.ddp.module[2] = _OnTheCPU(8, affine=False)
+    optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3 + dist.get_rank())
+    images, labels = batch(0, dist.get_rank())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run.ddp(images), labels)
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except commhooks.HookRunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["find_unused_parameters", "ranks_per_node", "start_iter", "SyncBatchNorm"])
+def test_a_repeated_pass_that_would_communicate_is_refused(run_ranks, what):
+    for said in run_ranks(_repeats, what, world_size=4 if what == "ranks_per_node" else 2, timeout_s=30):
+        assert f"That cannot be combined with {what}" in said
+
+
+def _plain(steps: int, start: int) -> Any:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    config = commhooks.DiLoCo(sync_every=3, outer_momentum=0.5, start_iter=start)
+    found = []
+    for each in (model, wrapped):
+        hook = commhooks.attach(each, config)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            each(_own_batch(step)).square().mean().backward()
+            optimizer.step()
+        found.append((flat(each.parameters()), hook.stats()["step"], hook.stats()["backward_passes"]))
+        hook.close()
+    return found
+
+
+def test_a_module_that_nothing_wraps(run_ranks):
+    for (weights, *counts), (same, *same_counts) in run_ranks(_plain, 8, 2):
+        assert counts == same_counts == [2, 8]
+        torch.testing.assert_close(weights, same)
+
+
+def _copied_before_a_save(folder: str) -> list[tuple[bool, list[str]]]:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=4)).train(2)
+    found = []
+    for synchronized in (False, True):
+        run.train(1)
+        if synchronized:
+            run.hook.synchronize(optimizers=True)
+        copies, _ = get_state_dict(run.ddp, run.optimizer, options=StateDictOptions(cpu_offload=True))
+        with log_lines("commhooks") as lines, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about copies on the CPU
+            state = {"model": copies, "hook": run.hook.state_dict("distributed")}
+            dcp.save(state, checkpoint_id=f"{folder}/{synchronized}")
+        exact = torch.load(io.BytesIO(state["hook"]["commhooks"]))["exact"]
+        found.append((exact, [line for line in lines if "this save has ended a round" in line]))
+    return found
+
+
+def test_copies_that_are_older_than_the_round_that_a_save_ends(run_ranks, tmp_path):
+    (late, in_order), others = run_ranks(_copied_before_a_save, str(tmp_path))
+    assert late[0] is False and len(late[1]) == 1 and "cpu_offload=True" in late[1][0]
+    assert in_order == (True, []) and others == [(False, []), (True, [])]

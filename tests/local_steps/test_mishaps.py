@@ -1,0 +1,293 @@
+"""What may go wrong in a round of `diloco` and `local_sgd`: numbers that are not finite, ranks that would miss each
+other or have come apart, saves in threads, a process that ends while a fragment is in flight."""
+
+import gc
+import subprocess
+import threading
+import time
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import commhooks
+from commhooks.comm import collectives
+from commhooks.gradients import precision
+from commhooks.local_steps.fragments import OuterSteps
+from tests.support import warm
+from tests.support.ddp_steps import log_lines
+from tests.support.training import Run, batch, flat
+
+
+def _after_a_bad_gradient(config: commhooks.HookConfig, optimizer: type[torch.optim.Optimizer], steps: int) -> Any:
+    """The second pass of rank 1 has a gradient that is not finite, which its optimizer takes in."""
+    run = Run.new(hook=config)
+    run.optimizer = optimizer(run.ddp.parameters(), lr=0.01)  # type: ignore[call-arg]
+    for step in range(steps):
+        images, labels = batch(step, dist.get_rank())
+        run.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run.ddp(images), labels)
+        (loss * (torch.nan if step == 1 and dist.get_rank() == 1 else 1.0)).backward()
+        run.optimizer.step()
+    run.hook.synchronize(optimizers=True)
+    return run.weights(), run.hook.stats(), run.optimizer.state_dict()["state"][0]
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer"),
+    [
+        (commhooks.DiLoCo(sync_every=3), torch.optim.Adagrad),
+        (commhooks.DiLoCo(sync_every=4, fragments=2, delay=1), torch.optim.AdamW),
+    ],
+    ids=["at once", "streaming"],
+)
+def test_later_rounds_are_finite_again(run_ranks, config, optimizer):
+    first, second = run_ranks(_after_a_bad_gradient, config, optimizer, 9)
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all()
+    assert first[1]["nonfinite_steps"] == 1 and first[1]["step"] >= 2
+    assert all(each.isfinite().all() for each in second[2].values())
+
+
+def _bad_rounds(every: int, rounds: int) -> Any:
+    """After the first round, a weight of rank 1 is not finite in each."""
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=every)).train(every)
+    good = run.weights()
+    with log_lines("commhooks") as lines:
+        for _ in range(rounds):
+            run.train(1)
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    next(run.ddp.parameters())[0] = torch.nan
+            run.train(every - 1)
+    return good, run.weights(), run.hook.stats(), [line for line in lines if "is discarded" in line]
+
+
+def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks):
+    found = run_ranks(_bad_rounds, 3, 2)
+    for good, after, stats, _ in found:
+        assert torch.equal(good, after)
+        assert (stats["nonfinite_steps"], stats["step"]) == (2, 1)
+    assert [len(lines) for *_, lines in found] == [1, 0]  # once, on one rank
+
+
+def _refused(how: str) -> str:
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=2))
+    try:
+        if how == "zero":
+            run.optimizer = ZeroRedundancyOptimizer(run.ddp.parameters(), torch.optim.SGD, lr=0.1)
+            run.train(1)
+        else:
+            with run.ddp.join():
+                run.train(0 if how == "only shadows" and dist.get_rank() == 0 else 2)
+    except commhooks.HookRunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("zero", "ZeroRedundancyOptimizer steps each parameter on one rank only"),
+        ("join", "join() with a hook that averages weights"),
+        ("only shadows", "join() with a hook that averages weights"),
+    ],
+)
+def test_ranks_that_would_miss_each_other_are_refused(run_ranks, how, text):
+    for said in run_ranks(_refused, how, timeout_s=20):
+        assert text in said
+
+
+def _in_inference_mode() -> tuple[torch.Tensor, torch.Tensor]:
+    """As frameworks call it before a validation, in the first round and later."""
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=3, outer_momentum=0.5))
+    same = Run.new(hook=commhooks.DiLoCo(sync_every=3, outer_momentum=0.5))
+    for _ in range(2):
+        same.train(2).hook.synchronize(optimizers=True)
+        run.train(2)
+        with torch.inference_mode():
+            run.hook.synchronize(optimizers=True)
+    return run.train(4).weights(), same.train(4).weights()
+
+
+def test_a_round_may_end_in_inference_mode(run_ranks):
+    for run, same in run_ranks(_in_inference_mode):
+        assert torch.equal(run, same)
+
+
+def _collects_another() -> int:
+    """A model of before is found to be garbage in the middle of an outer step, which is in that of an optimizer."""
+    gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
+    gone.append(gone)
+    runner = weakref.ref(gone[0].hook._hook)
+    run, advance = Run.new(hook=commhooks.LocalSGD(sync_every=1)), OuterSteps.advance
+    third = Run.new(hook="local_sgd")  # told of the step after `run`
+    del gone
+
+    def collecting(*args: Any) -> Any:
+        gc.collect()
+        return advance(*args)
+
+    gc.disable()
+    try:
+        alive = runner() is not None
+        with mock.patch.object(OuterSteps, "advance", collecting):
+            run.train(2)
+    finally:
+        gc.enable()
+    assert alive and runner() is None
+    return run.hook.stats()["step"] + third.hook.stats()["step"]
+
+
+def test_another_hook_may_end_within_an_outer_step(run_ranks):
+    assert run_ranks(_collects_another) == [2, 2]
+
+
+def _lost_rank() -> tuple[torch.Tensor, dict[str, Any]]:
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=3), loss_scale=lambda: 1.0)
+    run.train(4)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(run.ddp.parameters())[0] = torch.nan
+    run.train(6)
+    return run.weights(), run.hook.stats()
+
+
+def test_a_rank_whose_weights_are_not_finite_ends_the_round_though_its_gradients_never_are(run_ranks):
+    """With a scaler a round waits for a pass after which all ranks step."""
+    for weights, stats in run_ranks(_lost_rank):
+        assert weights.isfinite().all()
+        assert stats["nonfinite_steps"] == 1 and stats["step"] >= 2
+
+
+def _attached_again() -> tuple[float, float, list[str]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def attach() -> commhooks.CommHook:
+        return commhooks.attach(model, commhooks.LocalSGD(sync_every=3), replicate_group=mesh["replicate"])
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4)) - 5 * dist.get_rank()).square().mean().backward()
+            optimizer.step()
+
+    def spread() -> float:
+        ranks = [torch.empty(0)] * 2
+        dist.all_gather_object(ranks, flat(p.to_local() for p in model.parameters()))
+        return float((ranks[0] - ranks[1]).abs().max())
+
+    hook = attach()
+    train(5)
+    hook.close()
+    apart = spread()
+    with log_lines("commhooks") as lines:
+        attach()
+        train(3)
+    return apart, spread(), [line for line in lines if "the weights differ between ranks" in line]
+
+
+def test_replicas_that_were_left_in_mid_round_begin_from_their_mean(run_ranks):
+    found = run_ranks(_attached_again)
+    for apart, after, _ in found:
+        assert apart > 0.01 and after == 0
+    assert [len(lines) for *_, lines in found] == [1, 0]
+
+
+def _saves_in_a_thread() -> tuple[bool, list[str], torch.Tensor]:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(4)
+    saved: list[dict[str, Any]] = []
+    with log_lines("commhooks") as lines:
+        thread = threading.Thread(target=lambda: saved.append(run.hook.state_dict()))
+        thread.start()
+        run.train(4)
+        thread.join()
+    run.hook.synchronize()
+    return saved[0]["exact"], [line for line in lines if "outside of the training thread" in line], run.weights()
+
+
+def test_a_save_in_another_thread_does_not_disturb_the_training(run_ranks):
+    found = run_ranks(_saves_in_a_thread)
+    for exact, lines, weights in found:
+        assert not exact and len(lines) == 1 and torch.equal(weights, found[0][2])
+
+
+def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=4, delay=3))
+    run.train(4)
+    saved = run.save()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    run.train(1)
+    with mock.patch("commhooks.local_steps.fragments.ABANDONED_LIMIT_S", 0.1):
+        run.load(saved)
+    at_load = run.hook.stats()["step"]
+    time.sleep(1.0 if dist.get_rank() == 0 else 0.0)
+    later = run.hook.stats()["step"]
+    run.train(8)
+    run.hook.synchronize()
+    return at_load, later, run.hook.stats()["step"]
+
+
+def test_what_is_on_its_way_does_not_count_as_a_step_of_the_loaded_state(run_ranks):
+    (at_load, later, end), other = run_ranks(_loads_while_a_part_is_on_its_way)
+    assert at_load == later and end > later and other == (at_load, later, end)
+
+
+def _precision_in(hook: commhooks.HookConfig) -> set[str]:
+    """What a training that multiplies in bfloat16 has while the hook sends."""
+    (switch, *_), seen, start = precision._PRECISION_SWITCHES, set(), collectives.start
+    before = switch.fp32_precision
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.add(switch.fp32_precision)
+        return start(*args, **kwargs)
+
+    switch.fp32_precision = "bf16"
+    try:
+        with mock.patch.object(collectives, "start", noted):
+            Run.new(hook=hook).train(4)
+    finally:
+        switch.fp32_precision = before
+    return seen
+
+
+def test_an_outer_step_leaves_the_precision_of_products_to_the_training(run_ranks):
+    """It may run in a thread, and the switch is that of the process."""
+    assert run_ranks(_precision_in, commhooks.DiLoCo(sync_every=2, delay=1)) == [{"bf16"}] * 2
+    assert run_ranks(_precision_in, commhooks.PowerSGD(start_powerSGD_iter=1)) == [{"ieee"}] * 2
+
+
+ENDS_EARLY = """
+import time, torch, torch.distributed as dist, commhooks
+from commhooks.local_steps import fragments
+
+def slow(exchange):
+    time.sleep(0.3)
+    print("arrived", flush=True)
+
+fragments._Exchange._exchange = slow
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=2, delay=1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2)).backward()
+optimizer.step()
+"""
+
+
+def test_a_process_that_ends_waits_for_what_is_on_its_way():
+    """A thread that is stopped within a collective of gloo aborts the process."""
+    ended = subprocess.run([warm.python(), "-c", ENDS_EARLY], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "arrived\n" and ended.returncode == 0, ended.stderr

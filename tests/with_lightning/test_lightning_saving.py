@@ -49,15 +49,10 @@ def test_best_last_and_hpc(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["hpc"] == [SAVED_AT]
 
 
-def counted_saves() -> Any:
-    """A context in which the mock that it enters notes the calls of `CommHook.state_dict`."""
-    return mock.patch.object(CommHook, "state_dict", autospec=True, side_effect=CommHook.state_dict)
-
-
 def _count_states(root: str) -> dict[str, Any]:
     explicit = CommHookCheckpoint(save_residual="per_rank")
     t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[keeper(root), explicit])
-    with counted_saves() as saves:
+    with mock.patch.object(CommHook, "state_dict", autospec=True, side_effect=CommHook.state_dict) as saves:
         t.fit(Model(), data())
         full = saves.call_count
         t.save_checkpoint(os.path.join(root, "weights.ckpt"), weights_only=True)

@@ -105,7 +105,7 @@ def logger_of(module: str) -> _Logger:
 _summary_logger = logging.getLogger("commhooks.summary")
 
 
-def say(line: str) -> None:
+def log_summary(line: str) -> None:
     """Log a line for users, or print it if logging is not configured, so that users see that the hook is active."""
     text = f"commhooks: {line}"
     if _summary_logger.isEnabledFor(logging.INFO) and _summary_logger.hasHandlers():

@@ -15,6 +15,7 @@ from commhooks.compressors.base import (
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, Noop
 from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.quantized.all_reduce import quantized_all_reduce
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -30,7 +31,6 @@ from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfig
 from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.quantized_all_reduce import quantized_all_reduce
 from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook

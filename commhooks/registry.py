@@ -64,13 +64,13 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
     if problem is not None:
         raise HookConfigError(f"register_compressor({compressor.__name__}): {problem}")
     config = compressor.Config
-    check_name("register_compressor", config.hook_name)
+    _check_word("register_compressor", config.hook_name)
     known = COMPRESSORS.get(config.hook_name)
     place = (compressor.__module__, compressor.__qualname__)
     again = known is not None and "<locals>" not in place[1] and (known.__module__, known.__qualname__) == place
     for each in (config.hook_name, *config.aliases):
         if not (known is compressor or again) or canonical_name(each) != config.hook_name:
-            check_free("register_compressor", each)
+            _check_free("register_compressor", each)
     COMPRESSORS[config.hook_name] = compressor
     return compressor
 
@@ -90,10 +90,10 @@ def register_hook(name: str, factory: Factory) -> None:
     Raises:
         HookConfigError: the name is taken or invalid, or the factory is not callable.
     """
-    check_name("register_hook", name)
+    _check_word("register_hook", name)
     if not callable(factory):
         raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
-    check_free("register_hook", name)
+    _check_free("register_hook", name)
     FACTORIES[name] = factory
 
 
@@ -146,19 +146,17 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
     return None
 
 
-def check_name(caller: str, name: object) -> None:
-    """Raise HookConfigError unless `name` is a valid hook name: a non-empty string without ":" and whitespace that does
-    not mean "no hook"."""
+def _check_word(caller: str, name: object) -> None:
+    """Raise HookConfigError unless `name` is a word that can name a hook."""
     if isinstance(name, str) and means_no_hook(name):
         raise HookConfigError(f"{caller}: name={name!r} means training without a hook; choose another name")
     if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
         raise HookConfigError(f"{caller}: name={name!r}; expected a word without ':' and spaces")
 
 
-def check_free(caller: str, name: str) -> None:
-    """Raise HookConfigError if a hook of that name is registered."""
-    if canonical_name(name) is not None:
-        raise HookConfigError(f"{caller}: the name {name!r} is taken by {canonical_name(name)!r}")
+def _check_free(caller: str, name: str) -> None:
+    if (known := canonical_name(name)) is not None:
+        raise HookConfigError(f"{caller}: the name {name!r} is taken by {known!r}")
 
 
 def canonical_name(name: str) -> str | None:
@@ -197,11 +195,6 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
     return found
 
 
-def hook_names() -> list[str]:
-    """All registered hook names, without aliases."""
-    return [*COMPRESSORS, *FACTORIES]
-
-
 def names_to_offer() -> list[str]:
-    """The names that a message may suggest for a misspelt one: those of hooks to train with."""
-    return [name for name in hook_names() if name not in COMPRESSORS or COMPRESSORS[name].Config.sends]
+    """The names that a message may suggest for a misspelt one: hooks to train with."""
+    return [*(name for name, each in COMPRESSORS.items() if each.Config.sends), *FACTORIES]

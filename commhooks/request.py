@@ -31,7 +31,6 @@ from commhooks.registry import (
     aliases,
     canonical_name,
     compressor_of,
-    hook_names,
     means_no_hook,
     names_to_offer,
     register_compressor,
@@ -322,8 +321,8 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
         hint = f" (for a function of your own write '{package}:{function}')" if package else ""
         raise HookConfigError(
             f"unknown hook {hook!r}{hint or did_you_mean(hook, [*names_to_offer(), *aliases()])}; known are "
-            f"{', '.join(hook_names())}, and 'package.module:function' for one of your own; 'none' trains without a "
-            "hook"
+            f"{', '.join([*COMPRESSORS, *FACTORIES])}, and 'package.module:function' for one of your own; 'none' "
+            "trains without a hook"
         )
     return COMPRESSORS[name].Config if name in COMPRESSORS else name
 

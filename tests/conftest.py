@@ -81,7 +81,7 @@ FIRST = (
     "test_hard_gradients.py",
     "test_demo.py",
     "test_accelerate_launcher.py",
-    "test_config_channels.py",
+    "test_options.py",
     "test_threads_and_timeouts.py",
     "test_hostile_files.py",
     "test_doctor.py",

@@ -1,15 +1,18 @@
 """The state of a hook for `torch.distributed.checkpoint` (DCP).
 
-DCP saves a tensor once for all ranks, a sharded one (DTensor) piece by piece, and loads into tensors that are there
-already. So this form has the same keys on every rank, at every step and for every number of shards:
+DCP saves a tensor once for all ranks, a DTensor shard by shard, and loads into existing tensors. So this form has the
+same keys on every rank, at every step and for every number of shards:
 
     {"commhooks": bytes, "residual": {name: tensor, ...}}
 
-`residual` holds the mean over the replicas, in the shape and with the placement of the parameter, for every parameter
-whose residual could be kept if nothing were sharded. Hooks that average weights have `anchor` and `outer_momentum`
-beside it, in the same form. Everything else is small and differs between shards, such as Q and
-the residual of a shard that is compressed although the whole parameter would not be: `commhooks` holds the payloads of
-all shards without the other residuals (see `payload`), as bytes.
+`residual` holds the mean over the replicas, with the shape and placement of the parameter, for every parameter that
+would have a residual if nothing were sharded. Hooks that average weights have `anchor` and `outer_momentum` in the same
+form. Everything else is small and differs between shards, such as Q, or the residual of a shard that is compressed
+although the whole parameter would not be. `commhooks` holds it as bytes: the payloads of all shards (`payload.py`)
+without the tensors above.
+
+A shard of a model with another number of shards gets its piece of the residual from DCP. It continues with the Q of the
+saved shard that held its first row, which is a good start; anything else begins afresh.
 """
 
 import io
@@ -26,11 +29,7 @@ from commhooks.gradients.source import Extent, GradientSource
 
 
 def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) -> dict[str, Any]:
-    """A payload for this rank's shard of the model.
-
-    Args:
-        payloads: those of all saved shards, checked.
-    """
+    """A payload for this rank's shard of the model. `payloads`: the checked payloads of all saved shards."""
     index, count = source.place
     if len(payloads) == count and not _turned(payloads, source):
         return payloads[index]
@@ -49,7 +48,7 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 
 def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
-    """Whether some parameter is sharded along another dimension than at the save."""
+    """Whether a parameter is sharded along another dimension than it was saved with."""
     for name in source.names.known():
         found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
         if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):
@@ -76,8 +75,8 @@ def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str
 
 
 def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
-    """The dimension along which shards of these shapes are the whole parameter, that of `extent` if several are; None
-    if they are another one."""
+    """The dimension along which shards of these shapes make the whole parameter, preferably the dimension of `extent`;
+    None if they belong to another parameter."""
     whole = list(extent.whole)
     for dim in (extent.dim, *range(len(whole))):
         others = whole[:dim] + whole[dim + 1 :]
@@ -88,7 +87,7 @@ def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
 
 
 def _residual(entries: Sequence[dict[str, Any]], dim: int, extent: Extent) -> torch.Tensor | None:
-    """This shard of what the entries hold; None if none of them has a residual, which stands for zeros."""
+    """This shard's piece of the residuals in the entries; None, which stands for zeros, if they hold none."""
     found = next((entry["residual"] for entry in entries if entry["residual"] is not None), None)
     if found is None:
         return None
@@ -108,8 +107,8 @@ def to_distributed(
     """The state in DCP's form. All ranks of the model must call this.
 
     Args:
-        payload: of this rank's shard, with the mean of its residuals, or none; is used up.
-        kept: see `SavedLearnedState.kept_fields`; equal on all ranks.
+        payload: of this rank's shard, with the mean of its residuals, or none; changed in place.
+        kept: field -> parameter -> dtype of the tensors that DCP saves; equal on all ranks.
         source: the model.
     """
     found: dict[tuple[str, str], torch.Tensor] = {}
@@ -138,7 +137,7 @@ def to_distributed(
 
 
 def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
-    """The payload of this rank's shard, for `prepare_load`, from a state in DCP's form.
+    """The payload of this rank's shard, from a state in DCP's form.
 
     Raises:
         PayloadError: it is damaged.
@@ -190,7 +189,7 @@ def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _local(saved: Any, where: str) -> torch.Tensor:
-    """This rank's part. `where`: its key, for messages."""
+    """This rank's part of a saved tensor. `where`: its key, for messages."""
     own: torch.Tensor = saved.to_local() if isinstance(saved, DTensor) else saved
     check_tensor(own, where)
     return own.detach().cpu()

@@ -3,6 +3,10 @@ rank. Plain types and tensors only, so that `torch.load(weights_only=True)` read
 
 A checkpoint may be damaged or come from an untrusted source, so everything is checked before any of it is used: every
 defect raises a `PayloadError` that names the key.
+
+For one file per rank a payload is split into a shared part and a part per rank, with the rank's residuals or its state
+of a user's hook. All carry the same fingerprint, a hash of the data that are equal on every rank, so that the parts of
+one save can be recognised without communication.
 """
 
 import ctypes
@@ -22,9 +26,9 @@ from commhooks.gradients.precision import compute_dtype
 
 VERSION = 1
 COUNTERS = "counters"
-"""The key of what the rank that saved has counted so far."""
+"""The key of the counters of the rank that saved."""
 REPLICAS_EQUAL = "replicas_equal"
-"""A key that only payloads of hooks that average nothing have, with False."""
+"""The key with False in payloads of hooks that average nothing; other payloads lack it."""
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
 _LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
@@ -88,10 +92,10 @@ def check_learned(payload: dict[str, Any]) -> None:
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
-    """Check that the numbers of a checked entry, of all ranks, are small enough for a step in `dtype`.
+    """Check that the numbers of a checked entry are small enough for a step in `dtype`.
 
     Finite is not enough: the sum of a row of the largest numbers, or a change of the loss scale, would yield inf. A
-    non-finite step is never committed, so no later step could be committed either.
+    non-finite step is never committed, so no step could be committed any more.
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
@@ -104,7 +108,7 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 
 
 def factor_keys(entry: dict[str, Any]) -> list[str]:
-    """The keys of an entry's replicated tensors: "q", and those of other compressors."""
+    """The keys of an entry's replicated tensors: "q", and the keys of other compressors."""
     return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
@@ -167,11 +171,8 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
 
 
 def check_tensor(value: Any, where: str) -> None:
-    """Check that `value` is a tensor of real, finite numbers with enough storage. `where`: its key, for messages.
-
-    Non-finite numbers are rejected: a non-finite step is never committed, so no hook saves such numbers, and a hook
-    that loaded one could never commit a step.
-    """
+    """Check that `value` is a tensor of real, finite numbers with enough storage. `where`: its key, for messages. No
+    hook saves non-finite numbers, and a hook that loaded one could never commit a step."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
@@ -192,16 +193,19 @@ def _largest(value: torch.Tensor) -> float:
     return float(torch.maximum(-low, high))
 
 
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
 PART_FORMAT = "commhooks rank part"
 
 
 def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Divide the result of `state_dict()` into the shared part and the part of this rank (None if that is empty). If
-    each rank has residuals for a share of the parameters only, every rank has a part, and the shared part says so, even
-    if the rank that makes it has no residuals.
+    """Split the result of `state_dict()` into the shared part and the part of this rank (None if that is empty).
+
+    If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part says so,
+    even if the rank that makes it has no residuals.
 
     Args:
-        run: a number that the ranks have agreed on, and no others; see `CommHook.run_number`.
+        run: a number that only the ranks of this run know; see `CommHook.run_number`.
     """
     saved = saved if run is None else {**saved, "run": f"{run:016x}"}
     shared = {**saved, "fingerprint": save_id(saved)}
@@ -229,7 +233,7 @@ def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dic
 
 
 def save_id(saved: dict[str, Any]) -> str:
-    """A hash of the data of a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
+    """A hash of the data in a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
     digest.update(repr((head, sorted(saved["options"].items()))).encode())
@@ -279,7 +283,7 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
-    """The reason why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
+    """Why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
     if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
@@ -310,12 +314,12 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
     """The payload that `rank` (of `world_size` ranks now) loads.
 
     Args:
-        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing one. An iterator is read
-            one part at a time, so that only one model-sized copy is in memory.
+        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is
+            read part by part, so that only one model-sized copy is in memory.
 
     Returns:
-        The payload with the rank's own residuals if the world size is unchanged, else with their mean. If a part is
-        missing, the payload states that residuals exist but contains none: after loading it, all ranks drop theirs.
+        The payload with the rank's own residuals if the world size is unchanged, else with the mean of all. If a part
+        is missing, the payload says that residuals exist and contains none; all ranks that load it drop theirs.
     """
     merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
     if shared.get("hook_state") is not None:
@@ -344,8 +348,8 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
 
 
 def cut_off(path: str | Path, error: Exception) -> str:
-    """That a file cannot be read because its end is missing, where `torch.load` has failed with `error`; "" if nothing
-    is missing, or if the file is not on this machine."""
+    """The end of a message about a file that `torch.load` has failed to read with `error` because its end is missing;
+    "" if its end is there, or if the file is not on this machine."""
     try:
         size = Path(path).stat().st_size
         with open(path, "rb") as file:

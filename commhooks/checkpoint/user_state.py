@@ -19,8 +19,7 @@ class SavedUserState:
     """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
 
     Args:
-        replicas_equal: False for a hook that averages nothing. Its payloads say so, because the weights saved with them
-            are those of one rank.
+        replicas_equal: False for a hook that averages nothing: its payloads say that the saved weights are one rank's.
     """
 
     step_is = "step"
@@ -44,17 +43,17 @@ class SavedUserState:
         self._passes_before = 0
 
     def begin_anew(self) -> None:
-        """Reset the step to 0. The state of a user's hook is not reset: there is no general way to do that."""
+        """Reset the step to 0. The user's state stays, because nothing general resets it."""
         self._passes_before = -self._counters.backward_passes
 
     @property
     def not_begun_anew(self) -> str:
-        """What `begin_anew` does not reset, as the end of a sentence for messages."""
+        """What `begin_anew` does not reset, as the end of a message."""
         return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
 
     @property
     def step(self) -> int:
-        """Number of synchronised backward passes, including those before a resume."""
+        """Number of synchronised backward passes, including the passes before a resume."""
         return self._passes_before + self._counters.backward_passes
 
     @property
@@ -62,7 +61,7 @@ class SavedUserState:
         return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def save(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """See `CommHook.state_dict`; there are no residuals, whichever are asked for."""
+        """See `CommHook.state_dict`. There are no residuals, so all arguments are ignored."""
         return {
             "format": "commhooks",
             "version": VERSION,
@@ -76,7 +75,7 @@ class SavedUserState:
         }
 
     def _own_state(self) -> Any:
-        """The result of the user's `state_dict`; None, with a warning, if it contains types that cannot be loaded."""
+        """The result of the user's `state_dict`; None, with a warning, if `torch.load` would refuse its types."""
         saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
@@ -144,10 +143,9 @@ _MAPPINGS = (dict, collections.OrderedDict)
 
 
 def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
-    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject; None if there is
-    none. A single one makes the whole checkpoint unreadable.
-
-    Types must match exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
+    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None. A single
+    such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass of float,
+    but its pickle is rejected.
     """
     kind = type(value)
     if kind in _LEAVES:

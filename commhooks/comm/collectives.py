@@ -27,10 +27,9 @@ _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 class Send:
     """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
 
-    The result of "sum" and "max" is `tensor` itself, reduced in place; that of "gather" is a new tensor of shape
-    `(world_size, *shape)`. For "all_to_all", `tensor` has the shape `(world_size, ...)`: row i goes to rank i. The
-    result is a new tensor of that shape, whose row i came from rank i. With `splits`, tensors and results of "gather"
-    and "all_to_all" are 1-D and in parts.
+    "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
+    *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
+    new tensor, came from rank i. With `splits`, tensors and results of "gather" and "all_to_all" are 1-D.
     """
 
     tensor: torch.Tensor
@@ -41,16 +40,16 @@ class Send:
     last: bool = False
     """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
     meanwhile: Callable[[], None] | None = None
-    """Work that neither needs the result nor touches `tensor`: called as soon as the collective is on its way, so that
-    an accelerator does it while the network is busy."""
+    """Called when the collective is on its way, so that an accelerator computes while the network is busy. It neither
+    needs the result nor touches `tensor`."""
     splits: tuple[Sequence[int], Sequence[int]] | None = None
-    """For parts of different sizes: how many elements go to each rank, and come from each. With "gather" all of
-    `tensor` goes to each."""
+    """For parts of different sizes: the number of elements that go to each rank, and that come from each rank. With
+    "gather" each rank gets all of `tensor`."""
     into: torch.Tensor | None = None
     """With `splits`: memory for the result; None: new memory."""
     over: Reach = "all"
-    """Over which ranks. Set by the engine where the ranks form nodes: those of this "node", or those with this local
-    rank on all "nodes"."""
+    """Which ranks take part. Set by the engine if the ranks form nodes: the ranks of this "node", or the ranks with
+    this local rank on all "nodes"."""
     reduces: bool = field(init=False)
     """The result is `tensor` itself, reduced in place."""
 
@@ -76,7 +75,7 @@ class MessageWork:
     """The messages of one collective, in flight.
 
     Args:
-        in_flight: holds this until `wait` has returned.
+        in_flight: holds this object until `wait` has returned.
     """
 
     def __init__(self, in_flight: set["MessageWork"]) -> None:
@@ -96,12 +95,16 @@ class MessageWork:
 
 
 class PointToPoint:
-    """Collectives of one session as messages.
+    """All-to-all and all-gather on gloo: one message from each rank to each other rank, the receives posted first.
 
-    torch's work holds the memory of a message. Without it gloo neither reads nor writes that memory, but the connection
-    stays in the middle of the message, and all that follows on it waits for ever. So the messages of a group are held
-    until somebody has waited for them, also if the pass, the session or the exchange of which they are a part has
-    failed; `forget_abandoned` and the end of the group let them go.
+    gloo sends a message when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather post
+    the send first, so on a busy link the announcement queues behind a rank's own message. With the receives first both
+    directions are busy all the time.
+
+    torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
+    but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
+    messages until `wait` has returned, even if their pass, session or exchange has failed. `forget_abandoned` and the
+    end of the group release them.
     """
 
     _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = weakref.WeakKeyDictionary()
@@ -111,19 +114,19 @@ class PointToPoint:
 
     @classmethod
     def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
-        """What nobody has waited for yet in `group`, of all sessions."""
+        """The messages in `group`, of all sessions, for which nobody has waited yet."""
         return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
     def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether tensors on `device` travel as messages in `group`."""
+        """Whether `group` exchanges tensors on `device` as messages."""
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
     def exchange(
         self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> MessageWork:
-        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it: contiguous tensors, of
-        which the empty ones do not travel. All ranks of `group` must call this, in the same order."""
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors are
+        contiguous; empty tensors are not sent. All ranks of `group` must call this in the same order."""
         here, size = group.rank(), group.size()
         self._groups.add(group)
         before = [(here - distance) % size for distance in range(1, size)]
@@ -138,8 +141,8 @@ class PointToPoint:
         return messages
 
     def forget_abandoned(self) -> None:
-        """Let go of messages for which nobody waits any more, in the groups of this session. Only when later ones have
-        arrived on all ranks: those of one pair arrive in order."""
+        """Release the messages of this session's groups for which nobody waits. Call this only when later messages
+        have arrived on all ranks: messages between two ranks arrive in order."""
         for group in self._groups:
             self.in_flight(group).clear()
 
@@ -192,9 +195,9 @@ class Pending:
 
 
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
-    """Wait for collectives whose answers nobody needs, so that they do not write into buffers that are used again.
-    With NCCL the current stream waits and the host does not; with gloo the host waits, at most `limit_s` seconds in
-    all. Then one warning is logged. Raises nothing: the caller has an error to raise already."""
+    """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
+    stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
+    Raises nothing: the caller has an error to raise already."""
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
@@ -228,7 +231,7 @@ def start(
 
     Args:
         where: the bucket and the step, for error messages and `counters.last_issued`.
-        messages: of a caller that waits for what it has started; None: one that needs futures.
+        messages: the session's messages; None for a caller that needs the collective's future.
     """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
@@ -322,8 +325,8 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
-    """Let `tensor`, contiguous, be what it is on rank 0 of `group`. All of its ranks must call this, with equal shapes
-    and dtypes. Counted as an all-reduce that puts as many bytes on the network: half of them.
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
+    and dtypes. Counted as an all-reduce that puts as many bytes on the network, half of the tensor's bytes.
 
     Raises:
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
@@ -369,8 +372,8 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """The error to raise when a collective has failed on this rank. It names the ranks that have ended or hang, which
-    takes a moment: see `lost_ranks`."""
+    """The error to raise when a collective has failed on this rank. It names the ranks that have ended or hang; finding
+    them takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
@@ -393,9 +396,9 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Whether `good` (0-dim bool tensor) is true on all ranks of `group`: all shards, or a node. All of them must call
-    this; no host waits for an accelerator. Not counted in the bytes of the hook, which are those between replicas and
-    between nodes."""
+    """Whether `good` (0-dim bool tensor) is true on all ranks of `group`, which are the shards of a replica or the
+    ranks of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
+    bytes."""
     bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
@@ -407,18 +410,21 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group`. All of them must call this.
+    """Run `work` on all ranks of `shard_group`, so that all of them succeed or all of them raise. All must call this.
+
+    The hook of a sharded model averages over the ranks with the same shard. Each of these groups decides for itself
+    whether it could attach and where it stands; here the groups tell each other.
 
     Args:
-        numbers: to compare with those of the other ranks.
+        numbers: to compare with the other ranks' numbers.
         shard_group: None if nothing is sharded.
-        otherwise: raised on ranks that have not failed if another one has.
+        otherwise: raised on ranks that have not failed if another rank has.
 
     Returns:
         The result of `work` on this rank, and the numbers of each rank.
 
     Raises:
-        CommHookError: `work` has raised it on this rank; or it has on another, and this is `otherwise`.
+        CommHookError: `work` raised it on this rank, or on another rank, and then this rank raises `otherwise`.
         HookRunError: another rank has ended, or did not take part within the process group's timeout.
     """
     if shard_group is None:

@@ -51,8 +51,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Count the time of the body as codec time; that of a body within this one, with `waiting`, as waiting time
-        instead."""
+        """Count the time of the body as codec time. A nested body with `waiting` counts as waiting time instead."""
         begin = mark(device)
         try:
             yield
@@ -60,7 +59,7 @@ class Clocks:
             self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Call this when a hook has returned a future that DDP waits for. Call the returned function when that future
+        """Call this when a hook has returned a future that DDP waits for, and the returned function when that future
         completes."""
         this_pass = self.last_pass
 
@@ -151,12 +150,12 @@ class PassCounters:
 class Counters:
     """Counters of one session on this rank.
 
-    Bytes are those of the tensors passed to all-reduce. Other collectives are counted as an all-reduce that puts as
-    many bytes on the network: an all-gather or an all-to-all as half of the tensor that holds the parts of all ranks.
-    A rank then sends 2 (W - 1) / W times the counted bytes, for W ranks, whatever the collective.
+    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Another collective counts as an all-reduce that
+    puts as many bytes on the network: half of the tensor that holds the parts of all ranks. So for W ranks each rank
+    sends 2 (W - 1) / W times the counted bytes, whatever the collective.
 
-    `backward_passes` counts every synchronised backward pass; `nonfinite_steps` those that were not committed because a
-    number was inf or NaN on some rank; `compressed_steps` those that were compressed and committed.
+    `backward_passes` counts synchronised backward passes; `nonfinite_steps` the passes that were not committed because
+    a number was inf or NaN on some rank; `compressed_steps` the passes that were compressed and committed.
     """
 
     backward_passes: int = 0
@@ -178,15 +177,15 @@ class Counters:
     """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """What the runs before this one have counted; see `cumulative`."""
+    """The counts of the runs before this one."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """The counters that go on in a run that resumes, with the counts of the runs before it."""
+        """The `CONTINUED` counters of this run and of the runs that it has resumed."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Let `cumulative()` be `saved` now."""
+        """Set `cumulative()` to `saved`."""
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:

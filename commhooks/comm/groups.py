@@ -21,7 +21,7 @@ from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import groups_here, store_of, timeout_of
 
 TAG = 2**30
-"""Of all messages: beyond the tags of users who send in the same group. Those of one pair arrive in order."""
+"""The tag of all messages, beyond the tags of users who send in the same group."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -39,8 +39,8 @@ GLOO_INTERFACE = (
 
 
 def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of some ranks of `within`, or of all, with its time-out. All ranks of `within` call this, each for
-    a group that it is in. torch keeps the group until `destroy_process_group`.
+    """A new group of some or all ranks of `within`, with the same timeout. All ranks of `within` must call this, each
+    for a group that it is in. torch keeps the group until `destroy_process_group`.
 
     Raises:
         HookRunError: the ranks cannot connect.
@@ -59,9 +59,9 @@ def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGr
 
 
 def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of `within` be in equally many groups: torch 2.13 makes this number a part of the name under which
-    the ranks of a new group find each other, and with different ones they wait until the time-out. A rank of fewer
-    groups gets some of its own, of which nobody makes use."""
+    """Make all ranks of `within` members of equally many groups. torch 2.13 makes this number a part of the name under
+    which the ranks of a new group find each other; if the numbers differ, the ranks wait until the timeout. A rank in
+    fewer groups gets unused groups of its own."""
     own = groups_here()
     most = torch.tensor([own], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=within)
@@ -71,27 +71,28 @@ def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
 
 Found = TypeVar("Found")
 CPU = torch.device("cpu")
-_KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
-"""What has been found. A group whose connections are closed stays so; the futures of its buckets fail one by one."""
+_LOST: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
+"""The lost ranks of each failed group. The futures of its buckets fail one by one, and all report the same ranks."""
 _TOLD: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 """Default groups in whose store this rank has left a note. A rank that goes on, with another group, cannot tell later
 which notes are new."""
 
 CLOSED_LIMIT_S = 0.5
 TIMED_OUT_LIMIT_S = 2.0
-"""How long ranks are waited for that may leave a note: those whose connection was closed do it at once; those who were
-busy when another one's patience ended may be late."""
+"""How long to wait for notes. Ranks whose connection was closed leave one at once; ranks that were busy when another
+rank's collective timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
-    """The ranks, by their numbers in the default group, that have ended or hang, after a collective of `group` has
-    failed with `error`. Empty if that cannot be told, as in a rank that has gone on after such a failure. Afterwards
-    `group` cannot be used any more; it could not before, if any rank is found. Takes up to three times
-    `CLOSED_LIMIT_S`, or `TIMED_OUT_LIMIT_S` after a time-out."""
+    """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
+
+    Returns their numbers in the default group; empty if that is unknown, as on a rank that has gone on after an earlier
+    failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three times
+    `TIMED_OUT_LIMIT_S` after a timeout."""
     if group.size() == 1 or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
-    if group in _KNOWN:
-        return _KNOWN[group]
+    if group in _LOST:
+        return _LOST[group]
     ranks, here = dist.get_process_group_ranks(group), group.rank()
     closed = [ranks[other] for other in range(group.size()) if other != here and _is_closed(other, group)]
     world = dist.group.WORLD
@@ -113,12 +114,12 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     thread.start()
     thread.join(3.5 * notes.limit_s)
     if found:
-        _KNOWN[group] = found
+        _LOST[group] = found
     return found
 
 
 def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
-    """Whether the connection to rank `other` of `group` is closed: a message cannot even be waited for then."""
+    """Whether the connection to rank `other` of `group` is closed: then gloo refuses even to post a receive."""
     try:
         dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=TAG + 1)
     except RuntimeError:
@@ -127,7 +128,7 @@ def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
 
 
 class _Notes:
-    """What ranks that have failed have left in the store."""
+    """The notes of failed ranks in the store."""
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # they may share a store
@@ -144,7 +145,7 @@ class _Notes:
         return found
 
     def _silent(self, ranks: Collection[int]) -> list[int]:
-        """Those that leave no note within the limit."""
+        """The ranks that leave no note within the limit."""
         silent = list(ranks)
 
         def all_spoke() -> bool:

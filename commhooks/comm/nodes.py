@@ -1,4 +1,4 @@
-"""The ranks in nodes: machines inside of which communication is fast."""
+"""Nodes: groups of ranks, usually machines, with fast communication inside."""
 
 import os
 import socket
@@ -42,18 +42,18 @@ class Nodes:
 
     @property
     def across(self) -> dist.ProcessGroup:
-        """The ranks with this local rank, one of each node, in the same order of nodes everywhere."""
+        """The ranks with this local rank, one per node, in the order of the nodes."""
         return self._across()
 
 
-# Of each group, the nodes into which it was divided, by their members: a second training takes those of the first. In
-# torch 2.13 a group cannot be destroyed and made again with the same ranks: it connects to the addresses of the first.
+# The nodes of each group, by their members. A second training uses the nodes of the first: in torch 2.13 a group cannot
+# be destroyed and made again with the same ranks, because it connects to the addresses of the first.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
 def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Of each rank of `group` the machine, by the name of its host and the number of its launcher (torchrun's
-    GROUP_RANK). All of these ranks must call this."""
+    """The machine of each rank of `group`: its host name and the number of its launcher (torchrun's GROUP_RANK). All
+    ranks of `group` must call this."""
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     return gather_texts(own, group, device, "the names of the nodes")
 
@@ -67,14 +67,12 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     """Divide the ranks of `group` into nodes. All of its ranks must call this.
 
     Args:
-        ranks_per_node: so many consecutive ranks are a node. "auto": those that one launcher has started together
-            (torchrun's GROUP_RANK), or where that is not known those with the same host name, whatever their numbers.
-            None: no nodes.
+        ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
+            (torchrun's GROUP_RANK), or if that is unknown the ranks with the same host name. None: no nodes.
         device: where the ranks exchange their names for "auto".
 
     Returns:
-        None where there is nothing to divide: one node, or one rank per node. Rank 0 warns if `ranks_per_node` is
-        larger than the number of ranks.
+        None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
 
     Raises:
         AttachError: on all ranks, if the nodes have different numbers of ranks.
@@ -85,7 +83,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
-        # A run that goes on with fewer ranks must not fail; a rank that is alone is told that anyway.
+        # A run that goes on with fewer ranks must not fail. The summary says it if there is one rank.
         if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
             logger.warning(
                 "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "

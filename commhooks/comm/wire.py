@@ -1,8 +1,8 @@
-"""Convert from the compute dtype to the wire dtype (the dtype that is sent), divided by the world size, so that the sum
-over the ranks is the mean; and pieces of a bucket to one message and back.
+"""Pack numbers into messages: from the compute dtype to the wire dtype (the dtype that is sent), and back.
 
-A narrower wire dtype must not turn a large number into inf, nor an inf into a large number. Finite numbers are clamped
-where error feedback compensates for the loss; non-finite ones become NaN, which survives every reduction.
+What is packed is divided by the world size, so that the sum over the ranks is the mean. A narrower wire dtype must not
+turn a large number into inf, nor an inf into a large number. Finite numbers are clamped if error feedback compensates
+for the loss; non-finite numbers become NaN, which survives every reduction.
 """
 
 import functools
@@ -14,15 +14,15 @@ import torch
 from commhooks.gradients import precision
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""What the option `wrapper` can be, and the dtype to which it casts."""
+"""The values of the option `wrapper`, with their dtypes."""
 CLAMPED_STEPS = 64
 """A gradient larger than this many times the largest number of the wire dtype counts as an overflow. Error feedback
 would need more than this many steps to send it."""
 
 
 def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) -> torch.dtype:
-    """The wrapper's dtype if it is narrower than the bucket's, else the bucket's. A 16-bit bucket is therefore never
-    converted to the other 16-bit dtype."""
+    """The wrapper's dtype if it is narrower than the bucket's, else the bucket's: a 16-bit bucket is never converted to
+    the other 16-bit dtype."""
     if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
         return bucket_dtype
     return wrapper_dtype
@@ -84,9 +84,9 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
 
 
 def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
-    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. Without
-    clamping, for which no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression, and
-    the step is skipped."""
+    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. They
+    are not clamped, because no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression,
+    and the step is skipped."""
     if len(gradients) == 1:
         whole = gradients[0]
     elif out.dtype == gradients[0].dtype:

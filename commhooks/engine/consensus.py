@@ -23,7 +23,7 @@ from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
-from commhooks.errors import HookRunError, logger_of, say
+from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
@@ -174,7 +174,7 @@ class Consensus:
                     held.state.drop_local()
                 self.replaced(compressor)
         if remark and self.buckets.is_logging_rank:
-            say(remark)
+            log_summary(remark)
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a

@@ -1,14 +1,13 @@
-"""Choose what all ranks compute with: the native library if all have it in the same build, otherwise torch.
+"""Choose what all ranks compute with: the native library if all have the same build of it, otherwise torch.
 
 Every rank computes its own copy of the averaged gradient, so ranks whose results differ in the last bits would drift
-apart. The ranks compare the keys of their `KernelSupport` in an exchange that they make anyway, and only if keys differ
-do they exchange the whole.
+apart. The ranks compare the keys of their `KernelSupport` in an exchange that they make anyway, and exchange the whole
+only if keys differ.
 """
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,21 +18,17 @@ from commhooks.errors import CommHookError, HookConfigError
 from commhooks.gradients.precision import arithmetic_of
 
 
-@dataclass(frozen=True)
-class KernelSupport:
-    """What one rank can compute with.
-
-    Attributes:
-        build: `Compressor.native_build`, if it is the same for all dtypes; "" without native kernels.
-        missing: why there are none, and the remedy; "" if none are missed.
-        arithmetic: see `arithmetic_of`; "" for hooks that compute nothing from what they receive.
-        cannot: why this machine cannot run the hook at all; "" if it can.
-    """
+class KernelSupport(NamedTuple):
+    """What one rank can compute with."""
 
     build: str = ""
+    """`Compressor.native_build`, if it is the same for all dtypes; "" without native kernels."""
     missing: str = ""
+    """Why there are none, and the remedy; "" if none are missed."""
     arithmetic: str = ""
+    """See `arithmetic_of`; "" for hooks that compute nothing from what they receive."""
     cannot: str = ""
+    """Why this machine cannot run the hook at all; "" if it can."""
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
@@ -43,40 +38,27 @@ class KernelSupport:
                 compressor.check_here(device, dtype)
         except HookConfigError as error:
             return cls(cannot=str(error))
-        build = missing = ""
+        arithmetic = arithmetic_of(device) if compressor.computes_from_received else ""
         try:
             builds = {compressor.native_build(device, dtype) for dtype in dtypes}
-            build = builds.pop() if len(builds) == 1 else ""
         except HookConfigError as error:
-            missing = str(error)
-        return cls(build, missing, arithmetic_of(device) if compressor.computes_from_received else "")
+            return cls(missing=str(error), arithmetic=arithmetic)
+        return cls(builds.pop() if len(builds) == 1 else "", arithmetic=arithmetic)
 
     @property
     def key(self) -> int:
         """Equal on two ranks that support the same."""
-        return agreement_key(self.as_text())
-
-    def as_text(self) -> str:
-        return json.dumps(astuple(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> "KernelSupport":
-        return cls(*json.loads(text))
+        return agreement_key(*self)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What all ranks compute with, and what rank 0 should log about it.
-
-    Attributes:
-        native: all ranks have the same build of the native library.
-        slower: why not; "" if no rank misses it.
-        drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
-    """
+class Choice(NamedTuple):
+    """What all ranks compute with, and what rank 0 should log about it."""
 
     native: bool = False
     slower: str = ""
+    """Why not with the native library; "" if no rank misses it."""
     drift: str = ""
+    """How the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not."""
 
     @property
     def kernel(self) -> str:
@@ -84,12 +66,8 @@ class Choice:
         return "native" if self.native else "torch"
 
     def remarks(self, name: str, *, checked: bool = False) -> list[str]:
-        """What rank 0 should log.
-
-        Args:
-            name: the compressor's.
-            checked: the weights of the replicas are compared now and then, so that drift does not go unseen.
-        """
+        """What rank 0 should log. `name`: the compressor's; `checked`: the weights of the replicas are compared now and
+        then, so that drift does not go unseen."""
         lines = []
         if self.slower:
             lines.append(f"{name} computes with the kernel {self.kernel!r} on all ranks. {self.slower}")
@@ -117,8 +95,8 @@ def agreed_choice(
     """
     supports = [own] * len(keys)
     if len(set(keys)) > 1:
-        what = "what each rank can compute with"
-        supports = [KernelSupport.from_text(text) for text in gather_texts(own.as_text(), group, device, what)]
+        texts = gather_texts(json.dumps(own), group, device, "what each rank can compute with")
+        supports = [KernelSupport(*json.loads(text)) for text in texts]
     return choose(supports, group.rank(), error)
 
 
@@ -132,17 +110,16 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
             f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
             f"Why: {supports[unable[0]].cannot}"
         )
-    builds = [support.build for support in supports]
+    builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
     if lacking:  # one reason will do: each may name other files
         slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
-    elif builds[0] and len(set(builds)) > 1:
+    elif supports[0].build and len(builds) > 1:
         texts = [f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports]
         slower = f"the ranks' kernels differ: {_by_rank(texts)}"
-    arithmetic = [support.arithmetic for support in supports]
-    native = bool(builds[0]) and len(set(builds)) == 1
-    return Choice(native, slower, _by_rank(arithmetic) if len(set(arithmetic)) > 1 else "")
+    drift = _by_rank(arithmetic) if len(set(arithmetic)) > 1 else ""
+    return Choice(len(builds) == 1 and "" not in builds, slower, drift)
 
 
 def _by_rank(texts: Sequence[str]) -> str:

@@ -32,12 +32,12 @@ _NO_BUCKET_YET = sys.maxsize
 class BucketReader:
     """Converts the buckets that DDP passes to a hook, and finds out where a backward pass begins and ends.
 
-    With `static_graph`, DDP reduces all buckets of its first backward pass together, at the end of the pass; it calls
-    each of them number 0 and none the last, and waits for their futures at once (torch 2.13, `delay_all_reduce`). They
-    are numbered here, and the last one is known by the number of parameters.
+    With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
+    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and knows the last bucket by the
+    number of parameters.
 
     Args:
-        parameters: how many parameters DDP reduces; None: not known.
+        parameters: the number of parameters that DDP reduces; None: unknown.
     """
 
     def __init__(self, parameters: int | None = None) -> None:
@@ -50,8 +50,8 @@ class BucketReader:
         """The next bucket of this rank.
 
         Args:
-            end_pass: called at the end of a backward pass whose last bucket never arrives, which happens when DDP skips
-                buckets that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
+            end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
+                that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
 
         Raises:
             HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured; or
@@ -103,7 +103,7 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group`: None for the model's own. `module`: whose parameters these are; None for the one inside.
+        """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps.
 
         Raises:
             AttachError: the model has a communication hook of its own.
@@ -143,6 +143,11 @@ class DDPGradients(GradientSource):
             note = functools.partial(_note_used, self._used)  # it holds no more than the set
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
+
+    def unregister(self) -> None:
+        raise AttachError(
+            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
+        )
 
     def _reduce(self, reducer: Reducer, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook that DDP calls."""
@@ -257,23 +262,23 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
-    """If DDP's `Reducer` were the last to hold the process group, both would end while Python's lock is held (torch
-    2.13), and on gloo that can wait for ever: the group waits for its threads, and such a thread for the lock, to free
-    what Python has given to the latest collective. Python itself lets go of a group without its lock.
+    """Keep the process group alive until DDP's `Reducer` has ended.
 
-    The interpreter holds the group, and not the model: the garbage collector, if it is what ends the model, takes apart
-    what belongs to it in any order.
+    If the `Reducer` were the last owner of the group, both would end while the GIL is held (torch 2.13). On gloo that
+    can deadlock: the group waits for its threads, and a thread waits for the GIL, to free the tensors of the latest
+    collective. Python itself releases a group without the GIL. The interpreter owns the group here, not the model,
+    because the garbage collector takes apart a model in any order.
     """
     finalizer = weakref.finalize(ddp_model.reducer, _let_go, ddp_model.process_group)
     finalizer.atexit = False  # the Reducer may outlive that moment
 
 
 def _let_go(group: dist.ProcessGroup) -> None:
-    """Called when the `Reducer` has ended; afterwards nothing refers to the group from here."""
+    """Called when the `Reducer` has ended; the finalizer then releases its reference to the group."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:
-    """What DDP passes to a hook, if a hook can handle it.
+    """Return `grad_bucket` if a hook can handle it.
 
     Raises:
         HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured.

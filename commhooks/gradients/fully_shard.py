@@ -8,9 +8,9 @@ it calls (torch 2.13, `foreach_reduce`)
 2. after dividing the buffer in place, and for each parameter in the order of the buffer: it makes the piece the
    parameter's `.grad`, and calls its post-accumulate hooks.
 
-So 2 tells which parameters are in the buffer (those without a gradient in this pass are not), and with the last of them
-the bucket is complete and can be sent. Its average is known at the end of the backward pass, when all buckets of the
-step have been found finite: only then do the averages replace the `.grad`.
+So step 2 tells which parameters are in the buffer: parameters without a gradient in this pass are not. With the last of
+them the bucket is complete and is sent. At the end of the backward pass, when all buckets of the step have been found
+finite, the averages replace the `.grad`.
 """
 
 import dataclasses
@@ -29,7 +29,15 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
-from commhooks.gradients.source import Extent, Future, GradientSource, Reducer, described_parameter, held_weakly
+from commhooks.gradients.source import (
+    Extent,
+    Future,
+    GradientSource,
+    Reducer,
+    call_after_accumulation,
+    described_parameter,
+    held_weakly,
+)
 from commhooks.gradients.torch_private import count_accumulate_hooks, current_task, run_after_backward
 
 NOTHING_SHARDED = (
@@ -39,14 +47,14 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """`parameter`, which is a DTensor. (Not its `.data`: torch 2.13 caches the results of operations by mesh, and may
-    return a mesh of a process group that was destroyed.)"""
+    """`parameter`, typed as the DTensor that it is. Its `.data` would not do: torch 2.13 caches results of operations
+    by mesh, and may return a mesh of a process group that was destroyed."""
     assert isinstance(parameter, DTensor)
     return parameter
 
 
 def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard of the values, which it shares."""
+    """This rank's shard of the values; shares its memory."""
     return as_dtensor(parameter).to_local().detach()
 
 
@@ -55,9 +63,9 @@ class LocalShard:
     """This rank's shard of a parameter.
 
     Attributes:
-        local: has the shape and dtype of the shard; stands for the parameter in buckets.
+        local: the values of the shard, in place of the parameter in buckets.
         extent: where the shard lies in the parameter.
-        numel_padded: elements in FSDP's buffers, those of the largest shard.
+        numel_padded: elements in FSDP's buffers, as many as the largest shard has.
     """
 
     name: str
@@ -94,7 +102,7 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """The buffer in which FSDP has reduced a unit: filled parameter by parameter, then sent.
+    """The buffer in which FSDP has reduced a unit. Its parameters become known one by one; then it is sent.
 
     Attributes:
         flat: as FSDP passed it.
@@ -131,9 +139,9 @@ class RunningPass:
 
     Attributes:
         task: see `current_task`.
-        units: those that have been sent.
-        filling: the one whose parameters FSDP is naming.
-        earlier: gradients that earlier backward passes have accumulated, taken out of `.grad`.
+        units: the units that have been sent.
+        filling: the unit whose parameters FSDP is naming.
+        earlier: gradients of earlier backward passes (accumulation), taken out of `.grad`.
     """
 
     task: int
@@ -180,10 +188,10 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether hooks reduce this parameter; no for those that fully_shard ignores.
+    """Whether hooks reduce this parameter. False if fully_shard ignores it.
 
     Raises:
-        AttachError: it is sharded in a way that hooks cannot serve.
+        AttachError: it is sharded in a way that hooks do not support.
     """
     data: object = parameter
     if not isinstance(data, DTensor):
@@ -241,7 +249,7 @@ class FullyShardGradients(GradientSource):
         """`group`: the ranks that hold the same shard.
 
         Raises:
-            AttachError: the model is sharded in a way that hooks cannot serve.
+            AttachError: the model is sharded in a way that hooks do not support.
         """
         self._module = weakref.ref(model)
         self.before_weights_change()
@@ -334,17 +342,8 @@ class FullyShardGradients(GradientSource):
             except ValueError as error:
                 raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
         self._handles = [model.register_forward_hook(self._on_forward)]
-        # The garbage collector cannot look into a parameter's hooks (torch 2.13): one that held this object, which
-        # holds the parameters, would keep all of them and the process group for ever.
-        accumulated = weakref.WeakMethod(self._on_accumulated)
-
-        def on_accumulated(parameter: torch.Tensor) -> None:
-            method = accumulated()
-            if method is not None:
-                method(parameter)
-
-        for shard in self._shards.values():
-            self._handles.append(shard.parameter.register_post_accumulate_grad_hook(on_accumulated))
+        parameters = [shard.parameter for shard in self._shards.values()]
+        self._handles += call_after_accumulation(parameters, self._on_accumulated)
 
     def unregister(self) -> None:
         self._replace_by(None)

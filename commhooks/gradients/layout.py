@@ -1,9 +1,9 @@
-"""The position of each parameter's gradient in a bucket.
+"""A bucket of gradients, and the position of each parameter's gradient in it.
 
 DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
 a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted. A
-`Slot` holds the information to read it correctly. Layouts identify parameters by identity, not by bucket index, because
-DDP rebuilds its buckets after the first step.
+`Slot` tells how to read it correctly. Layouts know parameters by identity, not by bucket index, because DDP rebuilds
+its buckets after the first step.
 """
 
 import math
@@ -21,13 +21,13 @@ class Bucket:
 
     Attributes:
         flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
-        parameters: in their order in the buffer.
+        parameters: the parameters in the order of the buffer.
         index: increases within a backward pass.
-        nbytes: of the buffer; for a sparse gradient those of its values.
-        is_first, is_last: this is the first, the last bucket of its backward pass.
-        grad_bucket: the same bucket as DDP passed it; None without DDP.
-        unused: the places of parameters that this rank has not used since the latest synchronised pass, although they
-            have a gradient.
+        nbytes: bytes of the buffer, of the values alone for a sparse gradient.
+        is_first, is_last: whether this is the first, the last bucket of its backward pass.
+        grad_bucket: the bucket that DDP passed; None without DDP.
+        unused: positions of the parameters that have a gradient although this rank has not used them since the latest
+            synchronised pass.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Bucket:
         is_first: bool | None = None,
         grad_bucket: dist.GradBucket | None = None,
     ) -> None:
-        """`is_first`: None: the one with index 0 is."""
+        """`is_first`: None: true for index 0."""
         self.flat = flat
         self.parameters = parameters
         self.nbytes = sparse_values(flat).nbytes if flat.is_sparse else flat.nbytes

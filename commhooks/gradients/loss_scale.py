@@ -39,8 +39,7 @@ class ScaleOf:
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
-    """The GradScaler whose scale `loss_scale` returns: a `ScaleOf`, or `scaler.get_scale` as users give it. None if it
-    cannot be told."""
+    """The GradScaler behind `loss_scale`, which is a `ScaleOf`, or a user's `scaler.get_scale`; None if unknown."""
     if isinstance(loss_scale, ScaleOf):
         return loss_scale.scaler()
     owner = getattr(loss_scale, "__self__", None)
@@ -51,11 +50,11 @@ def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossSc
     """The loss scale of this backward pass, as `loss_scale` returns it.
 
     Args:
-        before: the one that counts where the scale on an accelerator is zero, negative or not finite: the gradients of
-            such a step are all zero or not finite, and the residuals must not change.
+        before: the latest loss scale, returned if the scale on an accelerator is zero, negative or not finite: the
+            gradients of such a step are all zero or not finite, and the residuals must not change.
 
     Raises:
-        HookRunError: it is not a number; or its value is on the host and is zero, negative or not finite.
+        HookRunError: it is not a number; or it is on the host, and zero, negative or not finite.
     """
     scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):

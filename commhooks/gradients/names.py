@@ -1,9 +1,8 @@
-"""Stable parameter names: the keys of a hook's learned and saved state.
+"""Stable parameter names, the keys of a hook's learned and saved state; and the globs of the option `exclude`.
 
-A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` a
-parameter is identified by its position among the parameters of its dtype and device type, counted from the one
-registered last. The first backward pass shows the parameters in this order for every `bucket_cap_mb`, also after a
-restart.
+A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the
+name of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
+one: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
 """
 
 import difflib
@@ -21,7 +20,7 @@ logger = logger_of(__name__)
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
-    """The first of `patterns` that matches one of a parameter's `names` (a tied parameter has several); else None."""
+    """The first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's `names`; else None."""
     return next((each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None)
 
 

@@ -91,7 +91,7 @@ _before: list[tuple[Any, str]] = []
 @contextlib.contextmanager
 def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
     """Run the body without grad mode and autocast, with float32 products in full float32 precision. `products`: False
-    for a body without any, which leaves the switches to a training that goes on beside it."""
+    for a body without products, so that the switches stay as a training in another thread needs them."""
     global _inside
     with _lock:
         _inside += products
@@ -119,8 +119,8 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """A line that two machines share if torch computes equal bits on them, for example "torch 2.13.0+cpu, AMD EPYC 7763
-    64-Core Processor, AVX2, 8 threads": products of matrices sum in an order that depends on all of these."""
+    """What the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763 64-Core
+    Processor, AVX2, 8 threads". Two machines with equal lines compute equal bits."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         threads = torch.get_num_threads()

@@ -1,8 +1,8 @@
-"""What a hook needs to know of the model whose gradients it reduces, whichever way that is wrapped."""
+"""Sources of gradients: a model as a hook sees it, however it is wrapped, and a model that nothing wraps."""
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import AttachError, HookRunError
+from commhooks.errors import HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
 from commhooks.gradients.torch_private import current_task, run_after_backward
@@ -62,7 +62,7 @@ class Extent:
     Attributes:
         whole: shape of the whole parameter.
         shape: shape of the shard.
-        dim, start: the shard begins at index `start` of dimension `dim`, and has all of the other dimensions.
+        dim, start: the shard begins at index `start` of dimension `dim` and is complete in the other dimensions.
     """
 
     whole: tuple[int, ...]
@@ -74,9 +74,9 @@ class Extent:
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     """Returns a function that returns `group`, or raises HookRunError once it was destroyed.
 
-    torch keeps a group until `destroy_process_group`. A hook that kept it, too, would keep its threads and its store
-    for as long as somebody keeps the hook; and a group that ends in a forked process, as that of a DataLoader's worker
-    in which the garbage collector finds the hook, takes that process with it: its threads do not exist there.
+    torch keeps a group until `destroy_process_group`. A hook that also kept it would keep its threads and its store
+    alive. And a group that ends in a forked process, such as a DataLoader's worker in which the garbage collector finds
+    the hook, kills that process, because the group's threads do not exist there.
     """
     weak = weakref.ref(group)
 
@@ -93,7 +93,7 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A wrapped model as a source of buckets. It holds the parameters, and the modules and process groups weakly.
+    """A model as a source of buckets. It holds the parameters; it holds modules and process groups weakly.
 
     Args:
         group: the process group over which the gradients are averaged.
@@ -103,8 +103,8 @@ class GradientSource(ABC):
         device: where the gradients are.
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
-        gives_grad_buckets: whether it passes torch's `GradBucket`, which a user's function takes.
-        averages_alone: whether gradients are averaged over `group` where no hook is registered.
+        gives_grad_buckets: whether it passes torch's `GradBucket`, which users' functions need.
+        averages_alone: whether gradients are averaged over `group` without a hook.
     """
 
     names: ModelNames
@@ -147,24 +147,22 @@ class GradientSource(ABC):
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """What must be equal on all ranks of `group`, by name; empty if the model was deleted."""
+        """The tensors that must be equal on all ranks of `group`, by name; empty if the model was deleted."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """The present `.grad` by name, on a sharded model that of the shard."""
+        """The current `.grad` of each parameter, on a sharded model of each shard."""
 
+    @abstractmethod
     def unregister(self) -> None:
         """Undo `register`, between two backward passes.
 
         Raises:
             AttachError: the model keeps its hook for life.
         """
-        raise AttachError(
-            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
-        )
 
     def stepped(self) -> Sequence[torch.Tensor]:
-        """The parameters as optimizers have them, in the order of `names`."""
+        """The parameters that optimizers have, in the order of `names`."""
         return list(self.names.known().values())
 
     def before_weights_change(self) -> None:
@@ -172,15 +170,15 @@ class GradientSource(ABC):
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Let each rank keep the buffers of its model, such as running statistics. Returns what else the source still
+        """Let each rank keep its own buffers, such as running statistics. Returns warnings about what the source still
         sends in every step."""
         return []
 
     def close(self) -> None:
-        """Undo `register` where that is possible; no further backward pass will call the hook."""
+        """Undo `register` if possible; no further backward pass will call the hook."""
         return None
 
-    # ---- shards; by default a parameter is one -----------------------------------------------------------------------
+    # ---- shards; by default each parameter is one shard --------------------------------------------------------------
 
     @property
     def place(self) -> tuple[int, int]:
@@ -189,7 +187,7 @@ class GradientSource(ABC):
 
     @property
     def whole(self) -> ParameterNames:
-        """`names` with whole parameters. They may be on the meta device."""
+        """`names`, with whole parameters, which may be on the meta device."""
         return self.names
 
     def extent(self, name: str) -> Extent:
@@ -197,8 +195,26 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
+        """A tensor that is placed like the parameter, from the `part` of this rank's shard."""
         return part
+
+
+def call_after_accumulation(
+    parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
+) -> list[RemovableHandle]:
+    """Call `method` of an object with each parameter whose gradient has been accumulated, while the object lives.
+
+    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that held the object, which holds
+    the parameters, would keep them and the process group for ever.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(parameter: torch.Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(parameter)
+
+    return [each.register_post_accumulate_grad_hook(call) for each in parameters]
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:
@@ -209,7 +225,10 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 
 class PlainGradients(GradientSource):
-    """The gradients of a module's parameters."""
+    """The gradients of a module that nothing wraps, for hooks that average weights, with one process per machine.
+
+    Each gradient is a bucket of its own, passed to the hook at the end of the backward pass.
+    """
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
@@ -233,16 +252,7 @@ class PlainGradients(GradientSource):
 
     def register(self, reducer: Reducer, state: Any) -> None:
         self._reducer = reducer
-        # As in fully_shard.py: a parameter's hook must not hold this object.
-        accumulated = weakref.WeakMethod(self._on_accumulated)
-
-        def on_accumulated(parameter: torch.Tensor) -> None:
-            method = accumulated()
-            if method is not None:
-                method()
-
-        known = self.names.known().values()
-        self._handles = [each.register_post_accumulate_grad_hook(on_accumulated) for each in known]
+        self._handles = call_after_accumulation(self.names.known().values(), self._on_accumulated)
         module = self.module
         assert module is not None
         weakref.finalize(module, _keep, self).atexit = False  # it lives as long as the module
@@ -263,7 +273,7 @@ class PlainGradients(GradientSource):
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.known().items()}
 
-    def _on_accumulated(self) -> None:
+    def _on_accumulated(self, _: torch.Tensor) -> None:
         if self._task != current_task():
             self._task = current_task()
             run_after_backward(self._end_pass)

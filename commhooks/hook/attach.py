@@ -17,28 +17,24 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
-from commhooks.engine.kernel_choice import Choice, KernelSupport
+from commhooks.engine.kernel_choice import Choice
 from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first, say
-from commhooks.gradients import precision
+from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, reason_first
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
-from commhooks.gradients.source import Future, GradientSource, Reducer, held_weakly
+from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
 from commhooks.hook.local_steps import LocalStepsHook
-from commhooks.hook.replica_check import ReplicaCheck
-from commhooks.hook.request_check import check_requests, describe_request
+from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
 from commhooks.options import HookConfig
-from commhooks.plan import parameter_plans
-from commhooks.registry import compressor_of
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, check_choice, explains_arguments, why_not_called
 
 logger = logger_of(__name__)
@@ -151,66 +147,29 @@ def attach_request(
     total_steps = request.total_steps if total_steps is None else total_steps
     unwrapped = isinstance(request.config, LocalSteps)
     source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
-    _check_arrangement(request, source)
+    check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
-    function = state = None
-    if (compressor := AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)) is None:
-        state, function = _function_of(request, source)
-    binding = Binding(
-        source.names,
-        held_weakly(source.group),
-        loss_scale,
-        None if source.shard_group is None else held_weakly(source.shard_group),
-    )
+    compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
+    state, function = (None, None) if compressor is not None else _users_function(request, source)
+    shards = None if source.shard_group is None else held_weakly(source.shard_group)
+    binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
     if isinstance(state, PowerSGDState):
         assert function is not None and source.module is not None
         state.bind(binding, source.module, function)
         compressor = state.session.compressor
-    options = dict(request.options) if compressor is None else dataclasses.asdict(compressor.config)
-    plans = [] if compressor is None else parameter_plans(compressor, source.names, source.sparse)
-    choice = check_requests(
-        describe_request(request, options, loss_scale is not None),
-        source.described(),
-        [repr(plan) for plan in plans],
-        KernelSupport() if compressor is None else _kernel_support(request, compressor, source),
-        source,
-    )
+    choice = check_on_all_ranks(request, compressor, source, loss_scale is not None)
     if not source.names.known():
         raise AttachError(source.nothing_to_reduce)
-    hook: Hook
-    run: Callable[[Bucket], Future]
-    if compressor is None:
-        assert function is not None
-        hook = own = FunctionHook(request, source, state, function)
-        run, finish = own.run, own.end_pass
-    elif isinstance(compressor, LocalStepsCompressor):
-        hook = local = _local_steps(request, compressor, binding, source, choice)
-        run, finish = local.driver.run, local.driver.end_pass
-    else:
-        session = (
-            state.session
-            if isinstance(state, PowerSGDState)
-            else Session(compressor, binding, LearnedState.of(compressor.state_fields))
-        )
-        session.consensus.compute_with(choice)
-        nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
-        if nodes is not None:
-            session.consensus.arrangement = Hierarchy(nodes, source.names.known())
-        hook = CompressorHook(request, source, session)
-        run, finish = session.run, session.end_pass
-        if function is not None:
-            run = functools.partial(_run_function, function, state, request.name)
+    hook, run, finish = _hook_of(request, compressor, state, function, source, binding, choice)
     attached = CommHook(request, hook, source)
     logs = is_logging_rank(source.group, source.shard_group)
-    if request.off:  # no backward pass of a hook, at the end of which others log a summary
+    if request.off:  # no backward pass of a hook will log a summary
         if logs:
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
-            say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
+            log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
-    check = None if request.check_every is None else ReplicaCheck(source, hook, request.check_every).before_pass
-    source.register(Reducer(request.name, run, finish, attached, check, attached.begun), state)
-    attached.watch_use(on_unused)
+    attached._register(run, finish, state, on_unused)
     if total_steps is not None:
         attached.will_end(total_steps)
     if source.module is not None and logs:
@@ -221,23 +180,7 @@ def attach_request(
     return attached
 
 
-def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
-    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
-    if source.shard_group is None:
-        return
-    if request.ranks_per_node is not None:
-        raise HookConfigError(
-            f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
-            "instead, and the hook averages between nodes only"
-        )
-    if request.config is not None and compressor_of(request.config).flat_only:
-        raise HookConfigError(
-            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
-            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
-        )
-
-
-def _function_of(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
+def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
     """The state and the function of a user's hook `(state, bucket)`."""
     if not source.gives_grad_buckets:
         raise HookConfigError(
@@ -253,39 +196,45 @@ def _function_of(request: HookRequest, source: GradientSource) -> tuple[Any, Cal
     return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
 
 
+def _hook_of(
+    request: HookRequest,
+    compressor: Compressor[Any] | None,
+    state: Any,
+    function: Callable[..., Any] | None,
+    source: GradientSource,
+    binding: Binding,
+    choice: Choice,
+) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
+    """The hook, what reduces a bucket, and what completes a pass whose last bucket was not marked as the last."""
+    if compressor is None:
+        assert function is not None
+        of_function = FunctionHook(request, source, state, function)
+        return of_function, of_function.run, of_function.end_pass
+    if isinstance(compressor, LocalStepsCompressor):
+        loss_scale = binding.loss_scale
+        if compressor.config.delay:  # a thread issues collectives beside those of the model
+            own = new_group(range(source.group.size()), source.group)
+            binding = dataclasses.replace(binding, group=held_weakly(own))
+        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
+        outer = OuterSteps(compressor, binding, sizes)
+        outer.consensus.compute_with(choice)
+        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
+        if nodes is not None:
+            # The mean of the gradients keeps the weights of a node's ranks equal.
+            outer.consensus.arrangement = EqualInNodes(nodes)
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale, nodes)
+        return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
+    if isinstance(state, PowerSGDState):
+        session = state.session
+    else:
+        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
+    session.consensus.compute_with(choice)
+    nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
+    if nodes is not None:
+        session.consensus.arrangement = Hierarchy(nodes, source.names.known())
+    run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
+    return CompressorHook(request, source, session), run, session.end_pass
+
+
 def _run_function(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:
     return checked_future(function(state, bucket.grad_bucket), name)
-
-
-def _kernel_support(request: HookRequest, compressor: Compressor[Any], source: GradientSource) -> KernelSupport:
-    """What this machine can compute with. It may differ between ranks."""
-    parameters, learns = source.names.known().values(), compressor.transactional
-    devices = {p.device for p in parameters}
-    if learns or request.ranks_per_node is not None:
-        try:
-            precision.check_one_device(devices, compressor.display_name)
-        except HookConfigError as error:  # other ranks may support it
-            return KernelSupport(cannot=str(error) if learns else f"{error}, without ranks_per_node")
-    if not learns or not devices:
-        return KernelSupport()
-    return KernelSupport.of(compressor, devices.pop(), {p.dtype for p in parameters})
-
-
-def _local_steps(
-    request: HookRequest,
-    compressor: LocalStepsCompressor[Any],
-    binding: Binding,
-    source: GradientSource,
-    choice: Choice,
-) -> LocalStepsHook:
-    loss_scale = binding.loss_scale
-    if compressor.config.delay:  # a thread's collectives, beside those of the model
-        binding = dataclasses.replace(binding, group=held_weakly(new_group(range(source.group.size()), source.group)))
-    sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
-    outer = OuterSteps(compressor, binding, sizes)
-    outer.consensus.compute_with(choice)
-    nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-    if nodes is not None:
-        # The mean of the gradients keeps the weights of a node's ranks equal.
-        outer.consensus.arrangement = EqualInNodes(nodes)
-    return LocalStepsHook(request, source, LocalStepsDriver(request.name, source, outer, loss_scale, nodes))

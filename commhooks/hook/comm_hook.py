@@ -9,9 +9,11 @@ from commhooks.checkpoint.distributed import from_distributed, is_distributed, t
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
 from commhooks.comm.counters import has_clock
 from commhooks.comm.groups import is_logging_rank
-from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, reason_first, say, shown
-from commhooks.gradients.source import GradientSource
+from commhooks.errors import HookConfigError, HookRunError, PayloadError, log_summary, logger_of, reason_first, shown
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.source import Future, GradientSource, Reducer
 from commhooks.hook.hooks import Hook
+from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
 from commhooks.report import norms
@@ -23,13 +25,13 @@ JOINT_SAVE_LIMIT_S = 60.0
 
 
 class CommHook:
-    """A registered communication hook, made by `commhooks.attach`. `stats()` and `plan()` remain usable after the model
-    was deleted.
+    """A communication hook that `commhooks.attach` has registered. `stats()` and `plan()` also work after the model was
+    deleted.
 
     Attributes:
         name: name of the hook.
-        detached: it was taken off its model; see `detach`.
-        joint_save_limit_s: seconds that a joint save waits for the other ranks before it continues without residuals.
+        detached: whether `detach` has removed it from its model.
+        joint_save_limit_s: seconds that a joint save waits for the other ranks before it goes on without residuals.
     """
 
     def __init__(self, request: HookRequest, hook: Hook, source: GradientSource) -> None:
@@ -63,25 +65,34 @@ class CommHook:
         )
 
     def quiet(self) -> None:
-        """Log neither a summary at the first backward pass nor that the training does not use the hook, for callers
-        such as the doctor."""
+        """Log no summary at the first backward pass and no warning that the training does not use the hook. For
+        callers such as the doctor."""
         self._quiet = True
         self._unused.silence()
 
     def will_end(self, passes: int) -> None:
-        """Log a warning if the training ends after so many further backward passes and the hook begins later."""
+        """Warn if the training ends after `passes` further backward passes, before the hook begins."""
         self._unused.will_end(passes)
 
-    def watch_use(self, on_unused: Callable[[str], None] | None) -> None:
-        """The hook is registered: from now on, note whether the training uses it. `attach` calls this."""
+    def _register(
+        self,
+        run: Callable[[Bucket], Future],
+        finish: Callable[[], None],
+        state: Any,
+        on_unused: Callable[[str], None] | None,
+    ) -> None:
+        """Register `run` and `finish` (see `Reducer`) with the model. `state`: what DDP passes to its hook."""
+        every = self._request.check_every
+        check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
+        self._source.register(Reducer(self.name, run, finish, self, check, self._begun), state)
         self._unused.callback = on_unused
         if self._hook.status().use is None:
             self._unused.silence()
-        if self._source.gives_grad_buckets:  # fully_shard calls it wherever it reduces
+        if self._source.gives_grad_buckets:  # fully_shard calls a hook wherever it reduces
             self._unused.watch(self._source.stepped())
 
-    def begun(self) -> None:
-        """The first backward pass has ended: log the summary. `attach` registers this."""
+    def _begun(self) -> None:
+        """The first backward pass has ended: log the summary."""
         self._unused.called()
         if self._quiet or not self._logs:
             return
@@ -93,14 +104,14 @@ class CommHook:
             effect = f"there is one {unit}, so nothing is sent{found.alone}"
         elif use is not None and use.plain:
             effect = f"plain all-reduce until step {use.begins}{use.or_later}, then {effect}"
-        say(f"{about}: {effect}" if effect else about)
+        log_summary(f"{about}: {effect}" if effect else about)
         for warning in found.warnings:
             logger.warning("%s", warning)
 
     def detach(self) -> None:
-        """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
-        attached. Every rank must call this. Afterwards gradients are not averaged between the replicas. A hook that
-        averages weights does so once more (`synchronize`).
+        """Remove the hook from a model sharded by `fully_shard`, so that another one can be attached. Every rank must
+        call this, between two backward passes. Without a hook the gradients of the replicas are not averaged. A hook
+        that averages weights first averages them once more (`synchronize`).
 
         Raises:
             AttachError: the model is a DDP model, which keeps its hook for life.
@@ -112,13 +123,12 @@ class CommHook:
         self.detached = True
 
     def close(self) -> None:
-        """Free what only backward passes need, at the end of a training: the buffers, and on a model sharded by
-        `fully_shard` the place in it. What was learned moves to the host. `stats()`, `plan()` and `state_dict()` remain
-        usable; a further backward pass raises HookRunError. Nothing is communicated, so no rank waits for another one.
-        Repeated calls do nothing.
+        """Free the buffers at the end of a training, remove the hook from a model sharded by `fully_shard`, and move
+        the learned state to the host. `stats()`, `plan()` and `state_dict()` still work; a further backward pass raises
+        HookRunError. Does not communicate. Repeated calls do nothing.
 
-        The plugins for Lightning and transformers call this at the end of each training. Otherwise all of this is freed
-        with the model.
+        The plugins for Lightning and transformers call this at the end of each training. Otherwise the buffers are
+        freed with the model.
         """
         self._unused.ended()
         self._source.close()
@@ -126,42 +136,37 @@ class CommHook:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The hook's options, with `start_powerSGD_iter` as a number of steps."""
+        """The options in force, with `start_powerSGD_iter` as a number of steps."""
         return self._hook.status().options
 
     @property
     def run_number(self) -> int | None:
-        """A random number that the ranks agree on in the first backward pass, by which the files of one run can be told
-        from those of another. None before it, and for hooks that learn nothing."""
+        """A random number, equal on all ranks, that identifies the files of this run. None before the first backward
+        pass, and for hooks without learned state."""
         return self._hook.status().run_number
 
     def plan(self) -> ModelPlan:
-        """What is compressed and what is not: one row per parameter (for batched PowerSGD one per bucket, available
-        after the first backward pass)."""
+        """What is compressed: one row per parameter, or per bucket for batched PowerSGD, whose buckets are known after
+        the first backward pass."""
         return self._hook.plan()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of this rank since the hook was attached. Bytes are those of the tensors passed to collectives.
+        """Counters of this rank since the hook was attached. Bytes are the sizes of the tensors passed to collectives.
+        Synchronises with the accelerator if the outcome of recent steps is unread.
 
-        Synchronises with the accelerator if the outcome of recent steps is unread. For a user's hook bytes, seconds and
-        the kernel are None, because they are unknown.
+        A value is None if it is unknown, such as the bytes of a user's hook, or if the hook has no such value:
 
-        `so_far`: a dict of those counters that go on in a run that resumes, with what the runs before it have counted.
-
-        `chosen`: what the hook "auto" has chosen and is doing, `chosen_at`: since which step, None before it has
-        decided. Both are None for other hooks.
-
-        `step_in_round`, `outer_gradient_norm`, `outer_gradient_cosine`: of hooks that average weights once in a round
-        of several steps, None for others: the steps of the round so far; of the latest outer step the norm of the outer
-        gradient, and its cosine with the one before, from every 64th number. Their `step` and `nonfinite_steps` count
-        outer steps: those that were committed and discarded.
-
-        `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
-
-        `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
-        the delay of other ranks. Both are measured on the host, on CUDA by events on the device, and are None on other
-        accelerators. Simple hooks return at once and DDP waits: their waiting time is that from the last hook call to
-        the completion of the last future. The small collectives after a start or a load are not included.
+        - `so_far`: the counters that a checkpoint holds, including the runs before this one.
+        - `kernel`: "native" for a native kernel, "torch" otherwise.
+        - `chosen`, `chosen_at`: for "auto", the hook in use, and the step of the choice.
+        - `step_in_round`: for hooks that average weights, the steps of the round so far. Their `step` and
+          `nonfinite_steps` count the outer steps that were committed and discarded.
+        - `outer_gradient_norm`, `outer_gradient_cosine`: of the latest outer step; the cosine with the outer gradient
+          before, computed from every 64th number.
+        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
+          the delay of other ranks; for hooks without learned state from the last hook call to the completion of the
+          last future. Measured on the host, on CUDA by events; None on other accelerators. Without the small
+          collectives after a start or a load.
         """
         status, found = self._hook.status(), self._hook.stats()
         c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
@@ -197,14 +202,13 @@ class CommHook:
         return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
-        """`residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, over the parameters that the hook
-        compresses (over all parameters for hooks without learned state, which have no residual). With `ranks_per_node`
-        over those of this rank's share, with the residual of the node's mean. Computed by this call; steps have no
-        extra cost.
+        """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank over the parameters that
+        the hook compresses; over all parameters for hooks without learned state, which have no residual. With
+        `ranks_per_node` over this rank's share, with the residual of the node's mean. A norm is None if there is
+        nothing to measure.
 
         Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this after the backward pass
-        (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
-        None if there is nothing to measure.
+        (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed.
         """
         with self._hook.residuals() as (residuals, factor, measured):
             gradients = {name: each for name, each in self._source.gradients().items() if name in measured}
@@ -228,8 +232,7 @@ class CommHook:
         Returns:
             Plain types and tensors, for `torch.save`. A joint save waits at most `joint_save_limit_s` seconds for the
             other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged.
-            Called from another thread than the training's, it waits for a running commit, so that it never mixes two
-            steps.
+            A call from another thread waits for a running commit, so the payload never mixes two steps.
         """
         sharded = self._source.shard_group is not None
         if residual is None:
@@ -252,29 +255,29 @@ class CommHook:
         agreed_before = self._hook.status().replicas_agree
         form = "mean" if "residual" in kept else "drop"
         saved = self._hook.saved.save(form, limit_s=self.joint_save_limit_s)
-        if not agreed_before and self._hook.status().replicas_agree and self._logs and not self._warned_of_copies:
-            self._warned_of_copies = True
-            logger.warning(
-                "hook %s: this save has ended a round. Copies of the model's or an optimizer's state that were made "
-                "before it (cpu_offload=True) are older than the hook's state: call hook.synchronize(optimizers=True) "
-                "before you copy. References need nothing.",
-                self.name,
-            )
+        if not agreed_before and self._hook.status().replicas_agree:  # this save has ended a round
+            saved = saved | {"exact": False}
+            if self._logs and not self._warned_of_copies:
+                self._warned_of_copies = True
+                logger.warning(
+                    "hook %s: this save has ended a round and is marked inexact, because copies of the model's or an "
+                    "optimizer's state that were made before it (cpu_offload=True) are older than the hook's state. "
+                    "Call hook.synchronize(optimizers=True) before you copy and save.",
+                    self.name,
+                )
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self, *, optimizers: bool = False) -> bool:
-        """For hooks that average weights once in several steps (`diloco`, `local_sgd`): average them now, so that the
-        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. Other
-        hooks do nothing.
+        """Average the weights now, for example before a validation, if the hook averages weights once in several steps
+        (`diloco`, `local_sgd`); other hooks do nothing. *All ranks must call* this, between two steps.
 
         Args:
-            optimizers: let all ranks go on with the optimizers' state of rank 0, too, as a run that resumes does. A
-                joint `state_dict` does it: call that, or this, before you copy the state of the model or of an
-                optimizer.
+            optimizers: also give all ranks the optimizers' state of rank 0, as a resumed run has it. A joint
+                `state_dict` does the same: call one of them before you copy the state of the model or an optimizer.
 
         Returns:
-            Whether all ranks took part, for which this waits at most `joint_save_limit_s` seconds. If not, nothing has
-            changed, and one warning is logged.
+            Whether all ranks took part within `joint_save_limit_s` seconds. If not, nothing has changed, and one
+            warning is logged.
         """
         return self._hook.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 
@@ -305,7 +308,7 @@ class CommHook:
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:
-            say(
+            log_summary(
                 f"{self.name}: strict=False: this load leaves out what does not fit, also of a wrong checkpoint. "
                 "Remove strict=False when this run has saved again"
             )
@@ -322,7 +325,7 @@ class CommHook:
             def resume() -> None:
                 take_over()
                 if self._logs and content["step"] > 0:
-                    say(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
+                    log_summary(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
 
             return resume
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
@@ -337,7 +340,7 @@ class CommHook:
 
 
 def _at_exit(hook: "weakref.ref[CommHook]") -> None:
-    """Called at the end of the interpreter; also when the hook is deleted, when `hook` gives None."""
+    """Called at the end of the interpreter, and when the hook is deleted: then `hook` returns None."""
     alive = hook()
     if alive is None:
         return

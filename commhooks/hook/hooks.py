@@ -156,7 +156,7 @@ class CompressorHook:
         if compressor.per_bucket or not compressor.selective or any(plan.compressed for plan in self._plans()):
             return []
         name = f"{compressor.display_name} ({compressor.summary})" if compressor.summary else compressor.display_name
-        return [f"{name} compresses no parameter of this model: print(hook.plan()) says why for each."]
+        return [f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."]
 
     def plan(self) -> ModelPlan:
         return session_plan(self._request.name, self.session, self._source.sparse)

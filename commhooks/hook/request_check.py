@@ -4,6 +4,7 @@ Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL
 numbers.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -12,50 +13,61 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts, on_all_shards
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.gradients import precision
 from commhooks.gradients.source import GradientSource
+from commhooks.plan import parameter_plans
+from commhooks.registry import compressor_of
 from commhooks.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 
-def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """Lines that are equal on two ranks if their requests are: the hook, and a setting each. `options`: the options in
-    force."""
-    # Compare a user's objects by their type only: their repr may contain an address.
-    plain = (bool, int, float, str, type(None))
+def check_arrangement(request: HookRequest, source: GradientSource) -> None:
+    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
+    if source.shard_group is None:
+        return
+    if request.ranks_per_node is not None:
+        raise HookConfigError(
+            f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
+            "instead, and the hook averages between nodes only"
+        )
+    if request.config is not None and compressor_of(request.config).flat_only:
+        raise HookConfigError(
+            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
+            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
+        )
 
-    def is_plain(v: object) -> bool:
-        items = [*v, *v.values()] if type(v) is dict else v
-        return isinstance(v, plain) or (type(items) is list and all(isinstance(item, plain) for item in items))
 
-    shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
-    shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
-    shown += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
-    return "\n".join([request.name, *shown, f"loss_scale={'given' if loss_scale else None}"])
-
-
-def check_requests(
-    request: str, model: list[str], plan: list[str], support: KernelSupport, source: GradientSource
+def check_on_all_ranks(
+    request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
 ) -> Choice:
     """Compare requests, models and plans over the ranks that average together, and choose the kernel with which all of
     them compute. Compare the requests with those of the ranks that hold other shards. All ranks of the model must call
     this.
 
     Args:
-        request: see `describe_request`.
-        model: see `GradientSource.described`.
-        plan: one line per parameter: whether and how it is compressed.
+        compressor: None for a user's function.
+        loss_scale: whether this rank gives one.
 
     Raises:
         AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if the
-            group does not number them; the message names the ranks and the differences or reasons.
+            group does not number its ranks from 0; the message names the ranks and the differences or reasons.
         HookConfigError: no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     group, shard_group, device = source.group, source.shard_group, source.device
-    texts = [request, "\n".join(model), "\n".join(plan)]
+    support = kernel_support(request, compressor, source)
+    plans: list[UnitPlan] = []
+    options = dict(request.options)
+    if compressor is not None:
+        options = dataclasses.asdict(compressor.config)
+        plans = parameter_plans(compressor, source.names, source.sparse)
+    own_request = _described(request, options, loss_scale)
+    texts = [own_request, "\n".join(source.described()), "\n".join(map(repr, plans))]
 
     def lines_of_ranks(text: str, group: dist.ProcessGroup) -> list[list[str]]:
         return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
@@ -73,11 +85,43 @@ def check_requests(
                 raise AttachError(different(lines_of_ranks(text, group)))
         return agreed_choice(support, supports, group, device, AttachError)
 
-    choice, shards = on_all_shards(compare_replicas, [agreement_key(request)], shard_group, device, AttachError)
+    choice, shards = on_all_shards(compare_replicas, [agreement_key(own_request)], shard_group, device, AttachError)
     if len({key for (key,) in shards}) > 1:
         assert shard_group is not None
-        raise AttachError(_different_hooks(lines_of_ranks(request, shard_group)))
+        raise AttachError(_different_hooks(lines_of_ranks(own_request, shard_group)))
     return choice
+
+
+def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource) -> KernelSupport:
+    """What this machine can compute with. It may differ between ranks."""
+    if compressor is None:
+        return KernelSupport()
+    parameters, learns = source.names.known().values(), compressor.transactional
+    devices = {p.device for p in parameters}
+    if learns or request.ranks_per_node is not None:
+        try:
+            precision.check_one_device(devices, compressor.display_name)
+        except HookConfigError as error:  # other ranks may support it
+            return KernelSupport(cannot=str(error) if learns else f"{error}, without ranks_per_node")
+    if not learns or not devices:
+        return KernelSupport()
+    return KernelSupport.of(compressor, devices.pop(), {p.dtype for p in parameters})
+
+
+def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
+    """Lines that are equal on two ranks if their requests are: the hook, and a setting each. `options`: the options in
+    force."""
+    # Compare a user's objects by their type only: their repr may contain an address.
+    plain = (bool, int, float, str, type(None))
+
+    def is_plain(v: object) -> bool:
+        items = [*v, *v.values()] if type(v) is dict else v
+        return isinstance(v, plain) or (type(items) is list and all(isinstance(item, plain) for item in items))
+
+    shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
+    shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
+    shown += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
+    return "\n".join([request.name, *shown, f"loss_scale={'given' if loss_scale else None}"])
 
 
 def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:

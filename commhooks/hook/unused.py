@@ -49,7 +49,7 @@ class UnusedWarning:
             _waiting.add(self)
 
     def called(self) -> None:
-        """The hook has been called in a backward pass. Another hook of the same parameters is not missed then."""
+        """The hook has been called in a backward pass. Waiting hooks of other wrappers stop counting its parameters."""
         self._called = True
         self._stop_counting()
         for other in list(_waiting):

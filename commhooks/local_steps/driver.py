@@ -304,16 +304,16 @@ class LocalStepsDriver:
                 share()
                 return True
             rounds = self.outer.state.step + self.outer.state.nonfinite_steps
-            reason = saver.run(-1 - rounds, lambda _: share(), limit_s, passes=self._passes)
-        if reason and self._source.group.rank() == saver.logging_rank:
+            failure = saver.run(-1 - rounds, lambda _: share(), limit_s, passes=self._passes)
+        if failure is not None and failure.logged_here:
             logger.warning(
                 "hook %s: the weights of the ranks were not averaged after %s backward passes, because %s. A save or "
                 "validation now has the weights of a single rank.",
                 self._name,
                 self.counters.backward_passes,
-                reason,
+                failure.reason,
             )
-        return not reason
+        return failure is None
 
     def _share(self, optimizers: bool) -> None:
         if self.apart:

@@ -193,7 +193,7 @@ def _torn_on_one(torn_rank: int) -> tuple[str, bool, list[str]]:
 def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any, torn_rank: int) -> None:
     for rank, (residual, exact, lines) in enumerate(run_ranks(_torn_on_one, torn_rank, world_size=3)):
         assert residual == "none" and not exact
-        said = [line for line in lines if "this rank has lost its own" in line]
+        said = [line for line in lines if f"rank {torn_rank} has lost its own" in line]
         assert len(said) == len(lines) == (2 if rank == torn_rank else 0)
 
 

@@ -1,4 +1,4 @@
-"""Resume with another number of ranks, from any of 1, 2 and 4 to any of them and again and again.
+"""Resume with another number of ranks, from any of 1, 2 and 4 to any of them.
 
 Every step has the same twelve samples, shared out among the ranks there are. A step depends on the residuals only
 through their mean, so a run that changes its number of ranks must follow one that never does, to rounding.
@@ -16,8 +16,6 @@ from tests.support.training import Run, residuals
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 WORLDS = (1, 2, 4)
 SAMPLES = 12
-CHAIN = (1, 2, 3, 1)
-STEPS_PER_LINK = 6
 
 
 def _samples(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,12 +36,6 @@ def _train(run: Run, steps: int) -> Run:
         run.optimizer.step()
         run.step += 1
     return run
-
-
-def _loss(run: Run) -> float:
-    images, labels = _samples(1, 400)
-    with torch.no_grad():
-        return torch.nn.functional.cross_entropy(run.ddp.module(images), labels).item()
 
 
 def _save(run: Run, how: str) -> Any:
@@ -73,9 +65,6 @@ def _assert_same_mean(before: list[dict[str, torch.Tensor]], after: list[dict[st
         new = torch.stack([each[name] for each in after]).double().mean(0)
         assert old.norm() > 0
         assert (old - new).norm() <= 1e-6 * old.norm(), name
-
-
-# ------------------------------------------------------------------------------------------------ from any to any
 
 
 def _save_in_every_way() -> dict[str, Any]:
@@ -120,58 +109,3 @@ def test_from_any_number_of_ranks(run_ranks: Any, saved_in_every_world: dict[int
             assert rank["stats"]["step"] == 10 and rank["stats"]["compressed_steps"] == 3
             for expected in (saved_in_every_world[before][0]["then"], saved_in_every_world[2][0]["then"]):
                 assert (rank["weights"] - expected).norm() <= 1e-5 * expected.norm()
-
-
-# ------------------------------------------------------------------------------------------------- again and again
-
-
-def _link(saved: list[Any] | None, how: str) -> dict[str, Any]:
-    run = Run.new(hook_options=OPTIONS)
-    if saved is not None:
-        _load(run, saved, how)
-    loaded = residuals(run.hook)
-    _train(run, STEPS_PER_LINK)
-    own = residuals(run.hook)
-    return {
-        "loaded": loaded,
-        "residuals": own,
-        "saved": _save(run, how),
-        "weights": run.weights(),
-        "loss": _loss(run),
-        "stats": run.hook.stats(),
-    }
-
-
-def _uninterrupted() -> dict[str, Any]:
-    """A run of the whole length."""
-    run = Run.new(hook_options=OPTIONS)
-    first = _loss(run)
-    _train(run, STEPS_PER_LINK * len(CHAIN))
-    return {"first": first, "loss": _loss(run), "weights": run.weights()}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(worker_pool: Any) -> dict[str, Any]:
-    return worker_pool.run(_uninterrupted, world_size=2)[0]
-
-
-@pytest.mark.parametrize("how", ["mean", "parts"])
-def test_a_chain_of_worlds_follows_the_uninterrupted_run(
-    run_ranks: Any, uninterrupted: dict[str, Any], how: str
-) -> None:
-    ranks: Any = None
-    for place, world_size in enumerate(CHAIN):
-        saved = None if ranks is None else [rank["saved"] for rank in ranks]
-        new = run_ranks(_link, saved, how, world_size=world_size)
-        if ranks is not None:
-            _assert_same_mean([rank["residuals"] for rank in ranks], [rank["loaded"] for rank in new])
-        for rank in new:
-            assert torch.equal(rank["weights"], new[0]["weights"])
-            assert rank["stats"]["step"] == STEPS_PER_LINK * (place + 1)
-            assert rank["stats"]["compressed_steps"] == STEPS_PER_LINK - (4 if place == 0 else 0)
-        ranks = new
-    (end,) = ranks
-    assert uninterrupted["loss"] < 0.7 * uninterrupted["first"]  # it learns, so that there is something to lose
-    expected = uninterrupted["weights"]
-    assert (end["weights"] - expected).norm() < 1e-3 * expected.norm()  # rounding; without residuals it is over 1e-2
-    assert end["loss"] == pytest.approx(uninterrupted["loss"], rel=1e-3)

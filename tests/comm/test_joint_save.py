@@ -1,5 +1,6 @@
 """Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact again."""
 
+import io
 import logging
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from commhooks.gradients.torch_private import store_of
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
+from tests.support.sharded import attached, backward, random_gradients
 from tests.support.training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -250,18 +252,46 @@ def _too_late(store: dist.Store, rank: int, size: int, limit: timedelta, connect
     ("case", "speakers", "reason"),
     [
         ("nobody tries", [0], "this rank saves on its own"),
-        ("one fails", [0], "rank 1 failed: RuntimeError: the network is gone"),
-        ("one fails while another connects", [0], "rank 1 failed: RuntimeError: the network is gone"),
-        ("wrong interface", [0], "set GLOO_SOCKET_IFNAME to the network interface between them"),
+        ("one fails", [1], "rank 1 failed: RuntimeError: the network is gone"),
+        ("one fails while another connects", [1], "rank 1 failed: RuntimeError: the network is gone"),
+        ("wrong interface", [0, 1, 2], "set GLOO_SOCKET_IFNAME to the network interface between them"),
         ("before the first pass", [0], "no backward pass has run"),
         ("1", [1], "not every rank took part"),
         ("1,2", [1, 2], "not every rank took part"),
     ],
 )
 def test_one_rank_warns(run_ranks: Any, case: str, speakers: list[int], reason: str) -> None:
-    """Of the ranks that save one, rank 0 where all of them know."""
+    """The first rank that knows of the failure."""
     by_rank = run_ranks(_warned, case, world_size=3)
     said = {rank: lines for rank, lines in enumerate(by_rank) if lines}
     assert len(said) == 1 and next(iter(said)) in speakers
     (warning,) = next(iter(said.values()))
     assert reason in warning and "marked inexact" in warning
+
+
+def _sharded(failing_ranks: list[int]) -> tuple[bool, list[str], bool]:
+    model, hook = attached(2, 2, hook_options=OPTIONS)
+
+    def save() -> bool:
+        saved = hook.state_dict()
+        return bool(torch.load(io.BytesIO(saved["commhooks"]), weights_only=True)["exact"])
+
+    for step in range(3):
+        backward(model, random_gradients(step))
+    saver = hook._hook.saved.joint_save()  # type: ignore[union-attr]
+    assert saver is not None
+    if dist.get_rank() in failing_ranks:
+        saver.mean = failing  # type: ignore[method-assign]
+    with log_lines("commhooks", logging.WARNING) as lines:
+        exact = save()
+    saver.__dict__.pop("mean", None)
+    backward(model, random_gradients(3))
+    return exact, lines, save()
+
+
+@pytest.mark.parametrize("failing_ranks", [[1], [0, 1, 2, 3]], ids=["a shard", "all shards"])
+def test_a_save_of_shards_fails_as_one(run_ranks: Any, failing_ranks: list[int]) -> None:
+    ranks = run_ranks(_sharded, failing_ranks, world_size=4)
+    assert [(first, second) for first, _, second in ranks] == [(False, True)] * 4
+    (warning,) = (line for _, lines, _ in ranks for line in lines)
+    assert "the network is gone" in warning and "marked inexact" in warning

@@ -1,5 +1,5 @@
 """`with_residual` and `keep_residual`, from which a compressor of one's own gets error feedback: with a bool for the
-verdict, as on the CPU, and with a tensor, as on an accelerator."""
+verdict, as on the CPU, and with a tensor, as on an accelerator. And residuals as views of one tensor."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 import commhooks
 from commhooks.compressors.base import StepInfo
+from commhooks.compressors.error_feedback import NamedViews
 from commhooks.gradients.layout import Slot
 
 
@@ -29,3 +30,17 @@ def test_a_residual_is_kept_where_the_step_is_good(good: Any, known: bool) -> No
         assert not state["residual"]
     else:
         assert torch.equal(state["residual"]["w"], expected)
+
+
+def test_views_follow_a_dict() -> None:
+    slices = NamedViews([("a", 0, (2,)), ("b", 2, (1, 2))], torch.zeros(4))
+    entries = {"a": torch.tensor([1.0, 2.0]), "other": torch.zeros(3)}
+    own = entries["a"]
+    assert slices.gather(entries).tolist() == [1, 2, 0, 0] and entries["a"] is own
+    whole = slices.bind(entries)
+    assert sorted(entries) == ["a", "b", "other"] and entries["a"] is not own
+    whole[2:] = 7
+    assert entries["b"].tolist() == [[7, 7]]
+    entries["b"] = torch.tensor([[8.0, 9.0]])  # as a load does
+    del entries["a"]  # as losing it does
+    assert slices.gather(entries).tolist() == [0, 0, 8, 9]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.gradients.names import ModelNames
-from commhooks.hook.attach import _kernel_support
+from commhooks.hook.request_check import kernel_support
 from commhooks.request import HookRequest
 from tests.support.training import Run, make_model
 
@@ -137,6 +137,6 @@ def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None
     compressor = request.new_compressor()
     assert compressor is not None
     source: Any = SimpleNamespace(names=names)
-    assert _kernel_support(request, compressor, source).cannot == ""
-    problem = _kernel_support(HookRequest.parse("bf16", ranks_per_node=2), compressor, source).cannot
+    assert kernel_support(request, compressor, source).cannot == ""
+    problem = kernel_support(HookRequest.parse("bf16", ranks_per_node=2), compressor, source).cannot
     assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")

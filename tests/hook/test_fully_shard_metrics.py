@@ -78,14 +78,3 @@ def test_the_hook_outlives_its_model_and_both_are_freed(run_ranks: Any) -> None:
     for outcome in run_ranks(_deleted, world_size=2):
         assert "its model is gone" in outcome.pop("repr")
         assert outcome == {"step": 1, "rows": 8, "freed": True}
-
-
-def _noop() -> bool:
-    model, hook = attached(2, 2, "noop")
-    got = backward(model, random_gradients(0))
-    return all(bool(each.isfinite().all()) for each in got.values()) and str(hook.plan()) != ""
-
-
-def test_noop_runs(run_ranks: Any) -> None:
-    """The other hooks: test_fully_shard_promises.py."""
-    assert run_ranks(_noop, world_size=4) == [True] * 4

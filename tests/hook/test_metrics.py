@@ -33,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "powerSGD on bf16": {"hook": "powerSGD", "hook_options": POWERSGD, "wrapper": "bf16"},
     "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
     "allreduce": {"hook": "allreduce"},
-    "fp16": {"hook": "fp16_compress"},
     "bf16 wrapper": {"hook": "allreduce", "wrapper": "bf16"},
 }
 
@@ -45,12 +44,15 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 # --------------------------------------------------------------------------------------------------------------- time
 
 
+LATE = ("powerSGD on bf16", "batched", "bf16 wrapper")
+
+
 def waiting_for_a_late_rank() -> dict[str, Any]:
     """Rank 1 comes late to the last of four backward passes."""
     out = {}
-    for kind, request in KINDS.items():
+    for kind in LATE:
         ddp = wrap(mlp())
-        hook = commhooks.attach(ddp, **request)
+        hook = commhooks.attach(ddp, **KINDS[kind])
         before = {"codec_s": 0.0, "waiting_s": 0.0}
         sums_agree = True
         for step in range(4):
@@ -70,7 +72,7 @@ def waiting_for_a_late_rank() -> dict[str, Any]:
 
 def test_waiting_is_not_codec_time(run_ranks):
     ranks = run_ranks(waiting_for_a_late_rank)
-    for kind in KINDS:
+    for kind in LATE:
         early, late = ranks[0][kind], ranks[1][kind]
         assert early["sums agree"] and late["sums agree"], kind
         for stats in (early, late):

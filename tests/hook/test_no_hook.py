@@ -16,7 +16,7 @@ from tests.support.ddp_steps import log_lines, mlp, process_group_of_one, train,
 from tests.support.sharded import attached
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
-NONE = [None, "none", "None", "off", "OFF", False]  # False: what YAML makes of `off`
+NONE = [None, "OFF", False]  # False: what YAML makes of `off`
 
 
 def _trained(hook: Any, **options: Any) -> dict[str, Any]:

@@ -72,8 +72,11 @@ def _trained(hook: Any, options: dict[str, Any] | None, end: str) -> list[str]:
         gc.enable()
 
 
-@pytest.mark.parametrize("end", ["closed", "deleted", "cycle"])
-@pytest.mark.parametrize("name", UNUSED)
+ENDS = [(name, "closed") for name in UNUSED]
+ENDS += [(name, end) for name in ("powerSGD", "diloco") for end in ("deleted", "cycle")]
+
+
+@pytest.mark.parametrize(("name", "end"), ENDS)
 def test_a_training_that_has_not_used_its_hook(run_ranks: Any, name: str, end: str) -> None:
     hook, options, expected = UNUSED[name]
     on_0, on_1 = run_ranks(_trained, hook, options, end)
@@ -84,29 +87,27 @@ def _not_called(way: str, hook: str) -> list[str]:
     with log_lines("commhooks.hook.unused") as lines:
         ddp = wrap(mlp())
         attached = commhooks.attach(ddp, hook)
-        if way == "another wrapper":
-            model: torch.nn.Module = wrap(ddp.module)
-            for step in range(STEPS):
-                backward(model, step)
-        elif way == "no_sync":
-            for step in range(STEPS):
-                with ddp.no_sync():
-                    backward(ddp, step)
-        elif way == "evaluated":
+        model: torch.nn.Module = wrap(ddp.module) if way == "another wrapper" else ddp
+        if way == "evaluated":
             with torch.no_grad():
-                for _ in range(STEPS):
-                    ddp(torch.randn(8, 24))
+                ddp(torch.randn(8, 24))
         elif way == "replaced":
             ddp = wrap(ddp.module)
             attached = commhooks.attach(ddp, "bf16_compress")
             backward(ddp, 0)
+        else:
+            for step in range(STEPS):
+                with ddp.no_sync():
+                    backward(model, step)
         attached.close()
     assert not any(p._post_accumulate_grad_hooks for p in ddp.parameters())  # type: ignore[attr-defined]
     return lines
 
 
-@pytest.mark.parametrize("way", ["another wrapper", "no_sync", "evaluated", "replaced"])
-@pytest.mark.parametrize("hook", ["bf16_compress", "powerSGD", "tests.hook.test_unused:users_hook"])
+NOT_CALLED = [(way, "powerSGD") for way in ("another wrapper", "no_sync", "evaluated", "replaced")]
+
+
+@pytest.mark.parametrize(("way", "hook"), [*NOT_CALLED, ("no_sync", "tests.hook.test_unused:users_hook")])
 def test_a_hook_that_was_never_called(run_ranks: Any, way: str, hook: str) -> None:
     on_0, on_1 = run_ranks(_not_called, way, hook)
     called = f"commhooks: hook {hook!r} was never called in 3 backward passes of its model, and has averaged nothing. "

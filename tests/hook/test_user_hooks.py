@@ -1,13 +1,15 @@
-"""Hooks of the user's own: a callable, a dotted path, a registered name; with a state that is saved, and without."""
+"""Hooks of the user's own: a callable, a dotted path, a registered name, one of our functions; their states."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import registry
@@ -23,6 +25,7 @@ from tests.support.ddp_steps import (
     wrap,
 )
 from tests.support.golden_runs import Momentum, momentum_hook
+from tests.support.training import Run, batch, make_model, residuals
 
 
 @pytest.fixture(autouse=True)
@@ -134,20 +137,32 @@ def test_a_stateful_hook_is_saved_and_resumed(run_ranks):
     run_ranks(resumed_momentum)
 
 
-class Unsaveable:
+class Counts:
+    """A state that cannot be saved."""
+
     def __init__(self) -> None:
         self.calls = 0
 
 
-def counting_hook(state: Unsaveable, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+class Remembers(Counts):
+    """Its state would make the checkpoint unreadable for `torch.load(weights_only=True)`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1, "folder": Path("here")}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+def counting_hook(state: Counts, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     state.calls += 1
     return commhooks.allreduce_hook(None, bucket)
 
 
-def unsaveable_state() -> list[str]:
+def unsaveable_state(kind: type[Counts]) -> list[str]:
     ddp = wrap(mlp())
     with log_lines() as lines:
-        hook = commhooks.attach(ddp, counting_hook, hook_state=Unsaveable())
+        hook = commhooks.attach(ddp, counting_hook, hook_state=kind())
         train(ddp, 2)
         saved = hook.state_dict()
         hook.load_state_dict(saved)
@@ -156,33 +171,75 @@ def unsaveable_state() -> list[str]:
 
 
 def test_a_state_that_cannot_be_saved_is_mentioned_once(run_ranks):
-    on_0, on_1 = run_ranks(unsaveable_state)
+    on_0, on_1 = run_ranks(unsaveable_state, Counts)
     assert on_0 == [
-        "commhooks: the state of hook counting_hook (Unsaveable) has no state_dict and load_state_dict: "
+        "commhooks: the state of hook counting_hook (Counts) has no state_dict and load_state_dict: "
         "checkpoints do not hold it."
     ]
     assert on_1 == []
+    for (line,) in run_ranks(unsaveable_state, Remembers):
+        assert "is not saved: ['folder'] is a pathlib" in line
+
+
+# -------------------------------------------------------------------------------------------------- functions of ours
+
+
+def _functions_of_ours() -> tuple[dict[str, int], bool, list[str]]:
+    sent = {}
+    for function in (commhooks.allreduce_hook, commhooks.bf16_compress_hook, commhooks.powerSGD_hook):
+        run = Run.new(hook=function).train(2)
+        sent[run.hook.name] = run.hook.stats()["bytes_sent"]
+    state = commhooks.PowerSGDState(None, 2, 1)
+    made = Run.new(hook=commhooks.powerSGD_hook, hook_state=state).train(4)
+    named = Run.new(hook_options={"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}).train(4)
+    resumed = Run.new(hook_options={"matrix_approximation_rank": 2}).load(made.save())
+    return sent, torch.equal(made.weights(), named.weights()), list(residuals(resumed.hook))
+
+
+def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
+    """With a state, too: it has the model's names for the parameters, and resumes the hook of that name."""
+    for sent, equal, resumed in run_ranks(_functions_of_ours):
+        assert list(sent) == ["allreduce", "bf16_compress", "powerSGD"]
+        assert sent["allreduce"] == 2 * sent["bf16_compress"] > 0
+        assert equal and "5.weight" in resumed
+
+
+def _sub_group() -> torch.Tensor | None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    ddp = DistributedDataParallel(make_model(), process_group=group)
+    commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=commhooks.PowerSGDState(None, 2, 0))
+    images, labels = batch(0, dist.get_rank())
+    torch.nn.functional.cross_entropy(ddp(images), labels).backward()
+    return ddp.module[7].bias.grad
+
+
+def test_the_group_of_a_state_is_the_models_own(run_ranks: Any) -> None:
+    """Rank 2 is not in the model's group and never answers."""
+    first, second, third = run_ranks(_sub_group, world_size=3)
+    assert torch.equal(first, second)
+    assert third is None
+
+
+def test_one_state_for_two_models_is_refused() -> None:
+    state = commhooks.PowerSGDState(None, 2, 0)
+    with process_group_of_one():
+        first = Run.new(hook=commhooks.powerSGD_hook, hook_state=state).train(1)
+        with pytest.raises(commhooks.AttachError, match="already serves another model"):
+            Run.new(hook=commhooks.powerSGD_hook, hook_state=state)
+        assert first.hook.stats()["step"] == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ wrappers
 
-WRAPPERS = {"fp16": commhooks.fp16_compress_wrapper, "bf16": commhooks.bf16_compress_wrapper}
-ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}
-
-
-def _attach_wrapped(ddp: Any, hook: Any, state: Any, wrapper: str) -> None:
-    commhooks.attach(ddp, hook, hook_state=state, wrapper=wrapper)
-
-
-def _register_wrapped(ddp: Any, hook: Any, state: Any, wrapper: str) -> None:
-    ddp.register_comm_hook(state, WRAPPERS[wrapper](hook))
-
-
-def _attach_plain(ddp: Any, hook: Any, state: Any, wrapper: str) -> None:
-    commhooks.attach(ddp, hook, hook_state=state)
-
-
-WRAPPED = [_attach_wrapped, _register_wrapped]
+DTYPES = {"fp16": (torch.float16, 1e-3), "bf16": (torch.bfloat16, 1e-2)}
+HOW: dict[str, Callable[[Any, Any, Any], object]] = {
+    "attached": lambda ddp, hook, state: commhooks.attach(ddp, hook, hook_state=state),
+    "attached, bf16": lambda ddp, hook, state: commhooks.attach(ddp, hook, hook_state=state, wrapper="bf16"),
+    "registered, bf16": lambda ddp, hook, state: ddp.register_comm_hook(state, commhooks.bf16_compress_wrapper(hook)),
+    "registered, fp16": lambda ddp, hook, state: ddp.register_comm_hook(state, commhooks.fp16_compress_wrapper(hook)),
+}
 
 
 def recording_average(state: set[torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -190,17 +247,17 @@ def recording_average(state: set[torch.dtype], bucket: dist.GradBucket) -> torch
     return scaled_average(None, bucket)
 
 
-def averages_in_16_bits(how: Any, wrapper: str) -> None:
+def averages_in_16_bits(how: str) -> None:
     ddp, seen = wrap(mlp()), set()
-    how(ddp, recording_average, seen, wrapper)
-    assert 1e-6 < max(errors_of_means(ddp, 2)) <= ROUNDING[wrapper]  # a wire of 16 bits must show
-    assert seen == {{"fp16": torch.float16, "bf16": torch.bfloat16}[wrapper]}
+    HOW[how](ddp, recording_average, seen)
+    dtype, rounding = DTYPES[how[-4:]]
+    assert 1e-6 < max(errors_of_means(ddp, 2)) <= rounding  # a wire of 16 bits must show
+    assert seen == {dtype}
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("how", WRAPPED)
-def test_a_users_hook_inside_a_wrapper(run_ranks, how, wrapper):
-    run_ranks(averages_in_16_bits, how, wrapper)
+@pytest.mark.parametrize("how", list(HOW)[1:])
+def test_a_users_hook_inside_a_wrapper(run_ranks, how):
+    run_ranks(averages_in_16_bits, how)
 
 
 # -------------------------------------------------------------------------------------------------------- misbehaviour
@@ -218,17 +275,6 @@ def raises(state: Any, bucket: dist.GradBucket) -> Any:
     raise ZeroDivisionError("in the user's code")
 
 
-@pytest.mark.parametrize("how", [_attach_plain, *WRAPPED])
-@pytest.mark.parametrize("hook, kind", [(returns_nothing, "NoneType"), (returns_a_tensor, "Tensor")])
-def test_a_hook_without_a_future_is_an_error_in_backward(hook, kind, how):
-    with process_group_of_one():
-        ddp = wrap(mlp())
-        how(ddp, hook, None, "bf16")
-        with pytest.raises(commhooks.HookRunError) as error:
-            backward(ddp, 0)
-    assert f"hook {hook.__name__!r} returned a {kind}; it must return a torch.futures.Future" in str(error.value)
-
-
 def without_then(state: Any, bucket: dist.GradBucket) -> Any:
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
@@ -237,22 +283,27 @@ def one_number(state: Any, bucket: dist.GradBucket) -> Any:
     return without_then(state, bucket).then(lambda future: future.value()[0].sum())
 
 
-@pytest.mark.parametrize("how", WRAPPED)
-@pytest.mark.parametrize("hook, holds", [(without_then, "a list; it must"), (one_number, "1 numbers for a bucket of")])
-def test_what_a_wrapped_hooks_future_holds_is_checked(hook, holds, how):
+@pytest.mark.parametrize(
+    ("hook", "how", "error", "text"),
+    [
+        (returns_nothing, "attached", commhooks.HookRunError, "returned a NoneType; it must return a torch.futures.F"),
+        (returns_a_tensor, "registered, bf16", commhooks.HookRunError, "returned a Tensor; it must return a torch.f"),
+        # Errors in a future's callback become RuntimeErrors.
+        (without_then, "attached, bf16", RuntimeError, "the future of hook 'without_then' holds a list; it must"),
+        (
+            one_number,
+            "registered, bf16",
+            RuntimeError,
+            "the future of hook 'one_number' holds 1 numbers for",
+        ),
+        (raises, "attached", ZeroDivisionError, "in the user's code"),
+    ],
+)
+def test_a_wrong_hook_is_an_error_in_backward(hook: Any, how: str, error: type[Exception], text: str) -> None:
     with process_group_of_one():
         ddp = wrap(mlp())
-        how(ddp, hook, None, "bf16")
-        with pytest.raises(RuntimeError) as error:  # whatever a future's callback raises
-            backward(ddp, 0)
-    assert f"the future of hook {hook.__name__!r} holds {holds}" in str(error.value)
-
-
-def test_an_error_in_a_hook_is_raised_in_backward():
-    with process_group_of_one():
-        ddp = wrap(mlp())
-        commhooks.attach(ddp, raises)
-        with pytest.raises(ZeroDivisionError, match="in the user's code"):
+        HOW[how](ddp, hook, None)
+        with pytest.raises(error, match=text):
             backward(ddp, 0)
 
 

@@ -1,6 +1,7 @@
 """What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
 
 import copy
+import io
 import time
 import warnings
 from typing import Any
@@ -281,7 +282,7 @@ def test_a_module_that_nothing_wraps(run_ranks):
         torch.testing.assert_close(weights, same)
 
 
-def _copied_before_a_save(folder: str) -> list[list[str]]:
+def _copied_before_a_save(folder: str) -> list[tuple[bool, list[str]]]:
     run = Run.new(hook=commhooks.LocalSGD(sync_every=4)).train(2)
     found = []
     for synchronized in (False, True):
@@ -293,10 +294,12 @@ def _copied_before_a_save(folder: str) -> list[list[str]]:
             warnings.simplefilter("ignore")  # of torch, about copies on the CPU
             state = {"model": copies, "hook": run.hook.state_dict("distributed")}
             dcp.save(state, checkpoint_id=f"{folder}/{synchronized}")
-        found.append([line for line in lines if "this save has ended a round" in line])
+        exact = torch.load(io.BytesIO(state["hook"]["commhooks"]))["exact"]
+        found.append((exact, [line for line in lines if "this save has ended a round" in line]))
     return found
 
 
 def test_copies_that_are_older_than_the_round_that_a_save_ends(run_ranks, tmp_path):
     (late, in_order), others = run_ranks(_copied_before_a_save, str(tmp_path))
-    assert len(late) == 1 and "cpu_offload=True" in late[0] and in_order == [] and others == [[], []]
+    assert late[0] is False and len(late[1]) == 1 and "cpu_offload=True" in late[1][0]
+    assert in_order == (True, []) and others == [(False, []), (True, [])]

@@ -148,7 +148,6 @@ AREAS = {
         Part(
             "*",
             (
-                "compressors/quantized/test_shares",
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
                 "engine/test_kernel_choice::test_different_machines",
@@ -163,10 +162,10 @@ AREAS = {
             "*",
             (
                 "compressors/powersgd/test_fields",
-                "compressors/powersgd/test_packed_factors",
+                "compressors/powersgd/test_accelerator_factors",
                 "compressors/powersgd/test_cpu",
                 "compressors/native/test_threads",
-                "compressors/powersgd/test_batched_rank",
+                "compressors/powersgd/test_batched",
                 "compressors/powersgd/test_powersgd_against_oracle",
                 "compressors/powersgd/test_accelerator",
             ),

@@ -107,7 +107,7 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     ],
 )
 def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
-    """What `HookRequest` refuses for every front end is in compressors/test_config_errors.py."""
+    """What `HookRequest` refuses for every front end is in options/test_request.py."""
     with pytest.raises(HookConfigError, match=text):
         CommHookDDP(**arguments)
 

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -47,6 +47,7 @@ class Table:
         width = len(self.fields)
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
+        self._functions: dict[str, Callable[..., int]] = {}
         # The memory of `rows`, for single numbers: an operator of torch takes longer than writing a column of them.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
@@ -68,7 +69,9 @@ class Table:
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
-        if library.function(function, self.dtype)(start, threads, end - begin, first, *more):
+        if function not in self._functions:
+            self._functions[function] = library.function(function, self.dtype)
+        if self._functions[function](start, threads, end - begin, first, *more):
             raise MemoryError("commhooks: no memory for the scratch space of a native kernel")
 
     def column(self, field: str) -> torch.Tensor:
@@ -109,6 +112,10 @@ class FactorTable(Table):
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
+
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(rows, dtype)
+        self.missing = self.column("missing")
 
     @staticmethod
     def elements_of(row: Sequence[int]) -> int:

@@ -335,7 +335,7 @@ class NativeProducts:
         places of useless results: some of their rows are zero or dependent, and were not replaced."""
         table.point(source=sources)
         table.run("unit_rows", orthogonal, self._least_norm if orthogonal else 0.0)
-        missing = table.column("missing").tolist()
+        missing = table.missing.tolist()
         return [i for i, rows in enumerate(missing) if rows] if any(missing) else []
 
 

@@ -1,7 +1,9 @@
-"""The native kernel if all ranks have the same one, else torch, and a line that says why."""
+"""The native library if all ranks have the same build of it, else torch, and a line that says why."""
 
+import itertools
 import platform
-from contextlib import AbstractContextManager, nullcontext
+import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import cpu
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
+from commhooks.registry import compressor_of
 from tests.support.compilers import another_library, needs_compiler
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.kernels import computing_with
@@ -22,111 +25,95 @@ from tests.support.models import same_bits
 from tests.support.simulation import SimulatedRanks
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, flat, make_model
 
-NO_COMPILER = "/bin/false"
 OTHER_BUILD = ("-ffp-contract=off",)
-"""Flags with which the last bits differ, as on another processor."""
+"""Flags with which the last bits of PowerSGD differ, as on another processor."""
 joins_operations = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT" and platform.machine() not in ("aarch64", "arm64"),
     reason="needs a processor that joins multiplications and additions",
 )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "powerSGD": {"start_powerSGD_iter": 1},
+    "bare powerSGD": {"start_powerSGD_iter": 1},
+    "int8": {"block_size": 32, "start_iter": 1},
+    "int4": {"block_size": 32, "start_iter": 1},
+}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of kernels of another build, which are not for the user's cache."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def _machine(cache: Path, broken: bool = False, other: bool = False) -> AbstractContextManager[None]:
-    """This rank is on a machine without a compiler, or on one of another kind. The file of the library depends on
-    compiler and flags, so that neither finds the usual one."""
-    if broken:
-        return another_library(compiler=NO_COMPILER)
-    return another_library(*OTHER_BUILD, cache=cache) if other else nullcontext()
-
-
-def _trained(bare: bool) -> tuple[Any, ...]:
-    """Kernel, gradients and warnings of a run."""
+def _trained(hook: str) -> tuple[Any, ...]:
+    """What the hook computes with, the gradients, and the lines that name a kernel."""
     ddp = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
     with log_lines() as lines:
-        if bare:
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1)
+        if hook.startswith("bare"):
+            state = powerSGD_hook.PowerSGDState(None, **OPTIONS[hook])
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         else:
-            hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 1})
+            attached = commhooks.attach(ddp, hook, hook_options=OPTIONS[hook])
         for _ in range(4):
             ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
-    kernel = {True: "native", False: "torch"}[state.session.compressor.native] if bare else hook.stats()["kernel"]
-    gradients = flat(p.grad for p in ddp.parameters() if p.grad is not None)
-    return kernel, gradients, [line for line in lines if "kernel" in line]
+    bare = hook.startswith("bare")
+    kernel = ("native" if state.session.compressor.native else "torch") if bare else attached.stats()["kernel"]
+    return kernel, flat(p.grad for p in ddp.parameters() if p.grad is not None), [x for x in lines if "kernel" in x]
 
 
-def _on_machines(cache: Path, bare: bool, broken: list[int], other: list[int], off: list[int]) -> tuple[Any, ...]:
-    """A run in which some ranks have no compiler, have another kind of processor, or have the kernel switched off; and
-    one with torch on all ranks."""
-    rank = dist.get_rank()
-    with _machine(cache, rank in broken, rank in other), computing_with("torch" if rank in off else "native"):
-        mixed = _trained(bare)
-    with computing_with("torch"):
-        return mixed, _trained(bare)
+def _on_machines(cache: Path, machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ...]]]:
+    """By hook, a run in which some ranks have no compiler, have another kind of processor, or have the library switched
+    off; and one with torch on all ranks."""
+    found = {}
+    with ExitStack() as stack:
+        if dist.get_rank() in machines.get("broken", []):
+            stack.enter_context(another_library(compiler="/bin/false"))
+        if dist.get_rank() in machines.get("other", []):
+            stack.enter_context(another_library(*OTHER_BUILD, cache=cache))
+        off = dist.get_rank() in machines.get("off", [])
+        for hook in OPTIONS:
+            with computing_with("torch" if off else "native"):
+                mixed = _trained(hook)
+            with computing_with("torch"):
+                found[hook] = [mixed, _trained(hook)]
+    return found
 
 
-def _one_line(ranks: list[Any]) -> list[str]:
-    """What is logged on rank 0 where all ranks compute with torch after all; other ranks log nothing."""
-    for (kernel, gradients, _), (torch_alone, expected, unsaid) in ranks:
-        assert kernel == torch_alone == "torch" and same_bits(gradients, ranks[0][1][1])
-        assert same_bits(gradients, expected) and not [line for line in unsaid if "native" in line]
-    first, *others = ([line for line in mixed[2] if "native" in line] for mixed, _ in ranks)
-    assert not any(others)
-    return first
-
-
-both_ways = pytest.mark.parametrize("bare", [False, True], ids=["attached", "bare"])
-
-
-@needs_compiler
-@both_ways
-def test_on_machines_that_are_alike(run_ranks: Any, cache: Path, bare: bool) -> None:
-    ranks = run_ranks(_on_machines, cache, bare, [], [], [])
-    for (kernel, gradients, _), (without, _, unsaid) in ranks:
-        assert (kernel, without) == ("native", "torch") and same_bits(gradients, ranks[0][0][1])
-        assert not [line for line in unsaid if "native" in line]
-    said, unsaid = (mixed[2] for mixed, _ in ranks)
-    assert not unsaid and len(said) == (not bare)
-    begin = "commhooks: powerSGD (rank 1; native kernel): plain all-reduce until step 1, then "
-    assert all(line.startswith(begin) for line in said)
-
-
-@needs_compiler
-@both_ways
-@pytest.mark.parametrize("broken", [[1], [0, 1]], ids=str)
-def test_machines_without_a_compiler(run_ranks: Any, cache: Path, bare: bool, broken: list[int]) -> None:
-    (line,) = _one_line(run_ranks(_on_machines, cache, bare, broken, [], []))
-    assert f"computes with the kernel 'torch' on all ranks. ranks {broken}: the native kernel cannot be" in line
-    assert "or name another one in the environment variable CC" in line and "COMMHOOKS_NATIVE=0 does without it" in line
+SAID = {
+    "alike": ({}, ""),
+    "one without a compiler": (
+        {"broken": [1]},
+        r"ranks \[1\]: the native kernel cannot be compiled: /bin/false .*CC. .*COMMHOOKS_NATIVE=0 does without it",
+    ),
+    "none has a compiler": ({"broken": [0, 1]}, r"ranks \[0, 1\]: the native kernel cannot be compiled"),
+    "another kind": ({"other": [1]}, r"the ranks' kernels differ: ranks \[0\]: native \w+ .*; ranks \[1\]: native \w+"),
+    "switched off on rank 1": ({"off": [1]}, r"kernels differ: ranks \[0\]: native .*; ranks \[1\]: torch \("),
+    "switched off on rank 0": ({"off": [0]}, ""),
+}
 
 
 @needs_compiler
 @joins_operations
-@both_ways
-def test_machines_whose_kernels_differ(run_ranks: Any, cache: Path, bare: bool) -> None:
-    (line,) = _one_line(run_ranks(_on_machines, cache, bare, [], [1], []))
-    assert "the ranks' kernels differ: ranks [0]: native " in line and "; ranks [1]: native " in line
-
-
-@needs_compiler
-@both_ways
-def test_where_it_is_switched_off_on_one_rank_all_compute_with_torch(run_ranks: Any, cache: Path, bare: bool) -> None:
-    (line,) = _one_line(run_ranks(_on_machines, cache, bare, [], [], [1]))
-    assert "the ranks' kernels differ: ranks [0]: native " in line and "; ranks [1]: torch (" in line
-    assert not _one_line(run_ranks(_on_machines, cache, bare, [], [], [0]))
+@pytest.mark.parametrize("machines", SAID)
+def test_all_ranks_compute_with_the_same(run_ranks: Any, tmp_path: Path, machines: str) -> None:
+    given, said = SAID[machines]
+    ranks = run_ranks(_on_machines, tmp_path, given)
+    for hook in OPTIONS:
+        quantised = hook.startswith("int")
+        native = not given or (quantised and "other" in given)  # int8 and int4 have the same bits on every kind
+        line = "" if native else said
+        (kernel, gradients, lines), (torch_alone, expected, _) = ranks[0][hook]
+        assert (kernel, torch_alone) == ("native" if native else "torch", "torch")
+        for mixed, alone in (rank[hook] for rank in ranks):
+            assert mixed[0] == kernel and same_bits(mixed[1], gradients) and same_bits(alone[1], expected)
+        assert same_bits(gradients, expected) or (native and not quantised)
+        assert not [each for each in ranks[1][hook][0][2] if "native" in each], "only rank 0 says it"
+        named = [each for each in lines if "native" in each]
+        if line:
+            assert len(named) == 1 and re.search(f"computes with the kernel 'torch' on all ranks. .*{line}", named[0])
+        else:
+            assert ["; native kernel): " in each for each in named] == [True] * (native and "bare" not in hook)
 
 
 def _other_kernel_after_a_load(before: str, after: str) -> torch.Tensor:
     with computing_with(before):
-        saved = Run.new(hook_options={"start_powerSGD_iter": 1}).train(4).save(residual="per_rank")
+        saved = Run.new(hook_options=OPTIONS["powerSGD"]).train(4).save(residual="per_rank")
     with computing_with(after):
-        run = Run.new(hook_options={"start_powerSGD_iter": 1}).load(saved).train(4)
+        run = Run.new(hook_options=OPTIONS["powerSGD"]).load(saved).train(4)
     assert run.hook.stats()["kernel"] == after and run.hook.stats()["compressed_steps"] == 4
     return run.weights()
 
@@ -139,28 +126,30 @@ def test_the_kernel_may_change_with_a_resume(run_ranks: Any) -> None:
 
 @needs_compiler
 @joins_operations
-def test_a_build_is_known_by_its_bits(cache: Path) -> None:
+def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
     usual = cpu.results_of(torch.float32)
     assert cpu.results_of(torch.float32) == usual
-    with another_library(*OTHER_BUILD, cache=cache):
+    with another_library(*OTHER_BUILD, cache=tmp_path):
         assert cpu.results_of(torch.float32) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
-        with another_library("-mno-avx512f", "-O1", cache=cache):
+        with another_library("-mno-avx512f", "-O1", cache=tmp_path):
             assert cpu.results_of(torch.float32) != usual
 
 
-def test_switched_off_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_asked_for_where_the_library_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", mock.Mock(side_effect=AssertionError("compiled")))
     with process_group_of_one(), computing_with("torch"):
-        assert _trained(bare=False)[0] == "torch"
+        assert [_trained(hook)[0] for hook in OPTIONS] == ["torch"] * len(OPTIONS)
+    for config, dtype in itertools.product((commhooks.PowerSGD(), commhooks.Int8Compress()), (torch.float32,)):
+        assert compressor_of(config)(config).native_build(torch.device("cuda"), dtype) == ""
 
 
-def test_simulated_ranks_use_the_kernel_of_this_machine(cache: Path) -> None:
+def test_simulated_ranks_use_the_kernel_of_this_machine() -> None:
     def compressor() -> PowerSGDCompressor:
         made.append(PowerSGDCompressor(commhooks.PowerSGD(start_powerSGD_iter=0)))
         return made[-1]
 
     made: list[PowerSGDCompressor] = []
-    with _machine(cache, broken=True):
+    with another_library(compiler="/bin/false"):
         SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
     assert [each.native for each in made] == [False] * 2

@@ -12,6 +12,7 @@ import commhooks
 from commhooks.compressors.powersgd.exchange import draw
 from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
 from tests.support.compilers import needs_compiler
+from tests.support.inside import session_of
 from tests.support.kernels import computing_with
 from tests.support.models import (
     EVERY_PARAMETER,
@@ -24,6 +25,7 @@ from tests.support.models import (
     relative_error,
     wrap,
 )
+from tests.support.simulation import SimulatedPowerSGD
 
 STEPS = 6
 IDLE_AT = 3  # "first", which has the shape of "second", has no gradient on any rank
@@ -115,3 +117,72 @@ def test_gradients_and_residuals_equal_the_oracle(
     one_bucket, many_buckets = (results[0][index]["gradients"] for index in (1, 2))
     # With three ranks the order of a sum follows the layout.
     assert world_size == 3 or all(map(bits_equal, one_bucket, many_buckets))
+
+
+# ---- the residual stays bounded --------------------------------------------------------------------------------------
+
+SIDE, RANK, WORLD_SIZE = 32, 2, 4
+EARLY, LATE = 60, 900
+
+
+def _noisy(generator: torch.Generator) -> list[torch.Tensor]:
+    """A part that all ranks have and noise of each rank's own, of full rank both."""
+    common = torch.randn(SIDE, SIDE, generator=generator)
+    return [common + torch.randn(SIDE, SIDE, generator=generator) for _ in range(WORLD_SIZE)]
+
+
+def _norm(residuals: list[torch.Tensor]) -> float:
+    return float(torch.stack([r.flatten().double() for r in residuals]).norm())
+
+
+def test_the_norm_of_the_residual_stays_where_torchs_grows() -> None:
+    """torch's residual, `delta - P Q^T` with the averaged Q, grows like a random walk: what lies in the span of P is
+    never taken out of the part in which a rank differs from the mean of the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    ranks = SimulatedPowerSGD(WORLD_SIZE, SIDE, SIDE, RANK)
+    torchs_form = OracleMatrix(ranks.start_q, WORLD_SIZE, torch_residual=True)
+    ours, torchs = {}, {}
+    for step in range(1, LATE + 1):
+        gradients = _noisy(generator)
+        ranks.step(gradients)
+        torchs_form.step(gradients)
+        if step in (EARLY, LATE):
+            ours[step] = _norm([memory["residual"]["w"] for memory in ranks.states])
+            assert torchs_form.residuals is not None
+            torchs[step] = _norm(torchs_form.residuals)
+    assert ours[LATE] <= 1.1 * ours[EARLY]
+    assert torchs[LATE] >= 3 * torchs[EARLY]
+
+
+# ---- directions of zeros -------------------------------------------------------------------------------------------
+
+
+def _recover_from_a_zero_direction(zero_rows: list[int], kernel: str) -> tuple[float, bool]:
+    """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions back)."""
+    ddp = wrap({"second": SHAPES["second"]})
+    config = commhooks.PowerSGD(
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=0,
+        min_compression_rate=1,
+        use_error_feedback=False,
+    )
+    with computing_with(kernel):
+        hook = commhooks.attach(ddp, config)
+    backward(ddp, random_gradients({"second": SHAPES["second"]}, dist.get_rank(), 0))
+    q = session_of(hook).state["q"]["second"]
+    for row in zero_rows:
+        q[row].zero_()
+    generator = torch.Generator().manual_seed(0)
+    n, m = SHAPES["second"]
+    gradient = torch.randn(n, 2, generator=generator) @ torch.randn(2, m, generator=generator)
+    error = relative_error(backward(ddp, {"second": gradient})["second"], gradient)
+    return error, bool(q.any(dim=1).all())
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("zero_rows", [[1], [0, 1]])
+def test_a_direction_of_zeros_in_q_is_refilled(run_ranks: Any, zero_rows: list[int], kernel: str) -> None:
+    """Otherwise P would get a random direction there instead of one of the gradient."""
+    for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows, kernel):
+        assert error < 1e-5
+        assert restored

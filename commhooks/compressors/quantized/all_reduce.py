@@ -1,19 +1,20 @@
 """The quantised mean of one tensor over the ranks, without a hook."""
 
 import functools
+from collections.abc import Generator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from commhooks.comm.collectives import Send, resolve_group, start
-from commhooks.compressors.base import Exchange, StepInfo, Verdict
+from commhooks.compressors.base import StepInfo
 from commhooks.compressors.native import library
 from commhooks.compressors.quantized.exchange import Workspace
-from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, Residuals, mean_over_ranks
+from commhooks.compressors.quantized.mean import Averaged, BlockCode, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -30,11 +31,11 @@ def quantized_all_reduce(
     group: dist.ProcessGroup | None = None,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """Replace `tensor` by its mean over the ranks, which travels as 8-bit or 4-bit integers with a scale per block.
+    """Replace `tensor` by its mean over the ranks, sent as 8-bit or 4-bit integers with a scale per block.
 
     All ranks of the group must call this, with tensors of equal shape and dtype and with equal `bits`, and all with
-    `residual` or all without. They get the same bits. What is sent and computed is that of the hooks `int8_compress`
-    and `int4_compress`; nothing is learned but the residual.
+    `residual` or all without. All ranks get the same bits. The messages and the arithmetic are the same as in the hooks
+    `int8_compress` and `int4_compress`.
 
     The elements, in logical order, are cut into blocks of 256 (8 bits) or 128 (4 bits). Without rounding errors of the
     tensor's own dtype, an element of the result differs from the exact mean by at most A / 127 (8 bits) or A / 7
@@ -49,11 +50,11 @@ def quantized_all_reduce(
             Changed in place. Autograd does not see it.
         bits: 8 or 4.
         group: the ranks; None: all of them.
-        residual: what rounding has lost on this rank so far, added to `tensor` and changed in place: zeros at first,
-            of the shape of `tensor`, in float32 (float64 for float64). None: what is lost is lost.
+        residual: the rounding errors of this rank's earlier calls, added to `tensor` and changed in place: zeros at
+            first, of the shape of `tensor`, in float32 (float64 for float64). None: without error feedback.
 
     Raises:
-        HookConfigError: an argument is none of these.
+        HookConfigError: an argument is of the wrong type or out of range.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     code = _CODES.get(bits) if isinstance(bits, int) else None
@@ -77,7 +78,11 @@ def quantized_all_reduce(
         residuals = {} if residual is None else {_NAME: residual.contiguous().view(-1)}
         step = StepInfo(0, ranks.size(), rank=ranks.rank())
         kernel = _workspace(flat, code, error_feedback=residual is not None).kernel(step)
-        _run(ExchangeTask(_exchange(flat, kernel, residuals), flat, _NAME), ranks)
+        kernel.messages.flags.fill_(1)  # zeros count as numbers
+        kernel.load(flat, residuals, 1.0)
+        averaged = _driven(mean_over_ranks(kernel), ranks)
+        good = bool(averaged.finite) if precision.is_host_readable(flat.device) else averaged.finite
+        kernel.store(averaged, flat, residuals, 1.0, good)
         _write_back(flat, tensor)
         if residual is not None:
             _write_back(residuals[_NAME], residual)
@@ -115,22 +120,15 @@ def _loads() -> bool:
     return True
 
 
-def _exchange(flat: torch.Tensor, kernel: BlockKernel, residuals: Residuals) -> Exchange:
-    kernel.messages.flags.fill_(1)  # zeros count as numbers
-    kernel.load(flat, residuals, 1.0)
-    averaged = yield from mean_over_ranks(kernel)
-    good = yield Verdict(averaged.finite)
-    kernel.store(averaged, flat, residuals, 1.0, good)
-    return None
-
-
-def _run(task: ExchangeTask, group: dist.ProcessGroup) -> None:
-    step = task.advance(None)
-    while not isinstance(step, Done):
-        if isinstance(step, Send):
-            step = task.advance(start(step, group, None, _NAME).wait())
-        else:
-            step = task.advance(bool(step.finite) if precision.is_host_readable(step.finite.device) else step.finite)
+def _driven(exchange: Generator[Send, Any, Averaged], group: dist.ProcessGroup) -> Averaged:
+    """Carry out the collectives of `exchange` one after the other."""
+    answer = None
+    while True:
+        try:
+            send = exchange.send(answer)
+        except StopIteration as end:
+            return cast("Averaged", end.value)
+        answer = start(send, group, None, _NAME).wait()
 
 
 def _write_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:

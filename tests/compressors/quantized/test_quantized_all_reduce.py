@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import commhooks
 from commhooks.compressors.native.tables import address
-from commhooks.hook import quantized_all_reduce as module
+from commhooks.compressors.quantized import all_reduce as module
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import same_bits
 
@@ -49,10 +49,10 @@ def _averaged(bits: int) -> list[tuple[torch.dtype, tuple[int, ...], torch.Tenso
                 with torch.autocast("cpu"):
                     assert commhooks.quantized_all_reduce(each, bits) is None  # type: ignore[func-returns-value]
             mixed = own.clone()  # some ranks have a compiler
-            with mock.patch.object(module, "_loads", lambda dtype: dist.get_rank() == 0):
+            with mock.patch.object(module, "_loads", lambda: dist.get_rank() == 0):
                 commhooks.quantized_all_reduce(mixed, bits)
             results.append(mixed)
-            with mock.patch.object(module, "_loads", lambda dtype: False):
+            with mock.patch.object(module, "_loads", lambda: False):
                 commhooks.quantized_all_reduce(own, bits)
             assert all(same_bits(each.detach().clone(memory_format=torch.contiguous_format), own) for each in results)
             found.append((dtype, shape, own))
@@ -88,7 +88,7 @@ def _with_residual(bits: int, dtype: torch.dtype, calls: int) -> tuple[torch.Ten
         own = _own((3, 700), dtype, dist.get_rank(), call % 2)
         again = own.clone()
         commhooks.quantized_all_reduce(own, bits, residual=residual)
-        with mock.patch.object(module, "_loads", lambda dtype: False):
+        with mock.patch.object(module, "_loads", lambda: False):
             commhooks.quantized_all_reduce(again, bits, residual=strided)
         assert same_bits(own, again) and same_bits(residual, strided)
         total += own
@@ -122,7 +122,7 @@ def _not_finite() -> dict[str, bool]:
         own = torch.ones(600)
         if rank == 1:
             own[300] = value
-        for loads in (module._loads, lambda dtype: False):
+        for loads in (module._loads, lambda: False):
             again = own.clone()
             with mock.patch.object(module, "_loads", loads):
                 commhooks.quantized_all_reduce(again, residual=residual)

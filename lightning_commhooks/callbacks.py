@@ -82,9 +82,9 @@ class CommHookMonitor(Callback):
         progress_bar: Optional[str] = "compression_rate",  # noqa: UP045
     ) -> None:
         super().__init__()
-        check_value("every_n_steps", every_n_steps, int | None)
+        expected = "a number of steps, 1 or more, or None"
+        self.every_n_steps = check_value("every_n_steps", every_n_steps, int | None, expected)
         check_choice("progress_bar", progress_bar, (None, *NAMES))
-        self.every_n_steps = every_n_steps
         self.progress_bar = progress_bar
         self._warned = False
         self._meter = Meter()

@@ -36,7 +36,7 @@ class Recorder(DummyLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         for name, value in metrics.items():
-            assert step is not None and step not in self.values[name], name
+            assert step is not None and not (name.startswith("commhooks/") and step in self.values[name]), name
             self.values[name][step] = value
 
 

@@ -5,7 +5,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.backward_pass import RunningExchange
+from commhooks.engine.backward_pass import RunningExchange, finish_rounds
 from commhooks.engine.consensus import Binding
-from commhooks.engine.learning import Learning
-from commhooks.engine.session import ABANDONED_LIMIT_S
+from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
@@ -29,7 +27,7 @@ from commhooks.local_steps.outer_step import Workspace, norm_and_cosine
 BUFFER_BYTES = 64 * 2**20
 
 
-class OuterSteps(Learning):
+class OuterSteps(ExchangeDriver):
     """Runs the outer steps of one model. All ranks must call each method after the same passes.
 
     Fragment k of P has its turn after (k + 1) H / P passes of a round of H: its weights become the new anchor. It is
@@ -50,7 +48,7 @@ class OuterSteps(Learning):
         self.immediate = config.fragments == 1 and config.delay == 0
         self._fragments = divided(sizes, config.fragments)
         self._distance, self._delay = config.sync_every // config.fragments, config.delay
-        self._buffers: dict[int, list[Buffer]] = {}
+        self._buffers: dict[int, list[Workspace]] = {}
         self._messages = PointToPoint()
         self._turn = 0  # the fragment whose turn comes next
         self._in_flight: _Exchange | None = None
@@ -119,38 +117,30 @@ class OuterSteps(Learning):
             self.held.add(verdict, 1.0, compressed=True)
         self.held.settle()
         self._messages.forget_abandoned()
-        self._measured = [each.work.measured for each in exchange.buffers if each.work.measured is not None]
+        self._measured = [each.measured for each in exchange.buffers if each.measured is not None]
         exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
-    def _fragment(self, number: int) -> "list[Buffer]":
+    def _fragment(self, number: int) -> list[Workspace]:
         if number not in self._buffers:
             known = self.consensus.binding.names.known()
             self._buffers[number] = self._made({name: known[name] for name in self._fragments[number]})
         return self._buffers[number]
 
-    def _made(self, parameters: Mapping[str, torch.Tensor]) -> "list[Buffer]":
+    def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[Workspace]:
         compressor, names = self.compressor, self.consensus.binding.names
         found = []
         for layout in layouts(parameters):
             infos = [
                 ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False) for slot in layout.slots
             ]
-            found.append(Buffer(layout, compressor.workspace(layout, compressor.plan(infos))))
+            found.append(compressor.workspace(layout, compressor.plan(infos)))
         return found
-
-
-@dataclass(eq=False)
-class Buffer:
-    """Weights that are exchanged as one tensor."""
-
-    layout: BucketLayout
-    work: Workspace
 
 
 class _Exchange:
     """One outer step of some weights, which begins in the constructor. `in_thread`: the training goes on meanwhile."""
 
-    def __init__(self, steps: OuterSteps, buffers: Sequence[Buffer], *, in_thread: bool) -> None:
+    def __init__(self, steps: OuterSteps, buffers: Sequence[Workspace], *, in_thread: bool) -> None:
         self.buffers = buffers
         self._flats = [packed(each.layout) for each in buffers]
         self._sent = [flat.clone() for flat in self._flats] if in_thread else []
@@ -159,12 +149,12 @@ class _Exchange:
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        group = steps.consensus.group("all", steps.consensus.binding.group())
+        group = steps.consensus.arrangement.groups.get("all", steps.consensus.binding.group)()
         info = StepInfo(steps.state.step, group.size(), rank=group.rank())
         issue, compressor = functools.partial(steps.issue, group), steps.compressor
         self._running = []
         for flat, each in zip(self._flats, buffers, strict=True):
-            task = ExchangeTask(compressor.exchange(flat, each.work, steps.state, info), flat, compressor.name)
+            task = ExchangeTask(compressor.exchange(flat, each, steps.state, info), flat, compressor.name)
             self._running.append(RunningExchange(task, flat, issue))
         if not in_thread:
             self._exchange()
@@ -180,11 +170,7 @@ class _Exchange:
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:
                 each.advance()
-            while left := [each for each in self._running if each.has_round_left]:
-                for each in left:
-                    each.advance()
-            for each in self._running:
-                each.finish()
+            finish_rounds(self._running)
             if self._running:
                 self._finite = torch.stack([each.finite for each in self._running]).all()
 

@@ -57,6 +57,32 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------------ save and load
 
 
+def _without_state(root: str) -> dict[str, Any]:
+    """A load of a checkpoint without the state of the hook."""
+    path = f"{root}/state.ckpt"
+    fabric = _fabric()
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(5))
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 5})
+    hook = fabric.strategy.comm_hook
+    assert hook is not None and hook is fabric.strategy.hook_of(model) is fabric.strategy.hook_of(model.module)
+    content = torch.load(path, weights_only=True)
+    keys = set(content.pop("commhooks"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(content, path)
+    dist.barrier()
+    with caught_warnings() as texts:
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    return {"keys": keys, "warnings": [text for text in texts if "no state of a" in text]}
+
+
+def test_a_checkpoint_without_the_state_is_warned_of(run_ranks: Any, tmp_path: Path) -> None:
+    """That a resume with it is exact: tests/checkpoint/test_resume_matrix.py."""
+    for number, rank in enumerate(run_ranks(_without_state, str(tmp_path))):
+        assert rank["keys"] == {"model"} and len(rank["warnings"]) == (number == 0)
+
+
 def _two_models(root: str) -> dict[str, Any]:
     path = f"{root}/state.ckpt"
     fabric = _fabric()
@@ -76,7 +102,7 @@ def _two_models(root: str) -> dict[str, Any]:
     steps = [again.strategy.hook_of(each[0]).stats()["step"] for each in (first, second)]
     _train(again, *first, range(20, 24))
     _train(again, *second, range(30, 34))
-    last = again.strategy.comm_hook is again.strategy.hook_of(first[0]) is again.strategy.hook_of(first[0].module)
+    last = again.strategy.comm_hook is again.strategy.hook_of(first[0])
     return {"whole": whole, "resumed": (_weights(first[0]), _weights(second[0])), "steps": steps, "last": last}
 
 

@@ -124,8 +124,8 @@ def test_contradicting_settings(
 def test_wrong_settings_of_the_callback() -> None:
     with pytest.raises(HookConfigError, match="save_residual='men'; expected one of 'mean'.* .did you mean 'mean'"):
         CommHookCheckpoint(save_residual="men")  # type: ignore[arg-type]
-    with pytest.raises(HookConfigError, match="strict='no'; expected True or False"):
-        CommHookCheckpoint(strict="no")  # type: ignore[arg-type]
+    with pytest.raises(HookConfigError, match="strict='perhaps'; expected True or False"):
+        CommHookCheckpoint(strict="perhaps")  # type: ignore[arg-type]
 
 
 def _callback_without_our_strategy(root: str) -> Any:

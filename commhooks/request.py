@@ -266,14 +266,14 @@ class HookRequest:
         hook.
 
         Args:
-            total_steps: synchronised backward passes in the whole run, if known; None: those of the request.
+            total_steps: synchronised backward passes in the whole run, if known.
 
         Raises:
-            HookConfigError: the start is a fraction and the length of the run is unknown.
+            HookConfigError: the start is a fraction and `total_steps` is None.
         """
         if self.config is None:
             return None
-        resolved = self.config.resolved(self.total_steps if total_steps is None else total_steps)
+        resolved = self.config.resolved(total_steps)
         made = compressor_of(self.config)
         return made(resolved) if self.wrapper is None else made(resolved, WIRE_DTYPES[self.wrapper])
 

@@ -119,6 +119,12 @@ def test_text_of_the_environment_becomes_what_it_says() -> None:
     assert (request.strict, request.total_steps, request.check_every, request.ranks_per_node) == (False, 40, 7, 2)
 
 
+def test_without_a_hook_the_arguments_of_one_are_kept_as_ignored() -> None:
+    given: dict[str, Any] = {"wrapper": "fp16", "check_every": 3, "ranks_per_node": 2}
+    request = HookRequest.parse("off", hook_options={"a": 1}, strict=False, **given)
+    assert request.off and request.ignored == ("hook_options", *given) and not request.strict
+
+
 NAMES = {
     "powerSGD": ["powersgd", "PowerSGD", "power_sgd", "Power-SGD"],
     "batched_powerSGD": ["batched_power_sgd", "BatchedPowerSGD"],

@@ -167,7 +167,6 @@ def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hook", "text"),
     [
-        ({"hook": "powerSGD", "train_datset": 2}, "has no argument 'train_datset' (did you mean 'train_dataset'?)"),
         ({"hook": "powerSDG"}, "unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
         (

@@ -104,7 +104,7 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def check_value(where: str, value: Any, kind: Any, expected: str = "") -> Any:
+def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> Any:
     """Return `value`, converted to `kind`. Raise HookConfigError if it does not fit, if a number is below 1, or if it
     is another text than "auto"."""
     found = converted(where, value, kind, expected)

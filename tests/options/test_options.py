@@ -90,7 +90,7 @@ def _from_a_flag(name: str, value: Any, folder: Path) -> Any:
     return HookRequest.parse("powerSGD", hook_options=options).config
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), VALUES, ids=lambda x: repr(x)[:30])
+@pytest.mark.parametrize(("name", "value", "expected"), VALUES)
 def test_all_channels_take_and_refuse_the_same(name: str, value: Any, expected: Any, tmp_path: Path) -> None:
     channels: list[Callable[..., Any]] = [_from_python, _from_a_name, _from_yaml]
     if isinstance(value, str):

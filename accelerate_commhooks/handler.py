@@ -120,14 +120,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if isinstance(overrides, str):
             raise HookConfigError(f"overrides={overrides!r} is a text; expected a list of texts 'key=value'")
         overrides = list(overrides)
-        given = Settings.from_environment() if path is None else Settings.read(path, overrides)
+        given = Settings.from_environment(overrides) if path is None else Settings.read(path, overrides)
         if given is None:
             raise HookConfigError(
                 f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
                 f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
             )
-        if path is None and overrides:
-            given = given.overridden(overrides)
         with given.named_in_errors():
             handler = cls(**given.arguments())
         handler._use(given)

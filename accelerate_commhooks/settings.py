@@ -75,36 +75,33 @@ class Settings:
         if beside := [name for name in ARGUMENTS if section and name in loaded]:
             raise HookConfigError(f"{path}: {' and '.join(beside)} beside {SECTION}: move it into the section")
         source = f"{path}, section {section}" if section else str(path)
-        return cls(_typed(source, _resolved(str(path), loaded, section, overrides)), source)
+        return cls(_typed(source, _merged(str(path), loaded, section, overrides)), source)
 
     @classmethod
-    def from_environment(cls) -> "Settings | None":
-        """What the environment variable says; None if it is not set."""
+    def from_environment(cls, overrides: Iterable[str] = ()) -> "Settings | None":
+        """What the environment variable says, with overrides as in `read`; None if it is not set."""
         text = os.environ.get(VARIABLE, "").strip()
         if not text:
             return None
         if not text.startswith("{"):
             try:
-                return cls.read(text)
+                return cls.read(text, overrides)
             except HookConfigError as error:
                 raise HookConfigError(f"{VARIABLE}={text}: {error}") from error
         try:
             content = json.loads(text)
-            file = content["message_file"]
-            return cls(dict(content["settings"]), content["source"], None if file is None else Path(file))
+            values, source, file = dict(content["settings"]), content["source"], content["message_file"]
         except (ValueError, TypeError, KeyError) as error:
             raise HookConfigError(
                 f"{VARIABLE}={text}; expected the path of a YAML file, with './' before a name that begins with '{{'"
             ) from error
+        if overrides:
+            values = _typed(source, _merged(source, OmegaConf.create(values), "", overrides))
+        return cls(values, source, None if file is None else Path(file))
 
     def to_environment(self) -> str:
         file = None if self.message_file is None else str(self.message_file)
         return json.dumps({"settings": self.values, "source": self.source, "message_file": file})
-
-    def overridden(self, overrides: Iterable[str]) -> "Settings":
-        """With overrides as in `read`."""
-        values = _resolved(self.source, OmegaConf.create(self.values), "", overrides)
-        return dataclasses.replace(self, values=_typed(self.source, values))
 
     def check(self, *, imports: bool = True) -> None:
         """Raise HookConfigError for settings that no arguments in Python can make right.
@@ -163,8 +160,8 @@ def no_section(keys: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def _load(path: str | Path) -> Any:
-    """The content of a YAML file, as OmegaConf's `DictConfig`."""
+def _load(path: str | Path) -> DictConfig:
+    """The content of a YAML file."""
     try:
         loaded = OmegaConf.load(path)
     except OSError as error:
@@ -176,17 +173,16 @@ def _load(path: str | Path) -> Any:
     return loaded
 
 
-def _resolved(source: str, loaded: Any, section: str, overrides: Iterable[str]) -> Any:
-    """The settings as plain types. The whole file is resolved, because interpolations may refer to any key in it."""
+def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[str]) -> Any:
+    """`loaded`, or its section, with the overrides, as plain types. Interpolations may refer to any key in the file."""
     given = list(overrides)
     for each in given:
         if not isinstance(each, str) or not each.partition("=")[0].strip() or "=" not in each:
             raise HookConfigError(f"{source}: override {each!r}; expected 'key=value' or 'hook_options.key=value'")
     try:
-        if given:
-            changes = OmegaConf.from_dotlist(given)
-            loaded = OmegaConf.merge(loaded, {section: changes} if section else changes)
-        return plain(source, loaded[section] if section else loaded)
+        changes = OmegaConf.from_dotlist(given)
+        merged: Any = OmegaConf.merge(loaded, {section: changes} if section else changes) if given else loaded
+        return plain(source, merged[section] if section else merged)
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {str(error).splitlines()[0]}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it
@@ -203,7 +199,7 @@ def _typed(source: str, values: Any) -> dict[str, Any]:
     for name in values:
         if name not in TYPES:
             known = TYPES if "hook" in values else [*TYPES, SECTION]
-            raise no_such(f"{source}", "setting", str(name), known)
+            raise no_such(source, "setting", str(name), known)
     if "hook" not in values:
         raise HookConfigError(f"{source}: hook is missing; expected its name, e.g. 'powerSGD'")
     if means_no_hook(values["hook"]):

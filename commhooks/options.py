@@ -6,7 +6,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, Union
 
@@ -61,6 +61,7 @@ class HookConfig:
             object.__setattr__(self, name, value)
         if self.start_option is not None:
             self._check_start(self.start_option)
+        self._require(all(self.excluded_globs), "exclude", "patterns that are not empty")
 
     @property
     def excluded_globs(self) -> Sequence[str]:
@@ -142,6 +143,13 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
         return plain(where, holder.value)
     except Exception:  # OmegaConf and PyYAML raise many types, also OverflowError and UnicodeError
         raise invalid(where, value, expected or " or ".join(map(_in_words, kinds))) from None
+
+
+def check_choice(where: str, value: object, choices: Collection[object]) -> None:
+    """Raise HookConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        near = [each for each in choices if isinstance(each, str)]
+        raise invalid(where, value, f"one of {', '.join(map(repr, choices))}", near)
 
 
 def plain(where: str, value: Any) -> Any:

@@ -11,8 +11,8 @@ from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
-from commhooks.engine.learning import Learning
 from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
 from commhooks.gradients.source import sparse_parameters
@@ -180,11 +180,9 @@ class ModelPlan:
 def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
     """The plan of each parameter; empty for a compressor of whole buckets. `sparse`: ids of the parameters whose
     gradients are sparse."""
-    if compressor.per_bucket:
-        return []
-    return compressor.plan(
-        [ParameterInfo.of(n, p, names, compressor.config, id(p) in sparse) for n, p in names.known().items()]
-    )
+    config = compressor.config
+    infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.known().items()]
+    return [plan for plan in (compressor.plan(infos) if infos else ()) if not plan.state_name]
 
 
 def whole_plan(
@@ -212,12 +210,12 @@ def whole_plan(
     )
 
 
-def session_plan(hook: str, session: Learning, sparse: Collection[int]) -> ModelPlan:
+def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) -> ModelPlan:
     """The plan of a model to which a hook is attached."""
     compressor, consensus = session.compressor, session.consensus
-    if compressor.per_bucket:  # each row is a bucket
-        return whole_plan(hook, compressor, consensus.buckets.plans())
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
+    if not rows:  # each row is a bucket
+        return whole_plan(hook, compressor, consensus.buckets.plans())
     return whole_plan(
         hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.arrangement
     )

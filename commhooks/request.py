@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, reason_first
-from commhooks.options import HookConfig, converted, plain
+from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
     FACTORIES,
@@ -110,13 +111,6 @@ def check_value(where: str, value: Any, kind: Any, expected: str = "") -> Any:
     if not (found == "auto" if isinstance(found, str) else found is None or isinstance(found, bool) or found >= 1):
         raise invalid(where, value, expected)
     return found
-
-
-def check_choice(where: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise HookConfigError unless `value` is one of `choices`."""
-    if value not in choices:
-        near = [each for each in choices if isinstance(each, str)]
-        raise invalid(where, value, f"one of {', '.join(map(repr, choices))}", near)
 
 
 def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
@@ -233,9 +227,10 @@ class HookRequest:
                 f"ranks_per_node with the hook {self.name}, a function: write a compressor instead, which works "
                 "between nodes"
             )
-        if self.ranks_per_node is not None and compressor is not None and compressor.not_between_nodes():
+        alone = "" if compressor is None else _not_between_nodes(compressor)
+        if self.ranks_per_node is not None and alone:
             raise HookConfigError(
-                f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: name a hook such as "
+                f"ranks_per_node with {hook}, which {alone}: name a hook such as "
                 "'powerSGD', 'int8_compress' or 'bf16_compress', or leave out ranks_per_node"
             )
         if self.wrapper is not None and compressor is not None and not compressor.wrappers:
@@ -279,8 +274,8 @@ class HookRequest:
         if self.config is None:
             return None
         resolved = self.config.resolved(self.total_steps if total_steps is None else total_steps)
-        made = compressor_of(self.config)(resolved)
-        return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
+        made = compressor_of(self.config)
+        return made(resolved) if self.wrapper is None else made(resolved, WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """The state and the function of a user's hook."""
@@ -377,3 +372,12 @@ def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
     except ValueError:  # a builtin
         pass
     return ""
+
+
+def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
+    """Why a compressor cannot work between nodes only; "" if it can."""
+    if not compressor.Config.sends:
+        return "sends nothing"
+    if issubclass(compressor, AdaptiveCompressor):
+        return "measures ranks that all compress the whole model"
+    return "" if compressor.plan is Compressor.plan else "compresses whole buckets"

@@ -156,17 +156,3 @@ def run_ranks(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> Callab
     """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
     worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run
-
-
-@pytest.fixture(scope="session")
-def saved_by_two(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """Of the tests with Accelerate: see `accelerate_checkpoints.save_by_two`."""
-    from tests.support.accelerate_checkpoints import save_by_two  # Accelerate takes a while to import
-
-    return save_by_two(worker_pool, tmp_path_factory)
-
-
-@pytest.fixture
-def checkpoint(saved_by_two: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
-    """A copy of it that a test may damage."""
-    return Path(shutil.copytree(saved_by_two[0], tmp_path / "checkpoint"))

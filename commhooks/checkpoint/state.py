@@ -16,7 +16,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.learning import Learning
+from commhooks.engine.session import ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients.layout import memory_order
@@ -59,7 +59,11 @@ class SavedLearnedState:
     """What `begin_anew` does not reset, as the end of a message."""
 
     def __init__(
-        self, hook: str, session: Learning, group: dist.ProcessGroup, plans: Callable[[Compressor[Any]], list[UnitPlan]]
+        self,
+        hook: str,
+        session: ExchangeDriver,
+        group: dist.ProcessGroup,
+        plans: Callable[[Compressor[Any]], list[UnitPlan]],
     ) -> None:
         self._hook = hook
         self._session = session
@@ -295,8 +299,7 @@ class SavedLearnedState:
             return {}
         names, config = source.whole, compressor.config
         infos = [ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.known().items()]
-        if not compressor.per_bucket:
-            infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
+        infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
     def joint_save(self) -> JointSave | None:
@@ -343,18 +346,17 @@ class SavedLearnedState:
                 own = {name: [tensor] for name, tensor in state["residual"].items()}
                 return Contribution("per_rank", [self._rank], own, shares=shares)
             return self._inexact(failure)
-        residuals = {} if missing else self._residuals()
-        if not missing and (self._world_size == 1 or state.local_shared):
-            # No communication needed: the residual of each rank is the mean.
-            return Contribution("mean", everyone, residuals)
+        saver, residuals = self.joint_save(), {} if missing else self._residuals()
+        alike = not missing and (self._world_size == 1 or state.local_shared)  # the residual of each rank is the mean
         collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
             for name, mine in residuals.items():
                 collected[name] = group.mean(mine) if residual == "mean" else group.gather(mine)
 
-        saver = self.joint_save()
-        if not joint:
+        if alike:
+            failure = saver.of_all_shards(None) if joint and saver is not None else None
+        elif not joint:
             failure = failure or Failure("this rank saves on its own", self._rank == 0)
         elif saver is None:
             failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
@@ -364,6 +366,8 @@ class SavedLearnedState:
             failure = saver.run(state.step, collect, limit_s, refusal=missing, torn=torn)
         if failure is not None:
             return self._inexact(failure)
+        if alike:
+            return Contribution("mean", everyone, residuals)
         if residual == "mean":
             self._rebase(collected)
         return Contribution("mean" if residual == "mean" else "per_rank", everyone, collected)
@@ -375,7 +379,8 @@ class SavedLearnedState:
         if field is None:
             return {}
         same_names = session.consensus.arrangement.complete and session.consensus.compared
-        if same_names or session.compressor.per_bucket or (state.local_shared and not own):
+        of_whole_buckets = not self._plans_with(session.compressor)
+        if same_names or of_whole_buckets or (state.local_shared and not own):
             plans = self._compressed(session.compressor)
             # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
             return {n: own[n].to(_kept_dtype(field, p, plans.get(n))) for n, p in self._parameters.items() if n in own}

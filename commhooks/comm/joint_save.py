@@ -101,7 +101,18 @@ class JointSave:
             failure = Failure(str(error), logged_here=True)
         finally:
             self._store = self._group = None
-        return failure if self._shards is None else self._with_other_shards(failure, self._shards())
+        return self.of_all_shards(failure)
+
+    def of_all_shards(self, failure: Failure | None) -> Failure | None:
+        """The failure of the first shard that has one. All ranks of a sharded model must call this; `run` does."""
+        if self._shards is None:
+            return failure
+        group = self._shards()
+        own = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
+        failed = gather_rows(own, group, None, "the joint save of all shards (save on every rank, or on none)")
+        if failure is None:
+            return Failure("the ranks with another shard have failed", logged_here=False) if failed.any() else None
+        return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
@@ -186,13 +197,3 @@ class JointSave:
             return None
         rank, _, reason = decision.decode().partition(" ")
         return Failure(reason, int(rank) == self._rank)
-
-    def _with_other_shards(self, failure: Failure | None, group: dist.ProcessGroup) -> Failure | None:
-        """The failure of the first shard that has failed, for all shards."""
-        own = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
-        failed = gather_rows(own, group, None, "the joint save of all shards (save on every rank, or on none)")
-        if not failed.any():
-            return None
-        if failure is None:
-            return Failure("the ranks with another shard have failed", logged_here=False)
-        return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())

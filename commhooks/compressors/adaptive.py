@@ -1,8 +1,8 @@
-"""The extension point of compressors that measure the training and decide what they do, such as `auto`.
+"""What the engine asks of a compressor that measures the training and decides what it does, such as `auto`.
 
-The engine measures the passes of `AdaptiveCompressor.watch` and gives each of them to `observe`. Before the pass at its
-end it calls `reconsidered`, on all ranks at the same step, which may exchange what was measured and return another
-compressor.
+The engine times the passes of `AdaptiveCompressor.watch` and gives each of them to `observe`. Before the pass at the
+end of the watch it calls `reconsidered` on all ranks at the same step. That may exchange what was measured, and returns
+the compressor to go on with.
 """
 
 from abc import abstractmethod
@@ -37,6 +37,7 @@ class ObservedPass:
     Attributes:
         step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
+        names: of the parameters.
     """
 
     step_s: float
@@ -55,20 +56,17 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks that average their gradients. All of them must call each method, in the same order.
+    """The ranks that average their gradients. All of them must call `table`, in the same order.
 
     Args:
         device: where collectives of `group` need their tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, counters: Counters) -> None:
+        self.size = group.size()
         self._group = group
         self._device = device
         self._counters = counters
-
-    @property
-    def size(self) -> int:
-        return self._group.size()
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
@@ -89,17 +87,27 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     @property
     @abstractmethod
     def notes(self) -> dict[str, Any]:
-        """What it has decided, saved beside its tensors: plain types, equal on all ranks."""
+        """What it has decided, for checkpoints: plain types, equal on all ranks."""
 
     @property
     @abstractmethod
     def chosen(self) -> str:
-        """What it does at the moment, for plans and statistics."""
+        """The name of what it does now, for plans and statistics."""
 
     @property
     @abstractmethod
     def chosen_at(self) -> int | None:
-        """The step at which that came into force; None if it has decided nothing yet."""
+        """The step from which it does so; None if it has decided nothing yet."""
+
+    @property
+    @abstractmethod
+    def begins(self) -> int:
+        """The step at which compression may begin, as far as it is known."""
+
+    @property
+    @abstractmethod
+    def how_to_begin_earlier(self) -> str:
+        """Advice for a training that ends before `begins`."""
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
@@ -120,6 +128,6 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """The compressor from now on, another one or this, and what rank 0 should tell the user, or "". Called at the
-        end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must come
-        to the same end."""
+        """The compressor to go on with, this or another one, and a message for rank 0 to log, or "". Called at the end
+        of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must decide
+        alike."""

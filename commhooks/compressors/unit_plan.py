@@ -56,7 +56,8 @@ class UnitPlan:
     itemsize_sent: int | None = None
     """Bytes per sent element; None: those of the gradient's dtype, or of a wrapper's if that is narrower."""
     state_name: str = ""
-    """The key of the learned state of a bucket compressed as a whole. The key of a parameter is its name."""
+    """The key of the learned state of a bucket that is planned as a whole, compressed or not. The key of a parameter is
+    its name."""
     lowered: bool = True
     """Sent in the dtype of a wrapper if that is narrower. False for sparse gradients."""
 

@@ -27,12 +27,15 @@ class Form:
 
     def fits(self, session: Session) -> bool:
         """Whether the session runs this form."""
-        return (session.compressor.per_bucket, session.compressor.wire_dtype) == (self.batched, self.wire_dtype)
+        return type(session.compressor) is self.kind and session.compressor.wire_dtype == self.wire_dtype
+
+    @property
+    def kind(self) -> Any:
+        return BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
 
     def compressor(self, options: PowerSGD) -> PowerSGDCompressor | BatchedPowerSGDCompressor:
         # As in torch, one state serves both forms, so both compressors use the same options.
-        kind: Any = BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
-        return kind(options, self.wire_dtype)
+        return self.kind(options, self.wire_dtype)
 
 
 FORMS: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()

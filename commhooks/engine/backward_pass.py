@@ -1,13 +1,13 @@
 """The order in which the exchanges of all buckets run in one backward pass.
 
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
-bucket starts its exchange; then each earlier one with a round left takes one step: with two rounds, P of bucket k, then
-Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is in
-flight.
+bucket starts its exchange; then each earlier exchange with a round left takes one step: with two rounds, P of bucket k,
+then Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is
+in flight.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,7 @@ class RunningExchange:
 
     Attributes:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
-        finite: what its verdict says of everything received (0-dim bool tensor); set when it has no collective left.
+        finite: its verdict on everything received (0-dim bool tensor); set once no collective is left.
         has_round_left: a collective is pending, and the exchange will issue another one after it.
     """
 
@@ -47,21 +47,21 @@ class RunningExchange:
         self._pending: Pending | None = None
 
     def finish(self) -> None:
-        """Run up to the verdict; after that, to the end."""
+        """Wait for the pending collectives: up to the verdict, or after the verdict to the end."""
         while self._pending is not None:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Its exceptions are suppressed: they would hide the error that ended
-        the pass. Returns the pending collective if that may still write into the bucket."""
+        """Close the exchange of an abandoned pass. Its exceptions are suppressed, because they would hide the error
+        that ended the pass. Returns the pending collective if that may still write into the bucket."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_round_left = self._pending, None, False
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Begin the exchange, or wait for its pending collective and give it the answer; after its verdict give it
-        `verdict`, that on the whole pass. Then issue what it sends next."""
+        """Begin the exchange, or wait for its pending collective and pass it the answer; after its verdict pass it
+        `verdict`, the answer for the whole pass. Then issue its next Send."""
         answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_round_left = None, False
         step = self._task.advance(answer)
@@ -76,6 +76,19 @@ class RunningExchange:
                 step.meanwhile()
 
 
+def finish_rounds(running: Sequence[RunningExchange]) -> None:
+    """Run each exchange up to its verdict, round by round."""
+    has_round_left = True
+    while has_round_left:
+        has_round_left = False
+        for each in running:
+            if each.has_round_left:
+                each.advance()
+                has_round_left = True
+    for each in running:
+        each.finish()
+
+
 @dataclass(eq=False)
 class BackwardPass:
     """The buckets of one backward pass, in order. All ranks run the same sequence.
@@ -87,7 +100,7 @@ class BackwardPass:
         step: the step, as passed to the exchanges.
         step_at_most: the upper bound of its number.
         step_label: its number for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
-        comparison: compares what the ranks send; None: it was compared before.
+        comparison: compares what the ranks send; None if there is nothing to compare.
     """
 
     group: dist.ProcessGroup
@@ -100,7 +113,7 @@ class BackwardPass:
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket, then advance each earlier one with a round left by one step."""
+        """Start the exchange of the next bucket, then advance each earlier one that has a round left."""
         self.running.append(exchange)
         exchange.advance()
         for earlier in self.running[:-1]:
@@ -114,11 +127,7 @@ class BackwardPass:
         Raises:
             HookRunError: on all ranks, if they do not send the same.
         """
-        while left := [each for each in self.running if each.has_round_left]:
-            for each in left:
-                each.advance()
-        for each in self.running:
-            each.finish()
+        finish_rounds(self.running)
         if self.comparison is not None:
             self.comparison.end()
         return torch.stack([each.finite for each in self.running]).all()
@@ -137,8 +146,8 @@ class BackwardPass:
         self.running.clear()
 
     def abandon(self) -> list[Pending]:
-        """Close all exchanges after an exception: nothing of this pass is committed. Returns the collectives that may
-        still write into a bucket."""
+        """Close all exchanges after an exception, without a commit. Returns the collectives that may still write into a
+        bucket."""
         writing = [pending for each in self.running if (pending := each.close()) is not None]
         self.running.clear()
         return writing

@@ -1,7 +1,7 @@
 """The bucket layouts that a session has seen, each with its plan and its workspace."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.nodes import Arrangement
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import average
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.layout import Bucket, BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
@@ -21,43 +20,33 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """One bucket layout with its plan, its workspace, and all that follows from them once.
+    """One bucket layout.
 
     Attributes:
         plans: one per unit.
-        compresses: whether anything in the bucket is compressed.
-        compressed: the names of the parameters and the keys of the units that are compressed.
-        numel_sent: elements that are sent once compression has begun, without flags.
-        work: what `reduce` needs; None if nothing is compressed.
-        reduce: the exchange, where anything is compressed.
+        numel_sent: elements that a rank sends once compression has begun, without flags.
+        work, reduce: the workspace, and the exchange `reduce(flat, work, state, step)`; None if nothing in the bucket
+            is compressed.
         used: the layout occurs in the current backward pass, or in the latest one.
     """
 
     layout: BucketLayout
     plans: list[UnitPlan]
-    compresses: bool = field(init=False)
-    compressed: set[str] = field(init=False)
-    numel_sent: int = field(init=False)
+    numel_sent: int
     work: Any = None
     reduce: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
     used: bool = True
 
-    def __post_init__(self) -> None:
-        self.compresses = any(plan.compressed for plan in self.plans)
-        names = self.layout.names
-        plans = self.plans if len(self.plans) == len(names) else self.plans * len(names)  # one plan for the bucket
-        self.compressed = {name for name, plan in zip(names, plans, strict=False) if plan.compressed}
-        self.compressed |= {plan.key for plan in self.plans if plan.compressed}
-        self.numel_sent = sum(plan.numel_sent for plan in self.plans)
+    @property
+    def compressed(self) -> set[str]:
+        """The names of the parameters and the keys of the units that are compressed."""
+        keys = {plan.key for plan in self.plans if plan.compressed}
+        return keys.union(self.layout.names) if keys and self.is_one_unit else keys
 
-    def exchange(
-        self, compressor: Compressor[Any], flat: torch.Tensor, state: LearnedState, step: StepInfo, *, compressing: bool
-    ) -> Exchange:
-        """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
-        if compressing and self.reduce is not None:
-            return self.reduce(flat, self.work, state, step)
-        dtype = compressor.wire_dtype_for(flat.dtype)
-        return average(flat, dtype, step.world_size, judged=compressor.judges_averages)
+    @property
+    def is_one_unit(self) -> bool:
+        """Whether the compressor plans the bucket as a whole."""
+        return any(plan.state_name for plan in self.plans)
 
 
 class KnownBuckets:
@@ -65,8 +54,8 @@ class KnownBuckets:
 
     Attributes:
         is_logging_rank: this rank logs the warnings that concern all ranks.
-        dead_units: the keys of the units whose layouts no longer exist, and whose state is still there.
-        no_longer_compressed: the names of the parameters whose residuals are to be dropped.
+        dead_units: the keys of units whose layouts no longer exist, and whose state is still there.
+        no_longer_compressed: the parameters whose residuals are to be dropped.
     """
 
     def __init__(self, state: LearnedState, names: ParameterNames) -> None:
@@ -77,7 +66,7 @@ class KnownBuckets:
         self.dead_units: list[str] = []
         self.no_longer_compressed: list[str] = []
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[KnownBucket]:
         return iter(list(self._buckets.values()))  # an outer step in a thread may add one
 
     def clear(self) -> None:
@@ -94,10 +83,14 @@ class KnownBuckets:
         """The names of the parameters in each known bucket."""
         return tuple(tuple(known.layout.names) for known in self)
 
+    def compressed(self) -> set[str]:
+        """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
+        return {name for known in self if known.used for name in known.compressed}
+
     def find(
         self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, *, first: bool
     ) -> KnownBucket:
-        """Look up the layout of `bucket`; plan it and allocate its workspace at its first occurrence.
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
 
         Args:
             arrangement: how the ranks share the work.
@@ -112,32 +105,30 @@ class KnownBuckets:
         key = tuple(map(id, bucket.parameters))  # which the known layouts keep alive
         found = self._buckets.get(key)
         if found is None:
-            self._forget_dead(bucket, compressor)
-            names = self._names.of_bucket(list(bucket.parameters), first)
-            layout = read_layout(bucket.flat, bucket.parameters, names)
-            config = compressor.config
-            infos = [
-                ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
-            ]
-            found = KnownBucket(layout, arrangement.plans(compressor, compressor.plan(infos)))
-            self._fit_state(found, infos, compressor)
-            with_residual = self._state["residual"] if self._state.local else {}
-            self.no_longer_compressed += [
-                name for name in layout.names if name in with_residual and name not in found.compressed
-            ]
-            if found.compresses:
-                found.work = arrangement.workspace(compressor, layout, found.plans)
-                found.reduce = arrangement.exchange(compressor)
-            self._buckets[key] = found
+            self._forget_dead(bucket)
+            found = self._buckets[key] = self._made(bucket, compressor, arrangement, first)
         found.used = True
         return found
 
-    def compressed(self) -> set[str]:
-        """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
-        return {name for known in self._buckets.values() if known.used for name in known.compressed}
+    def _made(self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, first: bool) -> KnownBucket:
+        names = self._names.of_bucket(list(bucket.parameters), first)
+        layout = read_layout(bucket.flat, bucket.parameters, names)
+        infos = [
+            ParameterInfo.of(slot.name, slot.parameter, self._names, compressor.config, layout.sparse)
+            for slot in layout.slots
+        ]
+        plans = arrangement.plans(compressor, compressor.plan(infos))
+        made = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
+        self._fit_state(made, infos, compressor)
+        with_residual, compressed = self._state["residual"] if self._state.local else {}, made.compressed
+        self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
+        if compressed:
+            made.work = arrangement.workspace(compressor, layout, plans)
+            made.reduce = arrangement.exchange(compressor)
+        return made
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:
-        """Delete the per-bucket state of layouts that no longer exist. Call in a commit."""
+        """Delete the per-bucket state of layouts that no longer exist. Call this in a commit."""
         for key in self.dead_units:
             for each in compressor.state_fields:
                 if each.per == "bucket":
@@ -145,7 +136,7 @@ class KnownBuckets:
         self.dead_units.clear()
 
     def drop_residuals(self, compressor: Compressor[Any]) -> None:
-        """Delete the residuals of the parameters that are no longer compressed. Call in a commit of a finite step: the
+        """Delete the residuals of parameters that are no longer compressed. Call this in a commit of a finite step: the
         ranks of a joint save, which are at the same step, then have residuals of the same parameters."""
         for name in self.no_longer_compressed:
             self._state["residual"].pop(name, None)
@@ -157,26 +148,25 @@ class KnownBuckets:
             )
         self.no_longer_compressed.clear()
 
-    def _forget_dead(self, new: Bucket, compressor: Compressor[Any]) -> None:
+    def _forget_dead(self, new: Bucket) -> None:
         """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
         and never returns to the old ones. This frees their workspaces before the new one is allocated. Other unused
         layouts stay, because their buckets may merely have been skipped."""
         parameters = {id(p) for p in new.parameters}
         for key, known in list(self._buckets.items()):
-            if known.used or not any(id(p) in parameters for p in known.layout.parameters):
-                continue
-            del self._buckets[key]
-            if compressor.per_bucket:  # no other layout has the same unit
-                self.dead_units += [plan.key for plan in known.plans if plan.compressed]
+            if not known.used and any(id(p) in parameters for p in known.layout.parameters):
+                del self._buckets[key]
+                # No other layout has the same unit.
+                self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
-        """Check loaded state against the parameters of those names; move it to their device and refit it. It takes the
-        dtype of this bucket's computation, which FSDP's `reduce_dtype` may make another than that of the weights.
+        """Check loaded state against the parameters of its names, move it to their device and refit it. The state takes
+        the dtype of this bucket's computation, which differs from the dtype of the weights under FSDP's `reduce_dtype`.
 
         Raises:
             HookRunError: an entry cannot belong to its parameter.
         """
-        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if compressor.per_bucket else known.plans
+        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:
                 value = self._state[each.key].get(plan.key)

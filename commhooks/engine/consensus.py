@@ -6,14 +6,14 @@ collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs th
 
 import collections
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import Reach, Send, agreement_key, gather_rows, gather_texts, on_all_shards
+from commhooks.comm.collectives import Send, agreement_key, gather_rows, gather_texts, on_all_shards
 from commhooks.comm.counters import Counters
 from commhooks.comm.groups import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
@@ -37,17 +37,15 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class Agreement:
-    """What holds from one comparison of the ranks to the next, as the compressor in force says.
+    """What the compressor in force says, from one comparison of the ranks to the next.
 
     Attributes:
         start: committed steps before its first exchange.
-        exact_step: its exchange depends on the exact step.
-        adaptive: the compressor itself if it may decide anew; else None.
+        exact_step: whether its exchange depends on the exact step.
     """
 
     start: int
     exact_step: bool
-    adaptive: AdaptiveCompressor[Any] | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Binding:
 
 
 class Consensus:
-    """What all ranks of one session do alike, and when they compare it.
+    """What all ranks of a session must do alike, and the comparisons that make sure of it.
 
     Attributes:
         compressor: the compressor in force; a load or its own decision may replace it (`replaced`).
@@ -82,34 +80,34 @@ class Consensus:
         arrangement: how the ranks share the work.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, the same on all ranks; None before the first backward pass.
+        compares_sends: the ranks compare what they send for a bucket that `is_new`, because the compressor is a user's
+            own.
+        agreement: what the ranks have agreed on; None until they compare their states, and again after a load or a
+            change of the compressor.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
         self.compressor = compressor
+        self.compares_sends = _is_users(compressor)
         self.arrangement: Arrangement = FLAT
         self.choice: Choice | None = None
         self.nonce: int | None = None
         self._held = held
         self._counters = counters
-        self._agreement: Agreement | None = None  # None: to be compared
-        self._compared: set[tuple[int, ...]] = set()  # buckets, by their parameters
+        self.agreement: Agreement | None = None
+        self._seen: set[tuple[int, ...]] = set()  # buckets, by their parameters
         self.bind(binding)
 
     @property
     def compared(self) -> bool:
         """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
         they have residuals of the same parameters, unless they share them out."""
-        return self._agreement is not None
+        return self.agreement is not None
 
     def bind(self, binding: Binding) -> None:
         """Work for this model. Allowed only before the first backward pass."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
-
-    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The ranks that a collective is for. `everyone`: those that the session is bound to."""
-        fewer = self.arrangement.groups.get(over)
-        return everyone if fewer is None else fewer()
 
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
@@ -122,22 +120,21 @@ class Consensus:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
         again, and the loaded state is checked and refitted."""
         self.compressor = compressor
+        self.compares_sends = _is_users(compressor)
         if self.choice is not None:
             compressor.native = self.choice.native
-        self._agreement = None
+        self.agreement = None
         self._held.torn = False
         self.buckets.clear()
-        self._compared.clear()
+        self._seen.clear()
 
-    def compares_sends(self, bucket: Bucket) -> bool:
-        """Whether the ranks compare what they send for `bucket`: for a compressor of the user's own, the first
-        time that the layout occurs. Call this when compression has begun; afterwards the layout counts as compared."""
-        if type(self.compressor).__module__.startswith("commhooks."):
-            return False
+    def is_new(self, bucket: Bucket) -> bool:
+        """Whether the layout of `bucket` occurs for the first time; afterwards it is known. Call this once compression
+        has begun."""
         layout = tuple(map(id, bucket.parameters))
-        compares = layout not in self._compared
-        self._compared.add(layout)
-        return compares
+        new = layout not in self._seen
+        self._seen.add(layout)
+        return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Before each backward pass: compare the states of the ranks after a start, a load or a change of the
@@ -153,10 +150,10 @@ class Consensus:
             HookConfigError: no rank can run the hook.
         """
         # Compared before ranks at different steps decide on different collectives.
-        agreement = self._agreement or self._compare(group, flat)
-        if agreement.adaptive is not None:
-            self._reconsider(agreement.adaptive, group, flat.device)
-            agreement = self._agreement or self._compare(group, flat)
+        agreement = self.agreement or self._compare(group, flat)
+        if isinstance(self.compressor, AdaptiveCompressor):
+            self._reconsider(self.compressor, group, flat.device)
+            agreement = self.agreement or self._compare(group, flat)
         return agreement
 
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -186,8 +183,8 @@ class Consensus:
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
-        adaptive = compressor if isinstance(compressor, AdaptiveCompressor) else None
-        in_force = compressor.config, None if adaptive is None else adaptive.notes
+        notes = compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
+        in_force = compressor.config, notes
         configuration = agreement_key(compressor.name, in_force, compressor.wire_dtype, shapes)
         chosen, device = self.choice, flat.device
         if chosen is None:
@@ -224,8 +221,12 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        self._agreement = Agreement(compressor.start_step, compressor.needs_exact_step, adaptive)
-        return self._agreement
+        self.agreement = Agreement(compressor.start_step, compressor.needs_exact_step)
+        return self.agreement
+
+
+def _is_users(compressor: Compressor[Any]) -> bool:
+    return not type(compressor).__module__.startswith("commhooks.")
 
 
 def _check_configurations(configurations: list[int]) -> None:
@@ -250,26 +251,24 @@ def _check_steps(steps: list[int], of: str = "") -> None:
 class SendComparison:
     """Compares the Sends of one backward pass, each before it is issued, in a small all-gather.
 
-    If the ranks of `group` differ, none of them issues anything more, and the error is raised in `end`. Until then they
-    take part in the rest of the pass, because ranks of `others` may wait for them.
+    gloo ends the process if the ranks of a collective send different sizes, and a rank that sends more often than the
+    others waits for them. Built-in compressors follow their plans; a user's own may have a fault.
+
+    If the ranks of `group` differ, none of them issues anything more, and `end` raises the error. Until then they take
+    part in the rest of the pass, because ranks of their node, or with other shards, may wait for them.
 
     Args:
         group: the ranks that exchange.
-        others: groups with ranks that exchange something else, and whose ranks must fail together: the node's, and
-            the ranks with the other shards.
-        name: of the compressor.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        others: Sequence[dist.ProcessGroup],
-        name: str,
-        device: torch.device,
-        counters: Counters | None,
+        self, consensus: "Consensus", group: dist.ProcessGroup, device: torch.device, counters: Counters | None
     ) -> None:
-        self._group, self._others, self._name = group, others, name
-        self._device, self._counters = device, counters
+        self._group, self._device, self._counters = group, device, counters
+        self._name = consensus.compressor.name
+        # Ranks that exchange something else, and must fail together with these.
+        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
+        self._others = [each() for each in apart if each is not None]
         self._sends_of: collections.Counter[int] = collections.Counter()
         self._problem = ""
 

@@ -1,5 +1,6 @@
 """Compressors without learned state: each hook call returns at once, and each future completes by itself."""
 
+import contextlib
 import inspect
 import queue
 import threading
@@ -28,26 +29,6 @@ MOMENT_S = 0.05
 GIL."""
 
 
-def reduce_and_time(
-    compressor: Compressor[Any],
-    bucket: Bucket,
-    group: dist.ProcessGroup,
-    counters: Counters,
-    over: Reach = "all",
-    comparison: SendComparison | None = None,
-) -> Future:
-    """`reduce_immediately`, with its times measured."""
-    with counters.clocks.measure(bucket.flat.device):
-        future = reduce_immediately(compressor, bucket, group, counters, over, comparison)
-    answered = counters.clocks.left_to_ddp(bucket.flat.device)
-
-    def note(answer: Future) -> torch.Tensor:
-        answered()
-        return answer.value()
-
-    return future.then(note)
-
-
 def reduce_immediately(
     compressor: Compressor[Any],
     bucket: Bucket,
@@ -56,38 +37,45 @@ def reduce_immediately(
     over: Reach = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
-    """Start the exchange of one bucket. All ranks of `group` must call this, in the same order. The future holds the
-    reduced gradient. `over`: what the group is, for the counters.
+    """Start the exchange of one bucket. All ranks of `group` must call this, in the same order.
 
     The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
+
+    Args:
+        over: what the group is, for the counters.
+
+    Returns:
+        A future of the reduced gradient.
 
     Raises:
         HookRunError: the exchange yields a `Verdict`, or sends more than once. Or, on all ranks: `comparison`
             finds that they do not send the same.
     """
-    flat = bucket.flat
-    number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
-    exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
-    task = ExchangeTask(exchange, flat, compressor.name, judged=False)
-    step = task.advance(None)
-    if comparison is not None:
-        if isinstance(step, Send):
-            comparison.agree(bucket.index, step)
-        comparison.end()
-    if isinstance(step, Done):
-        done = new_future(flat.device)
-        done.set_result(step.result)
-        return done
-    assert isinstance(step, Send)
-    step.over = over
-    if not step.last:
-        raise HookRunError(
-            f"the exchange of {compressor.name}: put last=True on its only Send; a compressor that is not "
-            "transactional sends once"
-        )
-    pending = collectives.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
-    if step.meanwhile is not None:
-        step.meanwhile()
+    flat, name = bucket.flat, compressor.name
+    number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one
+    with contextlib.nullcontext() if counters is None else counters.clocks.measure(flat.device):
+        exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
+        task = ExchangeTask(exchange, flat, name, judged=False)
+        step = task.advance(None)
+        if comparison is not None:
+            if isinstance(step, Send):
+                comparison.agree(bucket.index, step)
+            comparison.end()
+        if isinstance(step, Done):
+            done = new_future(flat.device)
+            done.set_result(step.result)
+            return done
+        assert isinstance(step, Send)
+        step.over = over
+        if not step.last:
+            raise HookRunError(
+                f"the exchange of {name}: put last=True on its only Send; a compressor that is not transactional sends "
+                "once"
+            )
+        pending = collectives.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
+        if step.meanwhile is not None:
+            step.meanwhile()
+    answered = None if counters is None else counters.clocks.left_to_ddp(flat.device)
     new_answer = None if step.reduces else pending.answer
     what, group_if_alive = pending.what, held_weakly(group)
 
@@ -106,7 +94,9 @@ def reduce_immediately(
         # The result of a sparse all-reduce is available only in the future.
         end = task.advance(sent.value()[0] if new_answer is None else new_answer)
         if not isinstance(end, Done):
-            raise HookRunError(f"the exchange of {compressor.name} sends again after its last Send")
+            raise HookRunError(f"the exchange of {name} sends again after its last Send")
+        if answered is not None:
+            answered()
         return end.result
 
     return pending.future().then(finish)

@@ -1,17 +1,18 @@
-"""Ranks in nodes: exact inside a node, compressed between nodes.
+"""How the ranks share the work on a bucket: all do the same, or they form nodes.
 
-Every parameter has an owner in each node: the rank with a certain local rank. For one bucket:
+With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
+each node: the rank with a certain local rank. For one bucket:
 
-    each rank sends each gradient to its owner in the node, which adds up those of the node
-    the owners in all nodes average these sums, as the compressor does
+    each rank sends each gradient to its owner in the node, which adds up the node's gradients
+    the owners in all nodes average these sums with the compressor
     each owner sends the average, and what the compressor has learned, to the other ranks of its node
 
-So each rank compresses its share of the parameters only, and keeps residuals for it.
+So each rank compresses its share of the parameters only, and keeps residuals for its share.
 
-With a compressor that keeps residuals, an owner works on the sum of its node, not on its mean, and divides the result
-at the end. The residual then is what it would be if the other ranks of the node had gradients and residuals of zero:
-the mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. A compressor
-without residuals gets the node's mean, which float16 has more room for.
+With a compressor that keeps residuals, an owner works on the sum of its node, not on the mean, and divides the result
+at the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero: the
+mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. A compressor
+without residuals gets the node's mean, which overflows float16 later.
 """
 
 import dataclasses
@@ -45,11 +46,11 @@ class Arrangement:
     """Every rank compresses every bucket, and sends to all others.
 
     Attributes:
-        words: how the ranks are arranged, for the log; "" if they are not.
+        words: describes the nodes, for the summary; "" if there are none.
         complete: every rank has the local tensors (residuals) of all parameters.
-        ranks_per_residual: a residual is that of the sum of so many ranks' gradients.
-        groups: return the ranks that a collective is for, where these are not all of the session: by their `Reach`.
-            Those of a "node" receive different things: what one of them finds not finite counts for all.
+        ranks_per_residual: a residual belongs to the sum of so many ranks' gradients.
+        groups: by `Reach`: returns the process group of such collectives, if not all ranks of the session take part.
+            The ranks of a "node" receive different numbers: a pass is committed on all of them or on none.
     """
 
     words: str = ""
@@ -62,11 +63,11 @@ class Arrangement:
         return True
 
     def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """The plans of the parameters of a bucket, in which those that `exchange` has to do with are compressed."""
+        """Mark the parameters of a bucket that `exchange` handles as compressed."""
         return list(plans)
 
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """What `exchange` needs for buckets of this layout, at least one unit of which is compressed."""
+        """The workspace of `exchange` for buckets of this layout, in which something is compressed."""
         return compressor.workspace(layout, plans)
 
     def memory_plan(
@@ -76,16 +77,20 @@ class Arrangement:
         return compressor.memory_plan(plans, buckets)
 
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
-        """What averages a bucket: flat, workspace, state, step; see `Compressor.exchange`."""
+        """The function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
         return compressor.exchange
 
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
-        All ranks of `group` call this when they have agreed on the state, if they may have different ones.
-        `parameters`: name -> parameter of the whole model."""
-        # Saved between nodes, each rank has those of its share: zeros for the rest, so that all ranks save the same.
+        All ranks of `group` call this when they have agreed on the state, if their local tensors may differ.
+
+        Args:
+            parameters: name -> parameter of the whole model.
+        """
+        # After a save with nodes each rank has the residuals of its share. Add zeros for the rest, so that all ranks
+        # save the same names.
         for key in sorted(state.local) if parameters else ():
             held = gather_held(state[key], parameters, group)
             for place, name in enumerate(parameters):
@@ -93,13 +98,12 @@ class Arrangement:
                     state[key].setdefault(name, zeros_for(parameters[name]))
 
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
-        """Let `tensors`, of one field by parameter name, be as if `mean` had just been loaded for `name` on all
-        ranks."""
+        """Set the entry `name` of `tensors`, a field by parameter name, as if all ranks had just loaded `mean`."""
         tensors[name] = mean
 
 
 class EqualInNodes(Arrangement):
-    """The ranks of a node bring the same, and each averages it with one rank of every other node."""
+    """The ranks of a node hold equal tensors, and each averages them with one rank of every other node."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.words = nodes.words
@@ -109,8 +113,8 @@ class EqualInNodes(Arrangement):
 def gather_held(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[list[bool]]:
-    """For each rank of `group`, for each of `parameters`, whether `tensors` has something for it there. All of these
-    ranks must call this."""
+    """For each rank of `group` and each of `parameters`, whether `tensors` has an entry on that rank. All ranks of the
+    group must call this."""
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
     held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
@@ -118,7 +122,6 @@ def gather_held(
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
-    """A residual of zeros."""
     return torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device)
 
 
@@ -126,8 +129,8 @@ FLAT = Arrangement()
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
-    """The owner of each parameter: a local rank. The largest parameters come first, each to the rank with the fewest
-    elements so far. It depends on the model only, not on its buckets.
+    """The owner of each parameter, a local rank. The parameters are given out from the largest to the smallest, each to
+    the rank with the fewest elements so far. The result depends on the model only, not on its buckets.
 
     Args:
         sizes: name -> number of elements.
@@ -146,7 +149,7 @@ def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_
 
 
 def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
-    """What is learned for these and equal on all ranks: the owner sends it to its node."""
+    """The learned tensors of these plans that are equal on all ranks: the owner sends them to its node."""
     replicated = [each for each in compressor.state_fields if each.replicated]
     compressed = [plan for plan in plans if plan.compressed]
     # Not every unit has every field.
@@ -154,12 +157,12 @@ def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) ->
 
 
 def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
-    """Bytes of the parts of what an owner sends to each rank: gradients, fields, and a flag for each field."""
+    """Bytes of the parts of an owner's message to each rank: gradients, fields, and a flag for each field."""
     return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
 
 
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
-    """Bytes of the memory for what this rank sends, and for what arrives. `sizes`: `part_sizes` of each owner."""
+    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of each owner."""
     count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
     return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
@@ -168,17 +171,17 @@ class NodeShares:
     """The workspace of one bucket where ranks form nodes. The buffers are allocated once.
 
     Args:
-        compressor: what is used between the nodes.
+        compressor: averages between the nodes.
         layout, plans: of the whole bucket.
         owners: see `owners_of`.
-        nodes: the nodes.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
-        work: the compressor's workspace for it; None if nothing in it is compressed.
-        compresses: whether anything in it is compressed.
+        work: the compressor's workspace for the share; None if nothing in it is compressed.
+        compresses: whether anything in the share is compressed.
         to_owners, from_owners: for `by_owner` (elements) and `results` (bytes).
-        gradients, averages: memory for what comes from the ranks of the node: the parts of `own`, and their `results`.
+        gradients, averages: buffers for what arrives from the ranks of the node: gradients of the own share, and the
+            `results` of all shares.
     """
 
     def __init__(
@@ -217,13 +220,13 @@ class NodeShares:
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
-        """The gradients of the bucket, 1-D, those of each owner together."""
+        """The gradients of the bucket, 1-D, in the order of their owners."""
         join([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """What this rank sends to all ranks of the node (uint8): `own`, the replicated tensors that the compressor has
-        learned for it, and a flag for each of these: whether there is one."""
+        """The message of this rank to all ranks of the node (uint8): `own`, the replicated tensors that the compressor
+        has learned for it, and for each of those tensors a flag that says whether it exists."""
         fields = self._fields[self._local_rank]
         pieces = self._results.split(self._sizes[self._local_rank])
         pieces[0].copy_(self.own.view(torch.uint8))
@@ -236,8 +239,7 @@ class NodeShares:
         return self._results
 
     def take(self, flat: torch.Tensor, state: LearnedState) -> None:
-        """Write the results of all ranks of the node, which are in `averages`, into the bucket and into the learned
-        state."""
+        """Write the results of all ranks of the node, from `averages`, into the bucket and into the learned state."""
         size = flat.element_size()
         bucket = flat.view(torch.uint8)
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
@@ -251,7 +253,7 @@ class NodeShares:
         self, fields: Sequence[Field], learned: Sequence[torch.Tensor], flags: torch.Tensor, state: LearnedState
     ) -> None:
         complete = all(plan.key in state[field.key] for field, plan in fields)
-        # On an accelerator, what is there stays there: nothing waits for the flags except in the first steps.
+        # On an accelerator, tensors that exist stay, and the host waits for the flags in the first steps only.
         there = flags.tolist() if self._must_read_flags or not complete else [1] * len(fields)
         for (field, plan), new, is_there in zip(fields, learned, there, strict=True):
             known = state[field.key]
@@ -264,9 +266,9 @@ class NodeShares:
 
 
 class Hierarchy(Arrangement):
-    """
+    """Each rank compresses its share of every bucket, for its node.
+
     Args:
-        nodes: the nodes.
         parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
     """
 
@@ -285,7 +287,7 @@ class Hierarchy(Arrangement):
     def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
         if compressor.transactional:
             return list(plans)
-        # Without learned state all parameters take part, but for sparse gradients, which cannot be shared out.
+        # Without learned state all parameters take part, except sparse gradients, which cannot be shared out.
         return [
             dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel) if plan.lowered else plan
             for plan in plans
@@ -297,8 +299,7 @@ class Hierarchy(Arrangement):
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """`factors`: with what the other owners of the node have learned. `copies`: with what the ranks of a node send
-        each other."""
+        """`factors` includes what the other owners of the node have learned, `copies` the messages inside the node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
         own = compressor.memory_plan(
@@ -390,8 +391,8 @@ class Hierarchy(Arrangement):
         return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Add up, at its owner, what the ranks of this node have for each parameter, if any other rank has something.
-        That comes from a checkpoint of another arrangement."""
+        """Add up, at its owner, the node's tensors of each parameter of which other ranks have one, from a checkpoint
+        of another arrangement."""
         held = gather_held(tensors, parameters, self.nodes.node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
@@ -405,7 +406,7 @@ class Hierarchy(Arrangement):
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """The slots (in the order of the bucket) as intervals, those that touch as one."""
+    """The slots, in the order of the bucket, as intervals; adjacent ones are joined."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot.offset:
@@ -423,5 +424,4 @@ def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous `tensor` as a view of bytes, 1-D."""
     return tensor.view(-1).view(torch.uint8)

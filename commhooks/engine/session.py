@@ -1,8 +1,8 @@
-"""One use of a compressor on one model: the way of a bucket through a backward pass.
+"""The backward passes of one model: each pass is a transaction over all of its buckets.
 
-With a compressor that learns, every pass is a transaction over all of its buckets: the learned state is written at the
-end, after everything received was found finite. An abandoned pass therefore leaves the state of the last committed
-step. Without learned state nothing depends on other buckets, and each one ends by itself; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. A pass that is abandoned
+therefore leaves the state of the last committed step. Without learned state nothing depends on other buckets, and each
+bucket ends by itself; see `immediate.py`.
 """
 
 import contextlib
@@ -12,20 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all, wait_for_abandoned
-from commhooks.comm.counters import Counters
-from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.comm.counters import Counters, Mark, mark, seconds_between
+from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
-from commhooks.engine.consensus import Binding, SendComparison
-from commhooks.engine.immediate import reduce_and_time
-from commhooks.engine.learning import Learning
+from commhooks.engine.consensus import Binding, Consensus, SendComparison
+from commhooks.engine.immediate import reduce_immediately
 from commhooks.engine.nodes import FLAT
-from commhooks.engine.observer import Observer
-from commhooks.engine.state import LearnedState
+from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
@@ -39,7 +36,45 @@ ABANDONED_LIMIT_S = 5.0
 """Seconds that the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
-class Session(Learning):
+class ExchangeDriver:
+    """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
+    `OuterSteps`, which averages weights.
+
+    Args:
+        binding: the model and the ranks.
+        state: the learned state, changed at commits only.
+        counters: the counters to update; None: new ones.
+
+    Attributes:
+        held: guards the learned state.
+        consensus: what all ranks do alike: compressor, kernel, arrangement.
+    """
+
+    def __init__(
+        self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
+    ) -> None:
+        self.state = state
+        self.counters = counters if counters is not None else Counters()
+        self.held = HeldState(state, self.counters)
+        self.consensus = Consensus(compressor, binding, self.held, self.counters)
+
+    @property
+    def compressor(self) -> Compressor[Any]:
+        """The compressor in force."""
+        return self.consensus.compressor
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the ranks have agreed on their state in a first backward pass."""
+        return self.consensus.nonce is not None
+
+    def close(self) -> None:
+        """Move the learned state to the host, until another training of the model begins."""
+        with self.held.settled():
+            self.state.to_host()
+
+
+class Session(ExchangeDriver):
     """Runs the exchanges of a compressor in the backward passes of one model."""
 
     def __init__(
@@ -50,26 +85,28 @@ class Session(Learning):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        self._observer = Observer(binding.names) if isinstance(compressor, AdaptiveCompressor) else None
+        self._step_began: tuple[Mark] | None = None  # for an adaptive compressor: at the end of the pass before
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in place. All ranks must call this, in the same order. The futures of all buckets complete
-        together, when the backward pass was committed or skipped because a number was not finite; without learned state
-        each one as soon as its collective has ended.
+        """Reduce one bucket in place. All ranks must call this, in the same order.
+
+        The futures of all buckets complete together, when the backward pass was committed, or skipped because a number
+        was not finite. Without learned state each future completes when its collective has ended.
 
         Raises:
             HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
             HookConfigError: the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
-        compressor = consensus.compressor
-        if not compressor.transactional and consensus.arrangement is FLAT:
+        if not consensus.compressor.transactional and consensus.arrangement is FLAT:
             if bucket.is_first:
                 self.counters.begin_pass()
             self.counters.gradients(bucket.nbytes)
             group = consensus.binding.group()
-            comparison = self._comparison(group, device) if consensus.compares_sends(bucket) else None
-            return reduce_and_time(compressor, bucket, group, self.counters, comparison=comparison)
+            comparison = None
+            if consensus.compares_sends and consensus.is_new(bucket):
+                comparison = SendComparison(consensus, group, device, self.counters)
+            return reduce_immediately(consensus.compressor, bucket, group, self.counters, comparison=comparison)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -81,7 +118,7 @@ class Session(Learning):
         return exchange.future
 
     def end_pass(self) -> None:
-        """End the running pass, whose latest bucket was not marked as the last: no further one will arrive."""
+        """End the running pass, if its last bucket was not marked as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):
@@ -98,24 +135,22 @@ class Session(Learning):
     def _begin(self, bucket: Bucket) -> BackwardPass:
         if self._pass is not None:  # it ended in an exception and was never committed
             self._drop_pass()
-        if self._closed:
-            self.consensus.buckets.clear()
-            self._closed = False
         consensus, state = self.consensus, self.state
-        binding = consensus.binding
-        everyone = binding.group()
-        agreement = consensus.reach(everyone, bucket.flat)
+        if self._closed:
+            consensus.buckets.clear()
+            self._closed = False
+        binding, agreement = consensus.binding, consensus.agreement
+        if agreement is None or isinstance(consensus.compressor, AdaptiveCompressor):
+            agreement = consensus.reach(binding.group(), bucket.flat)
         compressor = consensus.compressor
         step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
-        if self._observer is not None:
-            self._observer.begin_pass(step_at_most, compressor)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        group = consensus.group("all", everyone)
+        group = consensus.arrangement.groups.get("all", binding.group)()
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
         return BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
@@ -127,49 +162,45 @@ class Session(Learning):
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
         known = consensus.buckets.find(bucket, compressor, consensus.arrangement, first=not current.running)
         counters.gradients(bucket.nbytes)
+        step = current.step
+        issue: Issue = functools.partial(self._send, current, bucket.index)
+        if bucket.unused:
+            step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
         if current.compressing:
             counters.numel_before += known.layout.numel
             counters.numel_after += known.numel_sent
-
-        if self._observer is not None:
-            self._observer.add(known.layout)
-        step = current.step
-        if bucket.unused:
-            step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
-        exchange = known.exchange(compressor, flat, self.state, step, compressing=current.compressing)
-        issue: Issue = functools.partial(self._send, current, bucket.index)
-        if current.compressing and consensus.compares_sends(bucket):
-            if current.comparison is None:
-                current.comparison = self._comparison(current.group, flat.device)
-            issue = functools.partial(current.comparison.issue, bucket.index, issue)
+            if consensus.compares_sends and consensus.is_new(bucket):
+                issue = self._comparing(current, bucket, issue)
+        if current.compressing and known.reduce is not None:
+            exchange = known.reduce(flat, known.work, self.state, step)
+        else:
+            exchange = compressor.average(flat, step.world_size)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
-    def _comparison(self, everyone: dist.ProcessGroup, device: torch.device) -> SendComparison:
-        consensus = self.consensus
-        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
-        others = [group() for group in apart if group is not None]
-        exchanging = consensus.group("nodes", everyone)
-        return SendComparison(exchanging, others, consensus.compressor.name, device, self.counters)
+    def _comparing(self, current: BackwardPass, bucket: Bucket, issue: Issue) -> Issue:
+        """`issue`, after a comparison of what the ranks send."""
+        if current.comparison is None:
+            exchanging = self.consensus.arrangement.groups.get("nodes", lambda: current.group)()
+            current.comparison = SendComparison(self.consensus, exchanging, bucket.flat.device, self.counters)
+        return functools.partial(current.comparison.issue, bucket.index, issue)
 
     def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
         where = f"bucket {bucket} at step {current.step_label}"
-        group = current.group if send.over == "all" else self.consensus.group(send.over, current.group)
+        group = current.group if send.over == "all" else self.consensus.arrangement.groups[send.over]()
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
-        good, shards = current.drain(), self.consensus.binding.shards
-        node = self.consensus.arrangement.groups.get("node")
-        if node is not None:  # its ranks receive different shares
-            good = good_on_all(good, node(), "the node")
-        if shards is not None:
-            good = good_on_all(good, shards(), "all shards")
+        good, consensus = current.drain(), self.consensus
+        if "node" in consensus.arrangement.groups:  # the ranks of a node receive different shares
+            good = good_on_all(good, consensus.arrangement.groups["node"](), "the node")
+        if consensus.binding.shards is not None:
+            good = good_on_all(good, consensus.binding.shards(), "all shards")
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         self._messages.forget_abandoned()
-        if self._observer is not None and self._observer.active:
-            self.held.settle()  # `current.step` may be less than the step
-            self._observer.show(self.state.step - 1, good, current.running[0].result.device)
+        if isinstance(consensus.compressor, AdaptiveCompressor):
+            self._observe(consensus.compressor, current, good)
         current.fulfil()
         self._pass = None
 
@@ -186,7 +217,7 @@ class Session(Learning):
             buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
-            # The exchanges do it for what they compress.
+            # The exchanges rescale the state of what they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
             self.state.rescale(compressor.state_fields, factor, but=compressed)
@@ -198,10 +229,23 @@ class Session(Learning):
                 stats = f"total before compression {before}, total after compression {after}, rate {rate}"
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
+    def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
+        """Show the pass that ends now to the compressor, if it watches that step. The pass before a watch is timed,
+        too, because the first watched step begins at its end."""
+        began, self._step_began = self._step_began, None
+        if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
+            return
+        self._step_began = ended = (mark(good.device),)
+        self.held.settle()  # `current.step` may be less than the step
+        if began is not None and self.state.step > compressor.watch.begin and bool(good):
+            layouts = [known.layout for known in self.consensus.buckets if known.used]
+            compressor.observe(ObservedPass(seconds_between(*began, *ended), layouts, self.consensus.binding.names))
+            self._step_began = (mark(good.device),)  # looking at the pass is no part of the next step
+
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
-        """Run the body, a part of a pass, as the codec runs. An exception in it ends the pass: what the
-        hook has begun for its buckets is waited for, because the caller may fill them again."""
+        """Run the body, a part of a pass, on the codec stream and in full precision. An exception in it ends the pass:
+        the host waits for the pass's collectives, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
             with on_stream, precision.full_precision(flat.device):

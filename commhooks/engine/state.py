@@ -1,4 +1,8 @@
-"""Learned state: the tensors and counters that a compressor keeps from step to step and that a checkpoint holds."""
+"""Learned state: the tensors and counters that a compressor keeps from step to step and that a checkpoint holds; and
+the lock under which it is read and written.
+
+On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
+"""
 
 import contextlib
 import threading
@@ -61,7 +65,11 @@ class LearnedState:
 
     def apart(self) -> "LearnedState":
         """A copy in which no tensor is a slice of a larger storage: pickling a slice would save the whole storage."""
-        return replace(self, entries={key: _apart(tensors) for key, tensors in self.entries.items()})
+        entries = {
+            key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
+            for key, tensors in self.entries.items()
+        }
+        return replace(self, entries=entries)
 
     def keep_fields(self, fields: Iterable[StateField]) -> None:
         """Delete the tensors of all other fields."""
@@ -78,14 +86,13 @@ class LearnedState:
             self[key].clear()
 
     def drop_local(self) -> None:
-        """Delete the local tensors on agreement of all ranks: they continue as from zeros."""
+        """Delete the local tensors on all ranks, which continue from zeros."""
         self.forget_local()
         self.local_missing = False
         self.local_shared = True
 
     def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
-        """Multiply by `factor` the tensors of the fields that follow the loss scale, except those of the names in
-        `but`."""
+        """Multiply by `factor` the tensors of the fields that follow the loss scale, except the names in `but`."""
         for each in fields:
             for name, tensor in self[each.key].items() if each.scales_with_loss else ():
                 if name not in but:
@@ -101,13 +108,13 @@ class LearnedState:
 
 
 class HeldState:
-    """Maintains `state.step` and the counters of committed steps.
+    """Guards the learned state of a session, and maintains `state.step` and the counters of committed steps.
 
     Attributes:
         state: the learned state. It changes in `committing`, and by `overwrite`.
         lock: hold it while writing the learned state, and while reading it from another thread.
         in_commit: True while a commit writes: a save from a signal handler now would mix two steps.
-        torn: the latest commit failed on this rank; not so after a load.
+        torn: the latest commit failed on this rank, and no state was loaded since.
     """
 
     def __init__(self, state: LearnedState, counters: Counters) -> None:
@@ -121,8 +128,8 @@ class HeldState:
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """The least and the largest number of steps that may have been committed: if none, or all, of the passes whose
-        outcome is unread were. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
+        """The smallest and the largest possible number of committed steps, because the outcome of some passes may be
+        unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
         with self.lock:  # another thread that saves may be updating `state.step` and the unread passes
             step, unread = self.state.step, self._unread
             passes = unread[1] if unread else 0
@@ -149,16 +156,16 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Record, in the body of `committing`, a pass with this loss scale.
+        """Record a pass with this loss scale. Call this in the body of `committing`.
 
         Args:
-            verdict: whether it is committed: a bool on the CPU, else a 0-dim bool tensor.
-            compressed: whether it counts as a compressed one.
+            verdict: whether the pass is committed: a bool on the CPU, else a 0-dim bool tensor.
+            compressed: whether the pass counts as compressed.
         """
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
-            # After a failed commit the residual started at zero; from this commit on it is valid again.
+            # After a failed commit the residual started at zero; this commit makes it valid again.
             self.state.local_missing = self.torn = False
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
@@ -167,8 +174,8 @@ class HeldState:
         self._unread = (verdict + count, passes + 1, compressed)
 
     def settle(self) -> None:
-        """Bring `state.step` up to date, for which the host may wait for the latest commit on an accelerator. The
-        caller's current stream waits for that commit, too, and so reads the learned state as written by it."""
+        """Bring `state.step` up to date. On an accelerator the host waits for the latest commit, and the caller's
+        current stream does, too, so that it reads the learned state as written by that commit."""
         with self.lock:
             self._mark.wait()
             with self._mark.reading():
@@ -177,14 +184,14 @@ class HeldState:
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Context manager: hold the lock of the learned state, with `state.step` up to date. The body may copy tensors
-        of the state to the host; this waits for the latest commit, and for nothing that the hook or the caller has
-        queued since. Change them by `overwrite` only."""
+        of the state to the host; this waits for the latest commit, and for no work queued since. Change tensors by
+        `overwrite` only."""
         with self.lock, self._mark.reading():
             self._read()
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value`, on the CPU, into `tensor` of the learned state. Use only within the body of `settled`."""
+        """Write `value`, on the CPU, into `tensor` of the learned state. Use this only in the body of `settled`."""
         self._mark.overwrite(tensor, value)
 
     def _read(self) -> None:
@@ -205,7 +212,3 @@ class HeldState:
             self._counters.nonfinite_steps += passes - committed
         finally:
             self.in_commit = was
-
-
-def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}

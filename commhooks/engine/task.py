@@ -1,14 +1,12 @@
-"""One exchange as a task that is advanced step by step, whoever carries out its collectives."""
+"""One exchange as a task that its caller advances step by step, carrying out its collectives."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
 from commhooks.errors import HookRunError
-from commhooks.gradients.torch_private import sparse_values
 
 
 @dataclass(frozen=True)
@@ -19,11 +17,11 @@ class Done:
 
 
 class ExchangeTask:
-    """The exchange of one bucket. Only this class resumes exchanges; it checks what they yield and return, so that
+    """The exchange of one bucket. Only this class resumes exchanges. It checks what they yield and return, so that
     errors name the compressor.
 
     Args:
-        exchange: what `Compressor.exchange` has returned, not begun yet.
+        exchange: the result of `Compressor.exchange`, not begun yet.
         flat: the bucket's buffer.
         name: of the compressor, for messages.
         judged: whether it yields a verdict; False for a compressor that is not transactional.
@@ -45,14 +43,14 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange up to what it yields next, or to its end.
+        """Run the exchange to its next yield, or to its end.
 
         Args:
-            answer: the result of the collective that was yielded; after a `Verdict` whether the pass is committed; None
+            answer: the result of the collective that it yielded; after a `Verdict` whether the pass is committed; None
                 at the beginning.
 
         Raises:
-            HookRunError: it breaks a rule of exchanges; the message says which.
+            HookRunError: the exchange breaks a rule; the message says which.
         """
         try:
             yielded: Any = self.exchange.send(answer)
@@ -63,7 +61,7 @@ class ExchangeTask:
                     "before it writes its state"
                 ) from None
             return Done(self._flat if end.value is None else self._checked_result(end.value))
-        # What the ranks of a node send each other may follow; it is the engine's own.
+        # The engine's own Sends inside a node may follow.
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "node"):
             raise HookRunError(
                 f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
@@ -99,40 +97,20 @@ class ExchangeTask:
         return value
 
 
-def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, judged: bool = True) -> Exchange:
-    """Replace `flat` by its mean over the ranks; for a narrower `wire_dtype` through a buffer of that dtype.
-
-    Args:
-        judged: False: do not read the result; the verdict is that it is finite.
-    """
-    # Gradients of sparse embeddings keep their dtype: they send few rows, and gloo sums their values by index.
-    wire = flat.div_(world_size)  # before it is narrowed, so that fewer numbers overflow
-    if not flat.is_sparse:
-        wire = wire.to(wire_dtype)
-    reduced: torch.Tensor = yield Send(wire, last=True)
-    if reduced is not flat:
-        flat.copy_(reduced)
-    if judged:
-        yield Verdict(all_finite(sparse_values(reduced) if reduced.is_sparse else reduced))
-    else:
-        yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
-    return None
-
-
 def new_task(
     compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
 ) -> ExchangeTask:
-    """The exchange of one bucket, or its average if nothing in it is compressed: the compressor has no workspace then.
-    For the arguments see `Compressor.exchange`."""
+    """The exchange of one bucket, or its average if nothing in it is compressed. For the arguments see
+    `Compressor.exchange`."""
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:
-        exchange = average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size)
+        exchange = compressor.average(flat, step.world_size)
     return ExchangeTask(exchange, flat, compressor.name, judged=compressor.transactional)
 
 
 class _NoState:
-    """The state that these compressors receive."""
+    """The state that compressors without learned state receive."""
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")

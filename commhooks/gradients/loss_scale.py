@@ -15,13 +15,6 @@ LossScale = float | torch.Tensor
 """A float, or a 0-dim tensor on an accelerator that the host has not read."""
 
 
-def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
-    """The current scale of `scaler` for a loss on `device`."""
-    if precision.is_host_readable(device):
-        return scaler.get_scale()
-    return scaler.scale(torch.ones((), device=device))
-
-
 class ScaleOf:
     """Returns the current scale of a GradScaler, 1 without one.
 
@@ -35,7 +28,11 @@ class ScaleOf:
 
     def __call__(self) -> LossScale:
         scaler = self.scaler()
-        return 1.0 if scaler is None else scale_of(scaler, self._device)
+        if scaler is None:
+            return 1.0
+        if precision.is_host_readable(self._device):
+            return scaler.get_scale()
+        return scaler.scale(torch.ones((), device=self._device))
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:

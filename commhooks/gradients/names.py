@@ -37,26 +37,20 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def unmatched_sentence(patterns: Sequence[str], names: Sequence[str]) -> str | None:
-    """A warning about patterns that match none of the parameter `names`; None if every pattern matches one."""
+def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
+    """Log one warning about patterns that match no parameter of `module`, frozen parameters included."""
+    names = [name for found in all_names(module).values() for name in found]
     parts = []
     for pattern in patterns:
         if matching(names, [pattern]) is None:
             near = difflib.get_close_matches(pattern.strip("*?"), names, n=1, cutoff=0.0)
             parts.append(f"{pattern!r}" + (f" (the closest name is {near[0]!r})" if near else ""))
-    if not parts:
-        return None
-    return (
-        f"exclude: no parameter of the model matches {', '.join(parts)}. Patterns are compared with whole names, case "
-        "matters, and * stands for anything"
-    )
-
-
-def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    """Log one warning about patterns that match no parameter of `module`, frozen ones included."""
-    sentence = unmatched_sentence(patterns, [name for names in all_names(module).values() for name in names])
-    if sentence is not None:
-        logger.warning("%s.", sentence)
+    if parts:
+        logger.warning(
+            "exclude: no parameter of the model matches %s. Patterns are compared with whole names, case matters, and "
+            "* stands for anything.",
+            ", ".join(parts),
+        )
 
 
 class ParameterNames(Protocol):

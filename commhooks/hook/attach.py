@@ -34,8 +34,8 @@ from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
-from commhooks.options import HookConfig
-from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, check_choice, explains_arguments, why_not_called
+from commhooks.options import HookConfig, check_choice
+from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, explains_arguments, why_not_called
 
 logger = logger_of(__name__)
 

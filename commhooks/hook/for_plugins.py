@@ -8,7 +8,7 @@ from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
 from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
-from commhooks.options import HookConfig, converted, plain
+from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.report import NAMES, PREFIX, Meter
 from commhooks.request import (
@@ -16,7 +16,6 @@ from commhooks.request import (
     HookRequest,
     arguments_in,
     check_arguments,
-    check_choice,
     check_value,
     explains_arguments,
     import_path,

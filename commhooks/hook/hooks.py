@@ -100,14 +100,12 @@ class CompressorHook:
             plain = isinstance(compressor.config, (AllReduce, Noop))
             return None if plain and self._request.wrapper is None else Use(acted=True)
         acted = self.counters.numel_before > 0
-        return Use(
-            acted,
-            plain=not acted,
-            begins=compressor.begins,
-            acts=compressor.begins,
-            remedy=compressor.how_to_begin_earlier,
-            or_later=" or later" if isinstance(compressor, AdaptiveCompressor) else "",
-        )
+        if isinstance(compressor, AdaptiveCompressor):
+            begins, remedy, or_later = compressor.begins, compressor.how_to_begin_earlier, " or later"
+        else:
+            begins, or_later = compressor.start_step, ""
+            remedy = f"Set {compressor.config.start_option} to a smaller number"
+        return Use(acted, plain=not acted, begins=begins, acts=begins, remedy=remedy, or_later=or_later)
 
     def stats(self) -> dict[str, Any]:
         session, compressor = self.session, self.session.compressor
@@ -152,8 +150,8 @@ class CompressorHook:
         return Summary(details, effect, alone, warnings)
 
     def warnings(self) -> list[str]:
-        compressor = self.session.compressor
-        if compressor.per_bucket or not compressor.selective or any(plan.compressed for plan in self._plans()):
+        compressor, plans = self.session.compressor, self._plans()
+        if not plans or not compressor.selective or any(plan.compressed for plan in plans):
             return []
         name = f"{compressor.display_name} ({compressor.summary})" if compressor.summary else compressor.display_name
         return [f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."]
@@ -172,10 +170,10 @@ class CompressorHook:
         with session.held.lock:
             session.held.settle()
             found = {n: t for key in state.local for n, t in state[key].items()}
-            if self.learns and session.compressor.per_bucket:
+            if self.learns and (plans := self._plans()):
+                names = {plan.name for plan in plans if plan.compressed and arrangement.keeps(plan.name)}
+            elif self.learns:  # whole buckets
                 names = set(found) or names
-            elif self.learns:
-                names = {plan.name for plan in self._plans() if plan.compressed and arrangement.keeps(plan.name)}
             yield Residuals(found, float(state.loss_scale) * arrangement.ranks_per_residual, names)
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:

@@ -31,10 +31,10 @@ class LocalStepsHook:
         use = Use(
             acted=self.counters.compressed_steps + self.counters.nonfinite_steps > 0,
             plain=self.driver.averages,
-            begins=compressor.begins,
-            acts=compressor.begins + compressor.config.sync_every,
+            begins=compressor.start_step,
+            acts=compressor.start_step + compressor.config.sync_every,
             missing="averaged no weights",
-            remedy=f"{compressor.how_to_begin_earlier}, or sync_every",
+            remedy=f"Set {compressor.config.start_option} to a smaller number, or sync_every",
         )
         return Status(
             dataclasses.asdict(compressor.config),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts, on_all_shards
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
@@ -35,7 +36,7 @@ def check_arrangement(request: HookRequest, source: GradientSource) -> None:
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
-    if request.config is not None and compressor_of(request.config).flat_only:
+    if request.config is not None and issubclass(compressor_of(request.config), AdaptiveCompressor):
         raise HookConfigError(
             f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
             "model. Ask the doctor on a DDP model, and name the hook that it recommends"

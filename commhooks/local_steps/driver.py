@@ -21,7 +21,7 @@ from commhooks.comm.joint_save import JointSave
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.engine.immediate import reduce_and_time
+from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
@@ -110,9 +110,9 @@ class LocalStepsDriver:
         if self._scaled and not self.averages and self.outer.due(self.in_round + 1):
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
-            future = reduce_and_time(self._exact, bucket, group, self.counters)
+            future = reduce_immediately(self._exact, bucket, group, self.counters)
         elif self._nodes is not None:
-            future = reduce_and_time(self._exact, bucket, self._nodes.node, self.counters, over="node")
+            future = reduce_immediately(self._exact, bucket, self._nodes.node, self.counters, over="node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)

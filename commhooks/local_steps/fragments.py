@@ -14,10 +14,9 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.backward_pass import RunningExchange
+from commhooks.engine.backward_pass import RunningExchange, finish_rounds
 from commhooks.engine.consensus import Binding
-from commhooks.engine.learning import Learning
-from commhooks.engine.session import ABANDONED_LIMIT_S
+from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
@@ -29,7 +28,7 @@ from commhooks.local_steps.outer_step import Workspace, norm_and_cosine
 BUFFER_BYTES = 64 * 2**20
 
 
-class OuterSteps(Learning):
+class OuterSteps(ExchangeDriver):
     """Runs the outer steps of one model. All ranks must call each method after the same passes.
 
     Fragment k of P has its turn after (k + 1) H / P passes of a round of H: its weights become the new anchor. It is
@@ -159,7 +158,7 @@ class _Exchange:
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        group = steps.consensus.group("all", steps.consensus.binding.group())
+        group = steps.consensus.arrangement.groups.get("all", steps.consensus.binding.group)()
         info = StepInfo(steps.state.step, group.size(), rank=group.rank())
         issue, compressor = functools.partial(steps.issue, group), steps.compressor
         self._running = []
@@ -180,11 +179,7 @@ class _Exchange:
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:
                 each.advance()
-            while left := [each for each in self._running if each.has_round_left]:
-                for each in left:
-                    each.advance()
-            for each in self._running:
-                each.finish()
+            finish_rounds(self._running)
             if self._running:
                 self._finite = torch.stack([each.finite for each in self._running]).all()
 

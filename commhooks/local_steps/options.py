@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
-from commhooks.options import HookConfig
+from commhooks.options import HookConfig, check_choice
 
 WIRES = ("float32", "int8", "int4")
 
@@ -78,7 +78,7 @@ class DiLoCo(LocalSteps):
         super().__post_init__()
         self._require(0 < self.outer_lr < float("inf"), "outer_lr", "a number above 0")
         self._require(0 <= self.outer_momentum < 1, "outer_momentum", "a number from 0 up to 1, without 1")
-        self._require(self.wire in WIRES, "wire", f"one of {', '.join(map(repr, WIRES))}")
+        check_choice(f"{type(self).__name__}: wire", self.wire, WIRES)
         self._require(self.fragments >= 1, "fragments", "a number of parts, 1 or more")
         self._require(
             self.sync_every % self.fragments == 0,
@@ -89,4 +89,3 @@ class DiLoCo(LocalSteps):
         self._require(
             0 <= self.delay < distance, "delay", f"0 up to {distance - 1}: the next turn comes {distance} steps later"
         )
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")

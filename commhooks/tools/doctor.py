@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import backend_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.candidates import (
+from commhooks.compressors.auto.options import (
     ALLREDUCE,
     BF16,
     FP16,

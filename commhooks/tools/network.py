@@ -24,7 +24,7 @@ import torch.distributed as dist
 from commhooks.comm.collectives import Op, collective_error, gather_rows, gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
-from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
+from commhooks.compressors.auto.options import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import DoctorError, HookConfigError
 from commhooks.local_steps.options import LocalSteps

@@ -129,7 +129,6 @@ class Averaged(commhooks.HookConfig):
 
 class AveragedCompressor(commhooks.Compressor[Averaged]):
     Config = Averaged
-    per_bucket = True
     state_fields = (commhooks.StateField("average", per="bucket"),)
 
     def plan(self, parameters: Sequence[commhooks.ParameterInfo]) -> list[commhooks.UnitPlan]:

@@ -11,8 +11,8 @@ import torch
 import commhooks
 from commhooks.checkpoint import payload as payload_parts
 from commhooks.checkpoint.payload import VERSION
-from tests.support import golden_runs
-from tests.support.golden_runs import KINDS, SAVED_AT
+from tests.golden import golden_runs
+from tests.golden.golden_runs import KINDS, SAVED_AT
 from tests.support.models import all_finite, relative_error, same_bits
 
 GOLDEN: dict[str, Any] = torch.load(golden_runs.FILE, weights_only=True)

@@ -21,7 +21,8 @@ from commhooks import CommHookError, HookRunError, PayloadError
 from commhooks.checkpoint import payload as parts
 from commhooks.hook.hook_folder import HookFolder
 from lightning_commhooks import CommHookDDP
-from tests.support import hostile, sharded
+from tests.checkpoint import hostile
+from tests.support import sharded
 from tests.support.accelerators import Training, Warnings, launched
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.features import fully_shard_on_gloo

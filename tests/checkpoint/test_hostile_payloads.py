@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import CommHook, CommHookError
-from tests.support import hostile
+from tests.checkpoint import hostile
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 from tests.support.kinds import KINDS
 from tests.support.models import same

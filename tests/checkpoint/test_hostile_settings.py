@@ -12,7 +12,7 @@ import yaml
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import CommHookError, HookConfigError
-from tests.support import hostile
+from tests.checkpoint import hostile
 
 HOOKS: list[dict[str, Any]] = [
     {"hook": "powerSGD", "wrapper": "bf16", "hook_options": {"matrix_approximation_rank": 2, "exclude": ["*embed*"]}},

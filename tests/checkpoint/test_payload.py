@@ -1,6 +1,7 @@
 """What a saved state may be and what it may not: every refusal names what is wrong, and nothing has changed then."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +20,11 @@ def _saved_by(hook: str = "powerSGD") -> dict[str, Any]:
     return Run.new(hook=hook, hook_options=options).train(4).save()["hook"]
 
 
-def _refused(saved: Any) -> tuple[str, str, bool]:
-    """(class, text, is the state untouched?) of the error that loading raises."""
-    run = Run.new(hook_options=OPTIONS).train(3)
-    before, step = residuals(run.hook), run.hook.stats()["step"]
-    try:
-        run.hook.load_state_dict(saved)
-    except commhooks.CommHookError as error:
-        untouched = same(before, residuals(run.hook)) and run.hook.stats()["step"] == step
-        return type(error).__name__, str(error), untouched
-    return "", "", True
+@pytest.fixture
+def saved_and_running() -> Iterator[tuple[dict[str, Any], Run]]:
+    """A payload of one rank, and a run of the same hook that has learned something else."""
+    with process_group_of_one():
+        yield _saved_by(), Run.new(hook_options=OPTIONS).train(3)
 
 
 def _top(**changes: Any) -> Any:
@@ -50,48 +46,36 @@ REFUSALS = [
     ),
     pytest.param(lambda p: p.pop("step"), ["'step'"], id="no step"),
     pytest.param(_top(step=-1), ["'step'", "-1"], id="negative step"),
-    pytest.param(_top(step=True), ["'step'"], id="step of another type"),
     pytest.param(_top(step=2**63), ["'step'"], id="step too large"),
     pytest.param(_top(world_size=0), ["'world_size'"], id="no rank"),
-    pytest.param(_top(parameters=[]), ["'parameters'"], id="parameters of another type"),
     pytest.param(_top(residual="mean"), ["residual='mean'"], id="kind of residual"),
     pytest.param(_top(residual_ranks=[]), ["one tensor per rank"], id="ranks"),
     pytest.param(_top(residual_ranks=[1]), ["'residual_ranks'"], id="a rank that there was not"),
-    pytest.param(_top(residual_ranks=["0"]), ["'residual_ranks'"], id="ranks of another type"),
     pytest.param(_top(version=True), ["version True"], id="version of another type"),
-    pytest.param(_top(version=torch.ones(2)), ["version"], id="version a tensor"),
-    pytest.param(_top(nonfinite_steps=-1), ["'nonfinite_steps'"], id="negative count"),
     pytest.param(_top(loss_scale=0), ["'loss_scale'"], id="loss scale 0"),
-    pytest.param(_top(loss_scale=-1.0), ["'loss_scale'"], id="loss scale -1"),
     pytest.param(_top(loss_scale=float("nan")), ["'loss_scale'"], id="loss scale NaN"),
-    pytest.param(_top(loss_scale=float("inf")), ["'loss_scale'"], id="loss scale inf"),
     pytest.param(_top(loss_scale=10**400), ["'loss_scale'"], id="loss scale beyond float"),
     pytest.param(lambda p: p["parameters"]["5.weight"].pop("q"), ["'5.weight'", "'q'"], id="no q"),
     pytest.param(_entry(q=torch.zeros(2, 3)), ["'5.weight'", "['q']"], id="q of another shape"),
-    pytest.param(_entry(q=torch.zeros(0, 24)), ["'5.weight'", "['q']"], id="q of rank 0"),
-    pytest.param(_entry(residual=[torch.zeros(24)]), RESIDUAL, id="residual of another shape"),
     pytest.param(_entry(residual=[NUMBERS.to_sparse()]), RESIDUAL, id="residual sparse"),
-    pytest.param(_entry(residual=[NUMBERS.to("meta")]), RESIDUAL, id="residual meta"),
-    pytest.param(_entry(residual=[NUMBERS.bool()]), RESIDUAL, id="residual bool"),
     pytest.param(_entry(residual=[NUMBERS + float("nan")]), RESIDUAL, id="residual nan"),
-    pytest.param(_entry(residual=[NUMBERS.to(torch.complex64)]), RESIDUAL, id="residual complex"),
     pytest.param(_top(batched_q={"5.weight": torch.ones(2, 24)}), ["batched_q"], id="batched_q of a name"),
-    pytest.param(_top(batched_q={3: torch.ones(2, 24)}), ["batched_q"], id="batched_q of an int"),
     pytest.param(_top(batched_q={"batched.1": torch.ones(2)}), ["batched.1"], id="batched_q a vector"),
-    pytest.param(_top(batched_q={"batched.1": torch.ones(0, 24)}), ["batched.1"], id="batched_q of rank 0"),
     pytest.param(lambda p: p["options"].update(start_powerSGD_iter="x"), ["start_powerSGD_iter"], id="start"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "texts"), REFUSALS)
-def test_refusals_name_what_is_wrong_and_change_nothing(run_ranks: Any, edit: Any, texts: list[str]) -> None:
-    saved = run_ranks(_saved_by, world_size=1)[0]
+def test_refusals_name_what_is_wrong_and_change_nothing(saved_and_running: Any, edit: Any, texts: list[str]) -> None:
+    """Damage at random: test_hostile_payloads.py."""
+    saved, run = copy.deepcopy(saved_and_running[0]), saved_and_running[1]
     edit(saved)
-    kind, text, untouched = run_ranks(_refused, saved, world_size=1)[0]
-    assert kind == "PayloadError"
-    assert untouched
+    before = residuals(run.hook)
+    with pytest.raises(commhooks.PayloadError) as caught:
+        run.hook.load_state_dict(saved)
+    assert same(before, residuals(run.hook)) and run.hook.stats()["step"] == 3
     for expected in texts:
-        assert expected in text
+        assert expected in str(caught.value)
 
 
 def _plain_types(value: Any, path: str = "payload") -> list[str]:
@@ -124,15 +108,14 @@ def test_a_saved_state_does_not_change_afterwards(run_ranks: Any, hook: str) -> 
     assert run_ranks(_is_independent, hook) == [True, True]
 
 
-def test_a_scalar_is_saved_and_loads() -> None:
-    with process_group_of_one():
-        module = torch.nn.ParameterDict({"scale": torch.ones(())})
-        hook = commhooks.attach(torch.nn.parallel.DistributedDataParallel(module), "powerSGD", hook_options=OPTIONS)
-        saved = hook.state_dict()
-        assert saved["parameters"]["scale"]["shape"] == []
-        hook.load_state_dict(saved)
+def test_a_scalar_is_saved_and_loads(saved_and_running: Any) -> None:
+    module = torch.nn.ParameterDict({"scale": torch.ones(())})
+    hook = commhooks.attach(torch.nn.parallel.DistributedDataParallel(module), "powerSGD", hook_options=OPTIONS)
+    saved = hook.state_dict()
+    assert saved["parameters"]["scale"]["shape"] == []
+    hook.load_state_dict(saved)
 
 
-def test_state_dict_of_an_unknown_kind() -> None:
-    with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match="'average'"):
-        Run.new(hook_options=OPTIONS).hook.state_dict(residual="average")
+def test_state_dict_of_an_unknown_kind(saved_and_running: Any) -> None:
+    with pytest.raises(commhooks.HookConfigError, match="'average'"):
+        saved_and_running[1].hook.state_dict(residual="average")

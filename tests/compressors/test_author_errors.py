@@ -12,7 +12,6 @@ import torch.distributed as dist
 import commhooks
 from commhooks import HookConfigError, HookRunError, PayloadError, registry
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
-from tests.support.simulation import SimulatedRanks
 from tests.support.workers import RanksFailed
 
 
@@ -152,62 +151,21 @@ def test_the_operation_of_a_send_is_named() -> None:
         commhooks.Send(torch.zeros(2), op="mean")  # type: ignore[arg-type]
 
 
-def test_a_compressor_whose_class_takes_other_arguments_can_begin_later() -> None:
-    made = compressor(average)
-
-    class Wrapping(made):  # type: ignore[misc, valid-type]
-        def __init__(self, inner: Any) -> None:
-            super().__init__(inner.config, inner.wire_dtype)
-            self.inner = inner
-
-    wrapping = Wrapping(made(made.Config()))
-    assert wrapping.with_start(7).inner is wrapping.inner
-
-
-def test_all_ranks_rows_are_gathered_at_once(run_ranks: Any) -> None:
-    run_ranks(_gathered)
-
-
-def _gathered() -> None:
-    def gathers(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
-        rows = yield commhooks.Send(flat.clone(), op="gather", last=True)
-        assert rows.shape == (dist.get_world_size(), len(flat))
-        flat.copy_(rows.mean(0))
-
-    with mock.patch.dict(registry.COMPRESSORS):
-        ours, plain = wrap(mlp()), wrap(mlp())
-        hook = commhooks.attach(ours, compressor(gathers, transactional=False))
-        for model in (ours, plain):
-            backward(model, 0)
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-        assert not hook.plan().selective
-
-
-def test_each_rank_gets_its_row_of_every_rank(run_ranks: Any) -> None:
-    run_ranks(_exchanged, world_size=3)
-
-
-def _exchanged() -> None:
-    def exchanges(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
-        rows = torch.arange(3.0).view(3, 1) + 10 * step.rank
-        arrived = yield commhooks.Send(rows.expand(3, 2), op="all_to_all", last=True)
-        assert arrived[:, 0].tolist() == arrived[:, 1].tolist() == [step.rank, 10 + step.rank, 20 + step.rank]
-        assert rows[:, 0].tolist() == [10 * step.rank + i for i in range(3)], "what was sent stays"
-        flat.zero_()
-
+def _rows() -> str:
     def sends_too_little(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
         yield commhooks.Send(flat[:2].clone(), what="rows", op="all_to_all", last=True)
 
     with mock.patch.dict(registry.COMPRESSORS):
         model = wrap(mlp(), bucket_cap_mb=25)
-        hook = commhooks.attach(model, compressor(exchanges, transactional=False))
-        backward(model, 0)
-        assert hook.stats()["bytes_sent_last_pass"] == 3 * 2 * 4 / 2
-        model = wrap(mlp(), bucket_cap_mb=25)
         commhooks.attach(model, compressor(sends_too_little, transactional=False))
-        with pytest.raises(commhooks.HookRunError, match=r"^all-to-all of rows .*\(2,\) has not one row for each of 3"):
+        with pytest.raises(commhooks.HookRunError) as caught:
             backward(model, 0)
+    return str(caught.value)
+
+
+def test_a_message_without_a_row_for_each_rank(run_ranks: Any) -> None:
+    for text in run_ranks(_rows, world_size=3):
+        assert text.startswith("all-to-all of rows ") and "(2,) has not one row for each of 3" in text
 
 
 def _different_plans() -> None:
@@ -223,18 +181,6 @@ def _different_plans() -> None:
 def test_plans_that_differ_between_ranks(run_ranks: Any) -> None:
     with pytest.raises(RanksFailed, match="the ranks compress different things: parameter 0 is .* on rank 1"):
         run_ranks(_different_plans)
-
-
-def test_a_verdict_on_its_own_numbers_is_seen_in_the_simulation() -> None:
-    def local(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
-        own = flat.isfinite().all()
-        yield commhooks.Send(flat, last=True)
-        yield commhooks.Verdict(own)
-
-    made = compressor(local)
-    ranks = SimulatedRanks(lambda: made(made.Config()), 2, {"w": torch.zeros(4, 4)})
-    with pytest.raises(HookRunError, match="the ranks come to different verdicts"):
-        ranks.step([torch.ones(16), torch.full((16,), float("nan"))])
 
 
 # ---- registration and fields -----------------------------------------------------------------------------------------
@@ -316,16 +262,3 @@ def test_a_field_comes_back_as_it_was(run_ranks: Any) -> None:
         ):
             again.load_state_dict(saved)
         assert again.stats()["step"] == 1
-
-
-def test_a_start_that_no_config_takes_changes_nothing() -> None:
-    with process_group_of_one():
-        ddp = wrap(mlp())
-        hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 1})
-        for step in range(3):
-            backward(ddp, step)
-        saved = hook.state_dict()
-        with mock.patch("commhooks.compressors.base.Compressor.with_start", side_effect=HookConfigError("not so")):
-            with pytest.raises(PayloadError, match="not so"):
-                hook.load_state_dict({**saved, "step": 77})
-        assert hook.stats()["step"] == 3

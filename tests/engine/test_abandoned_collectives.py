@@ -12,8 +12,8 @@ from commhooks import PowerSGD
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, resolve_group
 from commhooks.comm.counters import Counters
+from commhooks.compressors import base as base_module
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.engine import buckets as buckets_module
 from commhooks.engine import session as session_module
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
@@ -44,7 +44,7 @@ class Training:
     def fail(self) -> None:
         """The second bucket raises an exception, while the first one is on its way."""
         with (
-            mock.patch.object(buckets_module, "average", side_effect=ValueError("of the second bucket")),
+            mock.patch.object(base_module, "average", side_effect=ValueError("of the second bucket")),
             pytest.raises(ValueError, match="of the second bucket"),
         ):
             self.run(1)

@@ -3,7 +3,6 @@
 A collective is issued by being written down, and answered when it is waited for.
 """
 
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,15 +11,16 @@ import torch
 from commhooks.compressors.base import Exchange, Send, StepInfo, Verdict
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.task import ExchangeTask
-from commhooks.errors import HookRunError
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
 
 class Log:
-    """What happened, in order: ("sent", "P0"), ("waited", "P0"), ("committed 0", True), ("closed", "0")."""
+    """A backward pass, and what happened in it, in order: ("sent", "P0"), ("waited", "P0"), ("committed 0", True)."""
 
     def __init__(self) -> None:
+        group: Any = None
+        self.current = BackwardPass(group, True, 1.0, StepInfo(0, 1), 0, "0")
         self.lines: list[tuple[str, Any]] = []
 
     def issue(self, send: Send) -> Any:
@@ -37,29 +37,30 @@ class Log:
 
         return Pending()
 
-    def exchange(self, bucket: int, rounds: str, finite: torch.Tensor = TRUE) -> Exchange:
-        """One that sends as often as `rounds` has letters."""
+    def exchange(self, bucket: int, rounds: str, finite: torch.Tensor) -> Exchange:
+        """An exchange that sends as often as `rounds` has letters."""
         try:
             for i, letter in enumerate(rounds):
-                yield Send(torch.zeros(1), what=f"{letter}{bucket}", last=i == len(rounds) - 1)
+                what = f"{letter}{bucket}"
+                meanwhile = lambda what=what: self.lines.append(("meanwhile", what))  # noqa: E731
+                yield Send(torch.zeros(1), what=what, last=i == len(rounds) - 1, meanwhile=meanwhile)
             good = yield Verdict(finite)
             self.lines.append((f"committed {bucket}", good))
         finally:
             self.lines.append(("closed", str(bucket)))
         return None
 
+    def add(self, rounds: str, finite: torch.Tensor = TRUE) -> None:
+        flat, bucket = torch.zeros(1), len(self.current.running)
+        task = ExchangeTask(self.exchange(bucket, rounds, finite), flat, "mine")
+        self.current.add(RunningExchange(task, flat, self.issue))
+
     def words(self, kind: str) -> list[Any]:
         return [what for each, what in self.lines if each == kind]
 
-
-def _new_pass() -> BackwardPass:
-    group: Any = None
-    return BackwardPass(group, True, 1.0, StepInfo(0, 1), 0, "0")
-
-
-def _add(current: BackwardPass, log: Log, exchange: Exchange) -> None:
-    flat = torch.zeros(1)
-    current.add(RunningExchange(ExchangeTask(exchange, flat, "mine"), flat, log.issue))
+    @property
+    def committed(self) -> list[tuple[str, Any]]:
+        return [line for line in self.lines if line[0].startswith("committed")]
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def log() -> Log:
 
 
 def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
-    current, after = _new_pass(), []
-    for bucket, rounds in enumerate(["PQR", "PQ", "A", "PQR"]):
-        _add(current, log, log.exchange(bucket, rounds))
+    after = []
+    for rounds in ["PQR", "PQ", "A", "PQR"]:
+        log.add(rounds)
         after.append(log.words("sent"))
     assert after == [
         ["P0"],
@@ -78,52 +79,36 @@ def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
         ["P0", "P1", "Q0", "A2", "R0", "Q1"],
         ["P0", "P1", "Q0", "A2", "R0", "Q1", "P3"],
     ]
-    # Nobody waits for what an exchange sends last before all buckets have sent theirs.
+    # The last Send of an exchange is waited for only after all buckets have sent theirs.
     assert log.words("waited") == ["P0", "Q0", "P1"]
-    assert bool(current.drain())
+    assert bool(log.current.drain())
     assert log.words("sent")[7:] == ["Q3", "R3"]
     assert log.words("waited") == ["P0", "Q0", "P1", "P3", "Q3", "R0", "Q1", "A2", "R3"]
     assert not log.words("closed")
-    current.commit(True)
+    log.current.commit(True)
     assert log.words("closed") == ["0", "1", "2", "3"]
 
 
+def test_work_for_the_meanwhile_is_done_between_the_start_of_a_collective_and_its_answer(log: Log) -> None:
+    log.add("PQ")
+    log.current.drain()
+    assert log.lines == [(kind, what) for what in ("P0", "Q0") for kind in ("sent", "meanwhile", "waited")]
+
+
 def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: Log) -> None:
-    current = _new_pass()
-    for bucket, finite in enumerate([TRUE, FALSE, TRUE]):
-        _add(current, log, log.exchange(bucket, "PQ", finite))
-    good = current.drain()
-    assert not any(kind.startswith("committed") for kind, _ in log.lines)
-    assert not bool(good)
-    current.commit(bool(good))
-    assert [line for line in log.lines if line[0].startswith("committed")] == [
-        (f"committed {bucket}", False) for bucket in range(3)
-    ]
-    futures = [each.future for each in current.running]
-    current.fulfil()
-    assert not current.running and all(future.done() for future in futures)
+    for finite in [TRUE, FALSE, TRUE]:
+        log.add("PQ", finite)
+    good = log.current.drain()
+    assert not log.committed and not bool(good)
+    log.current.commit(bool(good))
+    assert log.committed == [(f"committed {bucket}", False) for bucket in range(3)]
+    futures = [each.future for each in log.current.running]
+    log.current.fulfil()
+    assert not log.current.running and all(future.done() for future in futures)
 
 
 def test_an_abandoned_pass_closes_its_exchanges(log: Log) -> None:
-    current = _new_pass()
-    kept = [log.exchange(bucket, "PQ") for bucket in range(3)]
-    for exchange in kept:
-        _add(current, log, exchange)
-    current.abandon()
-    assert log.words("closed") == ["0", "1", "2"] and not current.running
-    assert not any(kind.startswith("committed") for kind, _ in log.lines)
-
-
-def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
-    def talkative() -> Exchange:
-        yield Send(torch.zeros(1), what="A", last=True)
-        yield Verdict(TRUE)
-        yield Verdict(TRUE)
-        return None
-
-    current = _new_pass()
-    with closing(talkative()) as exchange:
-        _add(current, log, exchange)
-        assert bool(current.drain())
-        with pytest.raises(HookRunError, match="the exchange of mine goes on after the verdict"):
-            current.commit(True)
+    for _ in range(3):
+        log.add("PQ")
+    log.current.abandon()
+    assert log.words("closed") == ["0", "1", "2"] and not log.current.running and not log.committed

@@ -64,9 +64,8 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "ranks_per_node", "masked"),
-    [(kind, 4, 2, False) for kind in ("torch", "random_k")]
-    + [(kind, 4, 2, True) for kind in ("powerSGD", "int8")]
-    + [("int8", 4, 2, False), ("powerSGD", 6, 3, False)],
+    [("torch", 4, 2, False), ("random_k", 4, 2, False), ("powerSGD", 6, 3, False)]
+    + [(kind, 4, 2, True) for kind in ("powerSGD", "int8")],
 )
 def test_the_same_as_without_nodes(
     run_ranks: Any, kind: str, world_size: int, ranks_per_node: int, masked: bool
@@ -98,7 +97,7 @@ def test_the_same_as_without_nodes(
 def _memory(kind: str) -> dict[str, Any]:
     run = _new(kind, 2).train(5)
     session = session_of(run.hook)
-    shares = [known.work for known in session.consensus.buckets if known.compresses]
+    shares = [known.work for known in session.consensus.buckets if known.compressed]
     plan = run.hook.plan()
     return {
         "residuals": sum(each.nbytes for each in residuals(run.hook).values()),
@@ -137,34 +136,6 @@ def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
         gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
         assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
         assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
-
-
-def _lossless(ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of what was applied, and of what the ranks had, and the residuals, on a model of one matrix."""
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(24, 16, bias=False, dtype=torch.float64))
-    hook = commhooks.attach(ddp, "int8", hook_options={"block_size": 32}, ranks_per_node=ranks_per_node)
-    applied = torch.zeros(16, 24, dtype=torch.float64)
-    wanted = applied.clone()
-    weight = ddp.module.weight
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        gradient = torch.randn(16, 24, generator=generator, dtype=torch.float64)
-        ddp.zero_grad()
-        (ddp(torch.eye(24, dtype=torch.float64)).t() * gradient).sum().backward()
-        assert weight.grad is not None
-        applied += weight.grad
-        wanted += gradient
-    left = residuals(hook).get("weight", torch.zeros(16 * 24, dtype=torch.float64))
-    return applied, wanted, left.view(16, 24)
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(6, 3)])
-def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, world_size: int, ranks_per_node: int) -> None:
-    """What was applied, and the mean of the residuals over all ranks, make up the mean of the gradients."""
-    ranks = run_ranks(_lossless, ranks_per_node, 5, world_size=world_size)
-    wanted = sum(each[1] for each in ranks) / world_size
-    left = sum(each[2] for each in ranks) / world_size
-    assert left.any() and _far(ranks[0][0] + left, wanted) < 1e-12
 
 
 def _host_reads(kind: str) -> tuple[int, int]:
@@ -211,7 +182,7 @@ def _resumed(kind: str, ranks_per_node: int | None, saved: list[dict[str, Any]])
 
 @pytest.mark.parametrize(
     ("kind", "residual"),
-    [("powerSGD", "mean"), ("torch", "per_rank"), ("random_k", "mean"), ("int8", "per_rank")],
+    [("powerSGD", "mean"), ("int8", "per_rank")],
 )
 def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
     before = run_ranks(_saved, kind, 2, residual, world_size=4)
@@ -313,7 +284,7 @@ def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["powerSGD", "random_k", "int8"])
+@pytest.mark.parametrize("kind", ["powerSGD", "int8"])
 def test_a_step_that_is_not_finite_changes_nothing_on_any_node(run_ranks: Any, kind: str) -> None:
     for rank in run_ranks(_spoilt, kind, 3, world_size=4):
         assert not rank["finite"] and rank["same"] and rank["skipped"] == 1

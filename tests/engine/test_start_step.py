@@ -188,35 +188,3 @@ ALONE = {
 def test_one_rank_is_told_that_it_sends_nothing(run_ranks, hook):
     [(logged, _)] = run_ranks(announced, hook, None, True, world_size=1)
     assert logged == [ALONE[hook]]
-
-
-@computing_with("torch")
-def everything_logged() -> list[str]:
-    with log_lines() as lines:
-        ddp = wrap(mlp())
-        commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS["powerSGD"])
-        train(ddp, 1)
-    return lines
-
-
-def test_nothing_but_the_line_of_rank_0_is_logged_before_compression(run_ranks):
-    """No options that are not those in force, on any rank."""
-    ((line,), others) = run_ranks(everything_logged)
-    assert line.startswith("commhooks: powerSGD (rank 2): plain all-reduce until step 2, then ") and others == []
-
-
-@computing_with("torch")
-def batched():
-    with log_lines("commhooks.summary") as lines:
-        ddp = wrap(mlp(), bucket_cap_mb=25)
-        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
-        backward(ddp, 0)
-    return lines
-
-
-def test_batched_is_announced_with_its_buckets(run_ranks):
-    (line,) = [line for line in run_ranks(batched)[0] if line.startswith("commhooks: ")]
-    assert line == (
-        "commhooks: batched_powerSGD (rank 1): 1 of 1 parameters compressed (100.0 % of the bytes), "
-        "10.592 kB -> 0.416 kB per step and rank"
-    )

@@ -1,10 +1,9 @@
-"""More than one thing that communicates in one process: two DDP models with a hook each, and a norm over all ranks.
+"""Two DDP models with a hook each in one process.
 
 gloo and NCCL match collectives by their order alone, so every rank must issue the same ones in the same order, and the
 hooks must leave each other's memory alone: each model's gradients are, bit for bit, those that it has by itself.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from tests.support.ddp_steps import gradients, replicas_equal
-from tests.support.models import EVERY_PARAMETER, Gradients, Prescribed, all_finite, bits_equal, random_gradients
+from tests.support.ddp_steps import gradients
+from tests.support.models import EVERY_PARAMETER, Gradients, Prescribed, bits_equal, random_gradients
 
 STEPS = 6
 Sent = list[tuple[int, torch.dtype, bool]]
@@ -153,96 +151,3 @@ def test_two_backward_passes_in_one_graph(run_ranks, nested):
     assert ranks[0][0]["sent"] == ranks[1][0]["sent"], "every rank issues the same sequence"
     for name in CONFIGS:
         assert all(map(bits_equal, ranks[0][0][name][0], ranks[1][0][name][0]))
-
-
-# ------------------------------------------------------------------- collectives of the model, between our hook calls
-
-
-class MeanOverRanks(torch.autograd.Function):
-    """What SyncBatchNorm (which wants CUDA) does: an all-reduce in the forward and one in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
-
-class SyncNorm(nn.Module):
-    """Normalises over the batches of all ranks."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean, square = MeanOverRanks.apply(torch.stack([x.mean(0), x.square().mean(0)]))
-        return (x - mean) * torch.rsqrt(square - mean.square() + 1e-3)
-
-
-def _normed() -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks: list[nn.Module] = []
-    for _ in range(4):
-        blocks += [nn.Linear(24, 24), SyncNorm(), nn.Tanh()]
-    return nn.Sequential(*blocks, nn.Linear(24, 24))
-
-
-def _prescribe(module: nn.Sequential) -> nn.Sequential:
-    """Give a module's parameters, by their own names, gradients that are handed to it."""
-
-    def forward(prescribed: Gradients) -> torch.Tensor:
-        return torch.stack([(p * prescribed[name]).sum() for name, p in module.named_parameters()]).sum()
-
-    module.forward = forward  # type: ignore[method-assign]
-    return module
-
-
-def _with_norms() -> dict[str, Any]:
-    """A model whose norms communicate, and one without norms that is handed the gradients that the first one has on
-    this rank: no collective of the model comes between the hook's there."""
-    ddp = DistributedDataParallel(_normed(), bucket_cap_mb=EVERY_PARAMETER)
-    quiet = DistributedDataParallel(_prescribe(_normed()), bucket_cap_mb=EVERY_PARAMETER)
-    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1)
-    hook, quiet_hook = commhooks.attach(ddp, config), commhooks.attach(quiet, config)
-    equal, finite, replicas, passes = True, True, True, []
-    for step in range(STEPS):
-        inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        alone = copy.deepcopy(ddp.module)
-        alone.zero_grad()
-        alone(inputs).square().mean().backward()
-        ddp.zero_grad(), quiet.zero_grad()
-        loss = ddp(inputs).square().mean()
-        with all_reduces() as sent:
-            loss.backward()
-        passes.append(sent)
-        quiet(gradients(alone)).backward()
-        equal &= bits_equal(gradients(ddp), gradients(quiet))
-        finite &= all_finite(gradients(ddp).values())
-        with torch.no_grad():
-            for parameter in ddp.parameters():
-                parameter.sub_(0.1 * parameter.grad)
-        replicas &= replicas_equal(ddp)
-    states = _state_tensors(hook.state_dict("per_rank")), _state_tensors(quiet_hook.state_dict("per_rank"))
-    return {
-        "equal": equal and bits_equal(*states),
-        "finite": finite,
-        "replicas": replicas,
-        "passes": passes,
-        "remembered": len(states[0]),
-        "stats": hook.stats(),
-    }
-
-
-def test_a_norm_that_communicates_between_the_hook_calls(run_ranks):
-    ranks = run_ranks(_with_norms, timeout_s=30)
-    for each in ranks:
-        assert each["equal"] and each["finite"] and each["replicas"]
-        assert each["stats"]["compressed_steps"] == STEPS - 1
-        assert each["remembered"] == 10
-        # Ours are asynchronous: the norms' lie between them, some of ours still on their way.
-        kinds = [asynchronous for _, _, asynchronous in each["passes"][-1]]
-        assert kinds.count(False) == 4 and len(list(itertools.groupby(kinds))) > 6
-    assert ranks[0]["passes"] == ranks[1]["passes"], "every rank issues the same sequence"

@@ -11,7 +11,7 @@ sys.path.insert(0, str(TESTS.parent))
 
 import torch  # noqa: E402
 
-from tests.support import golden_runs  # noqa: E402
+from tests.golden import golden_runs  # noqa: E402
 from tests.support.workers import WorkerPool  # noqa: E402
 
 

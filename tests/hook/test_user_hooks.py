@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import registry
+from tests.golden.golden_runs import Momentum, momentum_hook
 from tests.support.ddp_steps import (
     backward,
     errors_of_means,
@@ -24,7 +25,6 @@ from tests.support.ddp_steps import (
     weights,
     wrap,
 )
-from tests.support.golden_runs import Momentum, momentum_hook
 from tests.support.training import Run, batch, make_model, residuals
 
 

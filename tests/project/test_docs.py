@@ -13,7 +13,7 @@ import pytest
 from snippets import Snippet, WrongSnippet, check, find_snippets
 
 import commhooks
-from commhooks.compressors import candidates
+from commhooks.compressors.auto import options as candidates
 from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, sources
 from tests.support.workers import RanksFailed

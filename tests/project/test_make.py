@@ -1,10 +1,12 @@
-"""The Makefile where Python is not what it needs, and what it installs for whom."""
+"""The Makefile where Python or the device is not what it needs, and what it installs for whom."""
 
-import ast
 import re
 import sys
 
-from tests.support.repository import REPOSITORY, make
+import pytest
+
+from tests.support import warm
+from tests.support.repository import make
 
 
 def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
@@ -39,12 +41,10 @@ def test_the_demo_installs_only_what_it_needs_and_nothing_twice(tmp_path):
     assert installed("test") == [".[demo]", ".[dev]"] and installed("demo") == []
 
 
-def test_the_demo_imports_what_it_installs():
-    imported = set()
-    for name in ("clean_env", "demo", "digits", "lightning_digits"):
-        for node in ast.walk(ast.parse((REPOSITORY / "examples" / f"{name}.py").read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {name.partition(".")[0] for name in names}
-    ours = {"clean_env", "digits", "lightning_commhooks"}
-    assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
+@pytest.mark.parametrize("target", ["test-cuda", "bench-gpu"])
+def test_without_a_device_it_fails_with_a_sentence(target):
+    done = make(target, f"PYTHON={warm.python()}", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode != 0 and "|" not in done.stdout
+    sentence, *rest = done.stderr.splitlines()
+    assert sentence.startswith(("This torch (", "torch ")) and "CUDA" in sentence
+    assert all(line.startswith("make: ***") for line in rest)

@@ -30,17 +30,6 @@ def test_the_nav_names_every_page_once():
     assert sorted(_pages_of_nav()) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
 
 
-def test_long_tables_are_on_reference_pages():
-    (reference,) = (entry["Reference"] for entry in NAV if "Reference" in entry)
-    long = []
-    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
-        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
-            if table.count("\n") > 2 + 8:
-                long.append((page.name, table.splitlines()[0]))
-    assert "metrics.md" in dict(long)
-    assert [each for each in long if each[0] not in _pages_of_nav(reference)] == []
-
-
 def _build(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)

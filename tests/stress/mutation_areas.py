@@ -86,15 +86,13 @@ AREAS = {
             ),
         ),
         Part(
-            "observer streams",
-            ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
+            "streams",
+            ("engine/test_streams", "hook/test_metrics"),
         ),
         Part(
             "*",
             (
                 "engine/test_backward_pass",
-                "engine/test_meanwhile",
-                "engine/test_simulation",
                 "engine/test_immediate",
                 "engine/test_masked_commit",
                 "engine/test_settle",
@@ -193,11 +191,6 @@ AREAS = {
 
 
 EXPLAINED = {
-    (
-        "commhooks/engine/observer.py",
-        "self._begin = 0",
-        "self._begin = 1",
-    ): "`begin_pass` sets it before it is read",
     (
         "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",

@@ -17,11 +17,27 @@ from accelerate.state import AcceleratorState, GradientState
 
 from accelerate_commhooks import CommHookKwargs
 from tests.support.ddp_steps import log_lines
-from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
+from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 # The resumed run is set up wrongly on purpose, so that loading must do the work.
 WRONG = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 900}
+
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+mixed_precision: "no"
+"""
+"""A configuration file of Accelerate."""
+
+
+def section(text: str) -> str:
+    """The file with a section of ours."""
+    return ACCELERATE + "comm_hook_config:\n" + "".join(f"  {line}\n" for line in text.splitlines())
 
 
 @contextlib.contextmanager
@@ -159,5 +175,20 @@ Warnings = functools.partial(log_lines, ("commhooks", "accelerate_commhooks"), l
 """The warnings of commhooks and its plugin, as a context."""
 
 
+FILES = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
+"""Of the first model, on two ranks."""
+
+
 def hook_files(folder: Any) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir() if "comm_hook" in path.name)
+
+
+def outcome(run: Training) -> dict[str, Any]:
+    return {"weights": run.weights(), "residuals": residuals(run.hook), "stats": run.hook.stats()}
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Of two outcomes."""
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["residuals"].keys() == other["residuals"].keys()
+    assert all(torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"])

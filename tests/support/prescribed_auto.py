@@ -10,12 +10,9 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from commhooks.compressors.adaptive import ObservedPass, Ranks
-from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.options import QUALITIES, Auto
-from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP
-from commhooks.compressors.candidates import ALLREDUCE, Candidate, powersgd
+from commhooks.compressors.auto.options import ALLREDUCE, QUALITIES, Auto, Candidate, powersgd
+from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP, Decision
 from commhooks.options import LARGEST_STEP
 from commhooks.registry import register_compressor
 from tests.support.inside import session_of
@@ -53,7 +50,7 @@ class PrescribedAutoCompressor(AutoCompressor):
         super().observe(dataclasses.replace(seen, step_s=step_s))
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
-        with mock.patch.object(Ranks, "size", 2):  # also where it is alone
+        with mock.patch.object(ranks, "size", 2):  # also where it is alone
             offered = super()._offered(ranks)
         return [each for each in offered if each.label != "bf16" or self.config.bf16_s is not None]
 
@@ -61,12 +58,12 @@ class PrescribedAutoCompressor(AutoCompressor):
         """Decided at once, for tests without `reconsidered`."""
         if start == LARGEST_STEP:
             return super().with_start(start)
-        return self._with(Decision(candidates.offered(self.config)[-1], None, since=start, phase="resting"))
+        return self._with(Decision(self.config.candidates[-1], None, since=start, phase="resting"))
 
 
 def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
     """A decision for one of the simple candidates."""
-    known = {each.label: each for each in candidates.offered(Auto(quality="close"))}
+    known = {each.label: each for each in Auto(quality="close").candidates}
     chosen = known.pop(label)
     made = Decision(chosen, None, tuple(known.values()), since=since, phase="resting")
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]

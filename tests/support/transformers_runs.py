@@ -13,11 +13,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
 
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
-from tests.support import accelerate_checkpoints  # noqa: E402
-from tests.support.accelerators import OPTIONS  # noqa: E402
+from tests.support import accelerators  # noqa: E402
+from tests.support.accelerators import FILES, OPTIONS  # noqa: E402, F401
 from tests.support.training import flat, residuals  # noqa: E402
 
-FILES = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
 EPOCH = 8  # steps, with two ranks and the default batch size
 POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 
@@ -46,30 +45,48 @@ class Moments(TrainerCallback):
         self._begins = False
 
 
-def make_trainer(folder: Any, cls: Any = CommHookTrainer, *, seed: int = 3, hook: Any = None, **settings: Any) -> Any:
-    """A trainer that really is one of two ranks. `hook`: its arguments for the hook, of PowerSGD by default."""
+def make_trainer(
+    folder: Any,
+    cls: Any = CommHookTrainer,
+    *,
+    seed: int = 3,
+    hook: Any = None,
+    sharding: dict[str, Any] | None = None,
+    samples: int = EPOCH * 2 * 4,
+    **settings: Any,
+) -> Any:
+    """A trainer that really is one of several ranks.
+
+    Args:
+        hook: its arguments for the hook, of PowerSGD by default.
+        sharding: arguments of FSDP2; None is DDP on two ranks.
+        samples: the length of the data.
+    """
     torch.manual_seed(seed)
     model = make_model(width=16)
-    settings = {"max_steps": EPOCH, "save_steps": 4, "ddp_bucket_cap_mb": 0.005, "logging_steps": 1} | settings
-    settings.setdefault("report_to", "none")
+    usual = {"max_steps": EPOCH, "save_steps": 4, "logging_steps": 1, "report_to": "none"}
+    usual |= {"ddp_bucket_cap_mb": 0.005, "per_device_train_batch_size": 4} if sharding is None else sharding
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
-        per_device_train_batch_size=4,
         learning_rate=0.01,
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **settings,
+        **usual | settings,
     )
-    train, _ = manual(32)
+    if sharding is not None:
+        accelerators.pretend_to_have_accelerators()
+    few = torch.utils.data.Subset(manual(32)[0], range(samples))
     moments = Moments()
     given = {} if cls is Trainer else POWER_SGD if hook is None else hook
-    few = torch.utils.data.Subset(train, range(EPOCH * 2 * 4))
     evaluated = None if args.eval_strategy == "no" else few
     trainer = cls(model, args, batch, few, evaluated, callbacks=[moments], **given)
     moments.trainer = trainer
-    assert trainer.accelerator.distributed_type is DistributedType.MULTI_CPU
-    assert trainer.args.world_size == dist.get_world_size() == 2
+    if sharding is not None:
+        assert trainer.accelerator.is_fsdp2
+    else:
+        assert trainer.accelerator.distributed_type is DistributedType.MULTI_CPU
+        assert trainer.args.world_size == dist.get_world_size() == 2
     return trainer
 
 
@@ -85,5 +102,5 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    accelerate_checkpoints.assert_equal(one, other)
+    accelerators.assert_equal(one, other)
     assert one["losses"] == other["losses"]

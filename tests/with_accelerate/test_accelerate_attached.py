@@ -1,22 +1,83 @@
-"""To what `CommHookKwargs` attaches: several models and accelerators, models that go, compiled ones."""
+"""To what `CommHookKwargs` attaches, and that it acts there: several models and accelerators, models that go, compiled
+ones; and DDP without a hook."""
 
 import copy
 import gc
+import os
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs, DistributedType
+from accelerate.state import PartialState
 from accelerate.utils import TorchDynamoPlugin
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.settings import VARIABLE, Settings
 from commhooks import AttachError, HookConfigError
-from tests.support.accelerators import Training, Warnings, launched, new_accelerator, power_sgd
+from tests.support.accelerators import FILES, Training, Warnings, hook_files, launched, new_accelerator, power_sgd
+from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
-from tests.support.training import make_model, residuals
+from tests.support.training import SEVERAL_BUCKETS_MB, make_model, residuals
+
+
+@launched
+def _compresses() -> dict[str, Any]:
+    run = Training(power_sgd(gradient_as_bucket_view=True)).train(6)
+    return {
+        "weights": run.weights(),
+        "stats": run.hook.stats(),
+        "attached": [run.handler.is_attached(model) for model in (run.model, run.model.module, make_model())],
+        "kept": [run.model.bucket_bytes_cap, run.model.gradient_as_bucket_view],
+    }
+
+
+def test_the_hook_acts_in_the_stock_accelerator(run_ranks: Any) -> None:
+    results = run_ranks(_compresses)
+    for result in results:
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert result["attached"] == [True, True, False]
+        assert result["kept"] == [int(0.001 * 1024 * 1024), True]
+        stats = result["stats"]
+        assert stats["step"] == 6 and stats["compressed_steps"] == 3
+        assert stats["collectives_last_pass"] >= 6  # several buckets
+        assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / 6 / 4
+
+
+@launched
+def _several_gpus(folder: str) -> dict[str, Any]:
+    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the handler elsewhere."""
+    with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):  # or DDP is given the number of a GPU
+        handler = power_sgd()
+        accelerator = new_accelerator(handler)
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_GPU
+        run = Training(handler, accelerator=accelerator).train(5).save(folder)
+        frozen = accelerator.prepare(make_model().requires_grad_(False))
+        weights = run.train(2).weights()
+        accelerator._models.pop()
+        assert accelerator.distributed_type == DistributedType.MULTI_GPU
+        # Accelerate loads weights to the device "cpu:0", which safetensors does not know.
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_CPU
+        again = run.load(folder, 5).train(2).weights()
+    return {
+        "stats": run.hook.stats(),
+        "attached": [handler.is_attached(model) for model in (run.model, frozen)],
+        "equal": torch.equal(weights, again),
+        "files": hook_files(folder),
+    }
+
+
+def test_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_several_gpus, str(tmp_path)):
+        assert result["stats"]["step"] == 7 and result["stats"]["compressed_steps"] == 6
+        assert result["attached"] == [True, False]
+        assert result["equal"]
+        assert result["files"] == FILES
 
 
 @launched
@@ -54,6 +115,8 @@ def _several_of_everything() -> None:
     assert [hook.stats()["step"] for hook in hooks] == [4, 5, 6]
     assert all(handler.is_attached(each.model) for each in (run, second, elsewhere))
     assert len({id(session_of(hook)) for hook in hooks}) == 3
+    for other in (copy.deepcopy(handler), pickle.loads(pickle.dumps(handler))):
+        assert other == handler and other.attached is None  # the configuration only
     assert not torch.equal(residuals(hooks[0])["5.weight"], residuals(hooks[1])["5.weight"])
 
 
@@ -82,17 +145,6 @@ def _nothing_is_kept_alive() -> None:
 
 def test_state_dies_with_its_model(run_ranks: Any) -> None:
     run_ranks(_nothing_is_kept_alive)
-
-
-@launched
-def _copies_carry_no_hook() -> None:
-    run = Training().train(4)
-    for other in (copy.deepcopy(run.handler), pickle.loads(pickle.dumps(run.handler))):
-        assert other == run.handler and other.attached is None
-
-
-def test_a_copy_of_a_used_handler_is_configuration_only(run_ranks: Any) -> None:
-    run_ranks(_copies_carry_no_hook)
 
 
 class Blocks(torch.nn.Module):
@@ -173,3 +225,34 @@ def _by_hand() -> list[str]:
 def test_without_an_accelerator_nobody_saves(run_ranks: Any) -> None:
     for (text,) in run_ranks(_by_hand):
         assert "was not attached by an accelerator: no save_state saves its state" in text
+
+
+@launched
+def _trained(folder: str, variable: str) -> dict[str, Any]:
+    plain = Training(DistributedDataParallelKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB)).train(4)
+    with log_lines() as lines, Warnings() as warned:
+        run = Training(CommHookKwargs(hook=None, bucket_cap_mb=SEVERAL_BUCKETS_MB)).train(4).save(folder)
+        run.load(folder, 4)
+    with mock.patch.dict(os.environ, {VARIABLE: variable}):
+        from_outside = Training(CommHookKwargs()).train(4)
+    return {
+        "plain": plain.weights(),
+        "none": run.weights(),
+        "outside": from_outside.weights(),
+        "attached": (run.handler.attached, from_outside.handler.attached, run.handler.is_attached(run.model)),
+        "files": hook_files(folder),
+        "said": lines,
+        "warned": warned,
+    }
+
+
+def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> None:
+    settings = {"hook": "none", "hook_options": {"matrix_approximation_rank": 2}, "bucket_cap_mb": SEVERAL_BUCKETS_MB}
+    given = Settings(settings, "my.yaml", tmp_path / "message")
+    ranks = run_ranks(_trained, str(tmp_path / "state"), given.to_environment())
+    for rank in ranks:
+        assert torch.equal(rank["none"], rank["plain"]) and torch.equal(rank["outside"], rank["plain"])
+        assert rank["attached"] == (None, None, False) and rank["files"] == [] and rank["warned"] == []
+    assert ranks[0]["said"] == ["commhooks: none: no hook, DDP averages the gradients itself"]
+    assert ranks[1]["said"] == []
+    assert given.message_file.read_text() == ""  # the launcher has nothing to say

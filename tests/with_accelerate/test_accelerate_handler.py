@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DDPCommunicationHookType
 
 from accelerate_commhooks import CommHookKwargs
-from commhooks import HookConfigError, PowerSGD
+from commhooks import BatchedPowerSGD, HookConfigError, PowerSGD
+from tests.support.accelerators import OPTIONS
 
 
 @pytest.fixture
@@ -80,12 +82,6 @@ def test_repr_can_be_read_and_evaluated() -> None:
     assert repr(CommHookKwargs(hook=None)) == "CommHookKwargs(hook=None)"
 
 
-def test_it_is_a_handler_of_ddp_arguments() -> None:
-    assert isinstance(HANDLER, CommHookKwargs) and isinstance(HANDLER, DistributedDataParallelKwargs)
-    # One of Accelerate's two paths to DDP tests for truth, the other for None.
-    assert not hasattr(CommHookKwargs, "__len__") and not hasattr(CommHookKwargs, "__bool__") and HANDLER
-
-
 def test_to_kwargs_has_ddp_arguments_only() -> None:
     given = {"bucket_cap_mb": 50, "find_unused_parameters": True, "gradient_as_bucket_view": True}
     assert CommHookKwargs(hook="powerSGD", **given).to_kwargs() == given
@@ -127,6 +123,12 @@ def test_refused_at_construction(refused: Refused) -> None:
         CommHookKwargs(**refused.kwargs)
 
 
-def test_everything_of_ours_is_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional argument"):
-        CommHookKwargs(0, True, 25, False, False, False, False, "no", "no", {}, "powerSGD")
+@pytest.mark.parametrize("kind", [DDPCommunicationHookType, str], ids=["enum", "string"])
+def test_only_the_name_of_the_class_changes(kind: Any) -> None:
+    def request(name: str, **more: Any) -> Any:
+        return CommHookKwargs(comm_hook=kind(name), **more).request
+
+    assert [request(name).name for name in ("fp16", "bf16")] == ["fp16_compress", "bf16_compress"]
+    for name, ours, wrapper in (("power_sgd", PowerSGD, "fp16"), ("batched_power_sgd", BatchedPowerSGD, "bf16")):
+        found = request(name, comm_wrapper=kind(wrapper), comm_state_option=OPTIONS)
+        assert (found.config, found.wrapper) == (ours(**OPTIONS), wrapper)

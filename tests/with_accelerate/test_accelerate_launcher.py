@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from accelerate.commands.config.config_args import default_config_file
 
 from accelerate_commhooks.__main__ import main
 from accelerate_commhooks.settings import VARIABLE
 from tests.support import warm
-from tests.support.accelerate_yaml import ACCELERATE, default_file, section
+from tests.support.accelerators import ACCELERATE, section
 from tests.support.features import fully_shard_on_gloo
 from tests.support.repository import PYTHONPATH
 
@@ -36,6 +37,18 @@ parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config
 HOOK = "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter: 1}\nbucket_cap_mb: 9\n"
 SECTION = section(HOOK).removeprefix(ACCELERATE)
 SENTENCE = "Write `Accelerator(kwargs_handlers=[CommHookKwargs()])`"
+
+
+@contextmanager
+def default_file(text: str) -> Iterator[Path]:
+    """Accelerate's default configuration file, which holds `text` for as long as this is used as a context."""
+    path = Path(default_config_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    try:
+        yield path
+    finally:
+        path.unlink()
 
 
 @pytest.fixture
@@ -313,11 +326,10 @@ def test_without_accelerate_it_is_one_line() -> None:
     ("signum", "to_all", "flags"),
     [
         (signal.SIGINT, True, ["--cpu"]),  # to the script as well, which is in the same process group
-        (signal.SIGINT, False, []),
         (signal.SIGTERM, False, ["--cpu"]),
         (signal.SIGTERM, False, []),
     ],
-    ids=["Ctrl-C, one process", "Ctrl-C, two processes", "SIGTERM, one process", "SIGTERM, two processes"],
+    ids=["Ctrl-C, one process", "SIGTERM, one process", "SIGTERM, two processes"],
 )
 def test_interrupted(
     signum: signal.Signals, to_all: bool, flags: list[str], config: Path, temporary: Path, tmp_path: Path

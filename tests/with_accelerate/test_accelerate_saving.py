@@ -1,90 +1,96 @@
-"""`accelerator.save_state` with a hook, on real ranks, and what resumes from it: the table in docs/accelerate.md."""
+"""`accelerator.save_state` and `load_state` with a hook, on real ranks: the tables in docs/accelerate.md. That a run
+resumes bit-equal, `checkpoint/test_resume_matrix.py` shows for every front end."""
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 
+import commhooks
 from accelerate_commhooks import CommHookKwargs
-from tests.support.accelerate_checkpoints import BOTH, assert_equal, outcome, resume, train_and_save
 from tests.support.accelerators import (
+    FILES,
     OPTIONS,
     WRONG,
     Training,
     Warnings,
     accelerate_launched,
+    assert_equal,
     hook_files,
     launched,
+    new_accelerator,
+    outcome,
     power_sgd,
+    sharding_accelerator,
 )
+from tests.support.ddp_steps import log_lines
+from tests.support.features import ddp_models_stay_as_they_are
 from tests.support.inside import session_of
-from tests.support.models import relative_error
+from tests.support.training import batch, flat, make_model, residuals
+from tests.support.workers import WorkerPool
 
-# ---- the ordinary way ------------------------------------------------------------------------------------------------
+
+@launched
+def _saved(folder: str, save_at: int = 6, then: int = 3, **handler: Any) -> dict[str, Any]:
+    return outcome(Training(power_sgd(**handler)).train(save_at).save(folder).train(then))
 
 
-@pytest.mark.parametrize(
-    ("save_at", "handler"),
-    [(2, {}), (3, {"save_residual": "mean"}), (6, {}), (6, {"save_residual": "mean"}), (6, {"wrapper": "bf16"})],
-)
-def test_resume_is_bit_equal(run_ranks: Any, tmp_path: Path, save_at: int, handler: dict[str, Any]) -> None:
-    through = run_ranks(train_and_save, str(tmp_path), save_at, 9 - save_at, **handler)
-    resumed = run_ranks(resume, str(tmp_path), save_at, 9 - save_at, **handler)
-    for run, again in zip(through, resumed, strict=True):
-        assert_equal(run, again)
-        assert torch.equal(again["weights"], resumed[0]["weights"])
-        assert again["stats"]["step"] == 9
-        assert again["stats"]["compressed_steps"] == 9 - max(save_at, 3)
-        assert again["stats"]["collectives_last_pass"] >= 6  # several buckets
-        assert again["warnings"] == []
-    # Before the first compressed step there are no residuals, and in a mean there are none of a rank.
-    parts = save_at > 3 and handler.get("save_residual") != "mean"
-    assert hook_files(tmp_path) == (BOTH if parts else BOTH[:1])
-    for name in hook_files(tmp_path):
+@launched
+def _resumed(folder: str, step: int = 6, then: int = 3, options: Any = WRONG, **handler: Any) -> dict[str, Any]:
+    with Warnings() as texts:
+        run = Training.resumed(folder, step, power_sgd(options, **handler))
+        loaded = residuals(run.hook)
+        run.train(then)
+    return outcome(run) | {"loaded": loaded, "warnings": texts}
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of two ranks, and the weights three steps after a resume from it without any residual."""
+    folder = tmp_path_factory.mktemp("saved")
+    worker_pool.import_first("accelerate")
+    worker_pool.run(_saved, str(folder))
+    without = Path(shutil.copytree(folder, tmp_path_factory.mktemp("without") / "checkpoint"))
+    for name in FILES[1:]:
+        (without / name).unlink()
+    results = worker_pool.run(_resumed, str(without))
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+    return folder, results[0]["weights"]
+
+
+@pytest.fixture
+def checkpoint(saved_by_two: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(saved_by_two[0], tmp_path / "checkpoint"))
+
+
+# ---- ways in which people save ---------------------------------------------------------------------------------------
+
+
+def test_the_files(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_saved, str(tmp_path), 6, 0)
+    assert hook_files(tmp_path) == FILES
+    for name in FILES:
         torch.load(tmp_path / name, weights_only=True)
-
-
-def test_without_our_files_the_resumed_run_differs(run_ranks: Any, tmp_path: Path) -> None:
-    """That a resume is bit-equal is the work of these files; and their absence is said once."""
-    through = run_ranks(train_and_save, str(tmp_path))
-    for path in tmp_path.glob("comm_hook*"):
-        path.unlink()
-    resumed = run_ranks(resume, str(tmp_path), options=OPTIONS)
-    assert (resumed[0]["weights"] - through[0]["weights"]).abs().max() > 1e-4
-    assert torch.equal(resumed[0]["weights"], resumed[1]["weights"])
-    assert len(resumed[0]["warnings"]) == 1 and resumed[1]["warnings"] == []
-    assert "holds no state of a communication hook (comm_hook.pt)" in resumed[0]["warnings"][0]
-
-
-def test_drop_saves_no_residual(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(train_and_save, str(tmp_path))  # whose files of ranks go when the same folder is saved to
-    run_ranks(train_and_save, str(tmp_path), save_residual="drop")
-    assert hook_files(tmp_path) == BOTH[:1]
-    for result in run_ranks(resume, str(tmp_path)):
-        assert result["loaded"] == {}
-        assert result["stats"]["step"] == 9
-        assert result["warnings"] == []
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "save_residual"), [(2, 1, "per_rank"), (2, 3, "per_rank"), (1, 2, "mean"), (3, 2, "mean")]
-)
-def test_another_world_size(run_ranks: Any, tmp_path: Path, before: int, after: int, save_residual: str) -> None:
-    saved = run_ranks(train_and_save, str(tmp_path), world_size=before, save_residual=save_residual)
-    resumed = run_ranks(resume, str(tmp_path), world_size=after, save_residual=save_residual)
-    for result in resumed:
-        assert torch.equal(result["weights"], resumed[0]["weights"])
-        assert result["stats"]["step"] == 9 and result["stats"]["compressed_steps"] == 3
-        assert result["warnings"] == []
-        assert result["loaded"].keys() == saved[0]["saved"].keys()
-    for name in saved[0]["saved"]:
-        mean_before = torch.stack([each["saved"][name] for each in saved]).double().mean(0)
-        assert mean_before.norm() > 0
-        for result in resumed:
-            assert (mean_before - result["loaded"][name]).norm() <= 1e-6 * mean_before.norm()
+    # In a mean there are no residuals of a rank, and those of the earlier save go.
+    run_ranks(_saved, str(tmp_path), 6, 0, save_residual="mean")
+    assert hook_files(tmp_path) == FILES[:1]
+    (tmp_path / FILES[0]).unlink()
+    first, second = run_ranks(_resumed, str(tmp_path), options=OPTIONS)
+    assert torch.equal(first["weights"], second["weights"]) and second["warnings"] == []
+    assert "holds no state of a communication hook (comm_hook.pt)" in first["warnings"][0]
 
 
 @launched
@@ -96,12 +102,57 @@ def _scaled(folder: str) -> dict[str, Any]:
     return {"run": outcome(run), "resumed": outcome(resumed.train(3))}
 
 
-def test_the_loss_scale_is_saved_with_the_residual(run_ranks: Any, tmp_path: Path) -> None:
-    for result in run_ranks(_scaled, str(tmp_path)):
+@launched
+def _automatic_naming(folder: str) -> dict[str, Any]:
+    config = {"project_dir": folder, "automatic_checkpoint_naming": True, "total_limit": 2}
+    run = Training(project_config=ProjectConfiguration(**config))
+    for _ in range(3):
+        run.train(2).save()
+    run.train(3)
+    resumed = Training.resumed(None, 6, project_config=ProjectConfiguration(**config)).train(3)
+    folders = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+    assert folders == ["checkpoint_1", "checkpoint_2"]
+    return {"run": outcome(run), "resumed": outcome(resumed)}
+
+
+def _two_nodes(folder: str) -> dict[str, Any]:
+    """Each rank is a node with a disk of its own."""
+    rank = dist.get_rank()
+    mine, config = f"{folder}/node{rank}", ProjectConfiguration(save_on_each_node=True)
+    with accelerate_launched(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
+        run = Training(project_config=config).train(6).save(mine)
+        assert run.accelerator.is_local_main_process and hook_files(mine) == [
+            "comm_hook.pt",
+            f"comm_hook_rank{rank}.pt",
+        ]
+        return {"run": outcome(run.train(3)), "resumed": outcome(Training.resumed(mine, 6).train(3))}
+
+
+@launched
+def _load_twice_into_a_running_hook(folder: str) -> dict[str, Any]:
+    run = Training().train(6).save(folder).train(3)
+    through = outcome(run)
+    run.train(2).load(folder, 6).load(folder, 6).train(3)
+    return {"run": through, "resumed": outcome(run)}
+
+
+@launched
+def _between_nodes(folder: str) -> dict[str, Any]:
+    """Each of two ranks of a node has residuals of its share."""
+    settings: dict[str, Any] = {"ranks_per_node": 2, "save_residual": "per_rank"}
+    run = Training(power_sgd(**settings)).train(5).save(folder).train(4)
+    resumed = Training.resumed(folder, 5, power_sgd(WRONG, **settings)).train(4)
+    assert 0 < len(session_of(resumed.hook).state["residual"]) < 4 and resumed.hook.stats()["bytes_inside_nodes"] > 0
+    return {"run": outcome(run), "resumed": outcome(resumed)}
+
+
+@pytest.mark.parametrize(
+    ("work", "ranks"),
+    [(_scaled, 2), (_automatic_naming, 2), (_two_nodes, 2), (_load_twice_into_a_running_hook, 2), (_between_nodes, 4)],
+)
+def test_resumes_bit_equal(run_ranks: Any, tmp_path: Path, work: Callable[..., Any], ranks: int) -> None:
+    for result in run_ranks(work, str(tmp_path), world_size=ranks):
         assert_equal(result["run"], result["resumed"])
-
-
-# ---- ways in which people save ---------------------------------------------------------------------------------------
 
 
 @launched
@@ -121,10 +172,9 @@ def _save_on_main(folder: str, first_all: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("first_all", [False, True], ids=["alone", "over a save of all"])
 def test_save_on_the_main_process_only(run_ranks: Any, saved_by_two: Any, tmp_path: Path, first_all: bool) -> None:
     saving = run_ranks(_save_on_main, str(tmp_path), first_all)
-    assert torch.equal(saving[0]["weights"], saving[1]["weights"])
-    assert saving[0]["warnings"] == []
-    assert hook_files(tmp_path) == (BOTH if first_all else BOTH[:2])
-    resumed = run_ranks(resume, str(tmp_path))
+    assert torch.equal(saving[0]["weights"], saving[1]["weights"]) and saving[0]["warnings"] == []
+    assert hook_files(tmp_path) == (FILES if first_all else FILES[:2])
+    resumed = run_ranks(_resumed, str(tmp_path))
     for result in resumed:  # the same as if nobody had saved a residual
         assert torch.equal(result["weights"], saved_by_two[1])
     assert ("is of another save" if first_all else "is missing") in resumed[1]["warnings"][0]
@@ -165,78 +215,404 @@ def _mean_on_main(folder: str) -> dict[str, Any]:
 def test_the_mean_on_the_main_process_only_is_marked(run_ranks: Any, saved_by_two: Any, tmp_path: Path) -> None:
     saving = run_ranks(_mean_on_main, str(tmp_path))
     assert "without residuals, because not every rank took part within 0.5 s" in saving[0]["warnings"][0]
-    assert not torch.load(tmp_path / BOTH[0], weights_only=True)["exact"]
-    assert torch.load(tmp_path / "all" / BOTH[0], weights_only=True)["exact"]
-    resumed = run_ranks(resume, str(tmp_path), save_residual="mean")
+    assert not torch.load(tmp_path / FILES[0], weights_only=True)["exact"]
+    assert torch.load(tmp_path / "all" / FILES[0], weights_only=True)["exact"]
+    resumed = run_ranks(_resumed, str(tmp_path), save_residual="mean")
     assert torch.equal(resumed[1]["weights"], saved_by_two[1])
     assert "marked inexact" in resumed[0]["warnings"][0]
 
 
 @launched
-def _automatic_naming(folder: str) -> dict[str, Any]:
-    def config() -> ProjectConfiguration:
-        return ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
-
-    run = Training(project_config=config())
-    for _ in range(3):
-        run.train(2).save()
-    run.train(3)
-    resumed = Training.resumed(None, 6, project_config=config()).train(3)
-    return {"run": outcome(run), "resumed": outcome(resumed)}
+def _save_model(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    run = Training(CommHookKwargs(hook="local_sgd", hook_options={"sync_every": 3})).train(4)
+    run.accelerator.save_model(run.model, folder)
+    return run.weights(), {name: p.detach().clone() for name, p in run.model.module.named_parameters()}
 
 
-def test_automatic_naming_with_a_limit(run_ranks: Any, tmp_path: Path) -> None:
-    for result in run_ranks(_automatic_naming, str(tmp_path)):
-        assert_equal(result["run"], result["resumed"])
-    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert folders == ["checkpoint_1", "checkpoint_2"]
-    assert all(hook_files(tmp_path / "checkpoints" / name) == BOTH for name in folders)
+def test_save_model_in_mid_round_saves_the_common_weights(run_ranks: Any, tmp_path: Path) -> None:
+    (first, named), (second, _) = run_ranks(_save_model, str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(first, second) and all(torch.equal(named[name], saved[name]) for name in named)
 
 
-def _two_nodes(folder: str) -> dict[str, Any]:
-    """Each rank is a node with a disk of its own."""
-    mine = f"{folder}/node{dist.get_rank()}"
-    config = ProjectConfiguration(save_on_each_node=True)
-    with accelerate_launched(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
-        run = Training(project_config=config).train(6).save(mine)
-        assert run.accelerator.is_local_main_process
-        files = hook_files(mine)
-        run.train(3)
-        return {"run": outcome(run), "resumed": outcome(Training.resumed(mine, 6).train(3)), "files": files}
+# ---- over a folder of an earlier run ---------------------------------------------------------------------------------
 
 
-def test_save_on_each_node(run_ranks: Any, tmp_path: Path) -> None:
-    for rank, result in enumerate(run_ranks(_two_nodes, str(tmp_path))):
-        assert_equal(result["run"], result["resumed"])
-        assert result["files"] == ["comm_hook.pt", f"comm_hook_rank{rank}.pt"]
+def _two_models() -> Training:
+    run = Training()
+    run.second = run.accelerator.prepare(make_model())
+    return run
+
+
+def _sharded(hook: str | None) -> Training:
+    handler = CommHookKwargs(hook=hook)
+    return Training(handler, accelerator=sharding_accelerator(handler, replicas=1))
+
+
+def _attached_later() -> Training:
+    accelerator = Accelerator()
+    return Training(CommHookKwargs(hook=None).attach(accelerator), accelerator=accelerator)
+
+
+RUNS = {
+    "two models": _two_models,
+    "one model": Training,
+    "none": lambda: Training(CommHookKwargs(hook=None)),
+    "none, attached later": _attached_later,
+    "sharded": lambda: _sharded("int8"),
+    "sharded, none": lambda: _sharded(None),
+}
+NOT_OURS = ["comm_hook_notes.pt", "my_comm_hook.pt"]
 
 
 @launched
-def _between_nodes(folder: str, exclude: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {"ranks_per_node": 2, "save_residual": "per_rank"}
-    run = Training(power_sgd(OPTIONS | {"exclude": exclude}, **settings)).train(5).save(folder)
-    resumed = Training.resumed(folder, 5, power_sgd(WRONG | {"exclude": exclude}, **settings)).train(4)
-    return {
-        "whole": run.train(4).weights(),
-        "resumed": resumed.weights(),
-        "stats": resumed.hook.stats(),
-        "owned": len(session_of(resumed.hook).state["residual"]),
-    }
+def _saved_over(folder: str, name: str) -> list[str]:
+    RUNS[name]().train(4).save(folder)
+    there = [name for name in hook_files(folder) if name not in NOT_OURS]
+    return [name for name in there if (Path(folder) / name / ".metadata").is_file() or name.endswith(".pt")]
 
 
-def test_ranks_in_nodes_resume_exactly(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_between_nodes, str(tmp_path / "saved"), [], world_size=4)
-    for rank in ranks:
-        assert torch.equal(rank["whole"], rank["resumed"]) and torch.equal(rank["whole"], ranks[0]["whole"])
-        assert rank["stats"]["compressed_steps"] == 4 and rank["stats"]["bytes_inside_nodes"] > 0
-    assert sum(rank["owned"] for rank in ranks[:2]) == sum(rank["owned"] for rank in ranks[2:]) > ranks[0]["owned"]
+@pytest.mark.parametrize(
+    ("before", "over", "left"),
+    [
+        ("two models", "none", []),
+        ("one model", "none, attached later", []),
+        ("two models", "one model", FILES),
+        ("one model", "sharded", ["comm_hook"]),
+        ("sharded", "one model", FILES),
+        ("sharded", "sharded, none", []),
+    ],
+)
+def test_nothing_of_an_old_hook_stays(run_ranks: Any, tmp_path: Path, before: str, over: str, left: list[str]) -> None:
+    """It belongs to weights that are gone."""
+    assert all(run_ranks(_saved_over, str(tmp_path), before))
+    for name in NOT_OURS:
+        (tmp_path / name).touch()
+    assert run_ranks(_saved_over, str(tmp_path), over) == [left, left]
+    assert all((tmp_path / name).is_file() for name in NOT_OURS)
 
 
-@pytest.mark.parametrize(("exclude", "owner"), [(["0.*", "3.*", "7.*"], 1), (["0.*", "5.*", "7.*"], 0)])
-def test_ranks_that_own_nothing_resume(run_ranks: Any, tmp_path: Path, exclude: list[str], owner: int) -> None:
-    """One matrix is compressed, so that one rank of a node has residuals, and the other none."""
-    ranks = run_ranks(_between_nodes, str(tmp_path / "saved"), exclude, world_size=4)
-    assert [rank["owned"] for rank in ranks] == [int(number % 2 == owner) for number in range(4)]
-    for rank in ranks:
-        # Not to the last bit: what is not compressed is summed over four ranks in an order that follows the buckets.
-        assert relative_error(rank["resumed"], rank["whole"]) < 1e-6
+# ---- what load_state may meet ----------------------------------------------------------------------------------------
+
+
+def _rewrite(path: Path, **changes: Any) -> None:
+    torch.save(torch.load(path, weights_only=True) | changes, path)
+
+
+DAMAGE_OF_ONE_RANK = {
+    "missing": (lambda folder: (folder / FILES[2]).unlink(), "is missing"),
+    "truncated": (lambda folder: _truncate(folder / FILES[2]), "cannot be read: it is cut off after "),
+    "empty": (lambda folder: (folder / FILES[2]).write_bytes(b""), "cannot be read: it is empty"),
+    "of another rank": (lambda folder: _rewrite(folder / FILES[2], rank=0), "is of rank 0, not of rank 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE_OF_ONE_RANK)
+def test_where_one_rank_lacks_its_residual_all_do_without(
+    run_ranks: Any, saved_by_two: Any, checkpoint: Path, damage: str
+) -> None:
+    change, text = DAMAGE_OF_ONE_RANK[damage]
+    change(checkpoint)
+    first, second = run_ranks(_resumed, str(checkpoint))
+    for result in (first, second):
+        assert torch.equal(result["weights"], saved_by_two[1])
+        assert result["stats"]["step"] == 9 and result["stats"]["compressed_steps"] == 3
+    # Rank 1 names its file, rank 0 says once what follows.
+    [warning] = second["warnings"]
+    assert str(checkpoint / FILES[2]) in warning and text in warning
+    [warning] = first["warnings"]
+    assert "all ranks start from residuals of zero" in warning
+
+
+def test_another_world_size_needs_the_files_of_all(run_ranks: Any, checkpoint: Path) -> None:
+    _truncate(checkpoint / FILES[2])
+    for result in run_ranks(_resumed, str(checkpoint), world_size=3):
+        assert result["loaded"] == {} and result["stats"]["step"] == 9
+        assert "comm_hook_rank1.pt cannot be read" in result["warnings"][0]
+
+
+@launched
+def _fails_to_load(folder: str, **handler: Any) -> str:
+    run = Training(power_sgd(WRONG | {"start_powerSGD_iter": 1}, **handler)).train(3)
+    before = outcome(run)
+    with pytest.raises(commhooks.PayloadError) as caught:
+        run.load(folder, 6)
+    assert_equal(outcome(run), before)
+    assert outcome(run)["stats"]["step"] == 3
+    return str(caught.value)
+
+
+DAMAGE_OF_THE_SHARED_FILE = {
+    "truncated": (lambda folder: _truncate(folder / FILES[0]), "comm_hook.pt cannot be read: it is cut off after "),
+    "missing": (lambda folder: (folder / FILES[0]).unlink(), "comm_hook.pt is missing, though comm_hook_rank"),
+    "changed": (lambda folder: _rewrite(folder / FILES[0], step=7), "fingerprint do not belong together"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE_OF_THE_SHARED_FILE)
+def test_a_bad_shared_file_is_an_error_on_every_rank_before_anything_changes(
+    run_ranks: Any, checkpoint: Path, damage: str
+) -> None:
+    change, text = DAMAGE_OF_THE_SHARED_FILE[damage]
+    change(checkpoint)
+    for error in run_ranks(_fails_to_load, str(checkpoint)):
+        assert text in error and str(checkpoint) in error
+        assert "Load another checkpoint, or remove its comm_hook*.pt files" in error
+
+
+@launched
+def _loads_of_another_hook(folder: str, file: str) -> list[str]:
+    run, changed = Training(CommHookKwargs.from_config(file)), f"{file} folder"
+    with log_lines() as lines:
+        run.load(folder, 6).train(1).save(changed).load(changed, 7)
+    assert run.hook.stats()["step"] == 1
+    return lines
+
+
+def test_another_hook_is_an_error_unless_strict_is_off(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+    for error in run_ranks(_fails_to_load, str(checkpoint), hook="batched_powerSGD"):
+        assert error.startswith(f"{checkpoint / FILES[0]}: ")
+        assert "is of hook 'powerSGD', this one is 'batched_powerSGD'" in error
+    file = tmp_path / "hook.yaml"
+    file.write_text("hook: int8\nstrict: false\n")
+    lines, others = run_ranks(_loads_of_another_hook, str(checkpoint), str(file))
+    # Said each time: `strict: false`, written once for a changed hook, would hide what goes wrong later.
+    assert sum("int8_compress: strict=False: this load leaves out what does not fit" in each for each in lines) == 2
+    assert any("begins with fresh memory (strict=False)" in each for each in lines)
+    assert not any("strict=False" in each for each in others)
+
+
+@launched
+def _loaded_on_one_rank(folder: str) -> str:
+    run = Training(power_sgd(WRONG))
+    if run.accelerator.process_index == 1:
+        run.accelerator.load_state(folder)
+    with pytest.raises(commhooks.HookRunError) as caught:
+        run.train(1)
+    return str(caught.value)
+
+
+def test_loading_on_some_ranks_only_is_an_error_on_all(run_ranks: Any, checkpoint: Path) -> None:
+    for error in run_ranks(_loaded_on_one_rank, str(checkpoint)):
+        assert "rank 0: 0, rank 1: 6" in error
+
+
+def _one_process(folder: str, made_by_two: str) -> None:
+    """A plain script without a launcher: Accelerate does not wrap in DDP, and there is nothing to attach a hook to."""
+    with accelerate_launched(none=True), Warnings() as texts:
+        handler = power_sgd()
+        run = Training(handler, accelerator=Accelerator(kwargs_handlers=[handler]))
+        run.train(1).save(folder).load(made_by_two, 6).train(1)
+        assert handler.attached is None and not handler.is_attached(run.model)
+        assert hook_files(folder) == [] and texts == []
+
+
+@launched
+def _without_hook(folder: str, made_by_two: str) -> None:
+    Training(CommHookKwargs(hook=None)).save(folder).load(made_by_two, 6).train(1)
+
+
+def test_without_a_hook_no_files_of_one_are_read(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+    _truncate(checkpoint / FILES[0])
+    run_ranks(_one_process, str(tmp_path / "alone"), str(checkpoint), world_size=1, init=False)
+    run_ranks(_without_hook, str(tmp_path / "without"), str(checkpoint))
+
+
+# ---- users' own hooks, states and objects ----------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self, count: int = 0, plain: bool = True) -> None:
+        self.count, self.plain = count, plain
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count} | ({} if self.plain else {"object": Counter()})
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@launched
+def _own_hooks_and_objects(folder: str, early: bool) -> dict[str, Any]:
+    """Users who save models themselves empty the lists that hooks get; and have objects of their own saved."""
+
+    def prepare(handler: CommHookKwargs, count: int) -> tuple[Training, Counter]:
+        accelerator = new_accelerator(handler)
+
+        def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            if accelerator.is_main_process:
+                torch.save(weights[0], os.path.join(output_dir, "mine.pt"))
+            weights.clear()
+
+        def load(models: list[Any], input_dir: str) -> None:
+            models.pop().load_state_dict(torch.load(os.path.join(input_dir, "mine.pt"), weights_only=True))
+
+        def register() -> None:
+            accelerator.register_save_state_pre_hook(save)
+            accelerator.register_load_state_pre_hook(load)
+
+        if early:
+            register()
+        run, counter = Training(handler, accelerator=accelerator), Counter(count)
+        if not early:
+            register()
+        accelerator.register_for_checkpointing(counter)
+        return run, counter
+
+    run, _ = prepare(power_sgd(), 41)
+    run.train(6).save(folder).train(3)
+    resumed, counter = prepare(power_sgd(WRONG), 0)
+    resumed.load(folder, 6).train(3)
+    assert counter.count == 41
+    return {"run": outcome(run), "resumed": outcome(resumed)}
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["registered before prepare", "after"])
+def test_users_own_hooks_and_objects(run_ranks: Any, tmp_path: Path, early: bool) -> None:
+    for result in run_ranks(_own_hooks_and_objects, str(tmp_path), early):
+        assert_equal(result["run"], result["resumed"])
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"mine.pt", "custom_checkpoint_0.pkl"} <= names and "model.safetensors" not in names
+
+
+def own_hook(state: Counter, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state.count += 1 + dist.get_rank()
+    return commhooks.allreduce_hook(None, bucket)
+
+
+@launched
+def _own_hook(folder: str, plain: bool = True, save: bool = True) -> tuple[int, int, list[str]]:
+    handler, resumed = CommHookKwargs(hook=own_hook, hook_state=Counter(plain=plain)), Counter()
+    run = Training(handler)
+    with Warnings() as texts:
+        if save:
+            run.train(2).save(folder)
+        saved = handler.hook_state.count
+        Training.resumed(folder, 2, CommHookKwargs(hook=own_hook, hook_state=resumed))
+    return saved, resumed.count, texts
+
+
+def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None:
+    (saved, resumed, _), (of_second, resumed_second, _) = run_ranks(_own_hook, str(tmp_path))
+    assert resumed == saved > 0 and resumed_second == of_second == 2 * saved
+    assert hook_files(tmp_path) == FILES
+    elsewhere = run_ranks(_own_hook, str(tmp_path), save=False, world_size=3)
+    assert [count for _, count, _ in elsewhere] == [saved] * 3
+    assert "every rank gets the state of rank 0" in elsewhere[0][2][0]
+    for _, count, (warning, *_) in run_ranks(_own_hook, str(tmp_path / "unreadable"), plain=False):
+        assert count == 0 and "is not saved" in warning and "weights_only=True" in warning
+
+
+# ---- several models --------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two models of one shape with different gradients, and an evaluation-mode model that is prepared before them."""
+
+    def __init__(self, options: Any = OPTIONS) -> None:
+        self.handler = power_sgd(options)
+        self.accelerator = new_accelerator(self.handler)
+        self.accelerator.prepare_model(make_model(), evaluation_mode=True)
+        self.first = self.accelerator.prepare(make_model())
+        self.second = self.accelerator.prepare(make_model())
+        self.first_hook, self.second_hook = self.handler.attached_hooks
+
+    def train(self, start: int, steps: int) -> "Pair":
+        for step in range(start, start + steps):
+            for factor, model in ((1, self.first), (3, self.second)):
+                images, labels = batch(step, self.accelerator.process_index)
+                self.accelerator.backward(torch.nn.functional.cross_entropy(model(factor * images), labels))
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.05 * parameter.grad
+                        parameter.grad = None
+        return self
+
+    def memory(self) -> list[torch.Tensor]:
+        hooks = (self.first_hook, self.second_hook)
+        return [residuals(hook)["5.weight"] for hook in hooks] + [flat(self.second.parameters())]
+
+
+@launched
+def _pair(folder: str) -> list[list[torch.Tensor]]:
+    pair = Pair().train(0, 5)
+    pair.accelerator.save_state(folder)
+    pair.accelerator.wait_for_everyone()
+    resumed = Pair(WRONG)
+    resumed.accelerator.load_state(folder)
+    at_load = [pair.memory(), resumed.memory()]
+    return [*at_load, pair.train(5, 2).memory(), resumed.train(5, 2).memory()]
+
+
+@launched
+def _second_file_damaged(folder: str) -> None:
+    pair = Pair().train(0, 4)
+    before = pair.memory()
+    with pytest.raises(commhooks.PayloadError, match="comm_hook_1.pt"):
+        pair.accelerator.load_state(folder)
+    assert all(torch.equal(a, b) for a, b in zip(before, pair.memory(), strict=True))
+    assert pair.first_hook.stats()["step"] == 4
+
+
+def test_two_models_have_a_state_each(run_ranks: Any, tmp_path: Path) -> None:
+    for saved, loaded, through, again in run_ranks(_pair, str(tmp_path)):
+        assert not torch.equal(saved[0], saved[1])
+        assert all(torch.equal(a, b) for a, b in zip(saved + through, loaded + again, strict=True))
+    assert hook_files(tmp_path) == sorted([*FILES, *(name.replace("hook", "hook_1") for name in FILES)])
+    _truncate(tmp_path / "comm_hook_1.pt")
+    run_ranks(_second_file_damaged, str(tmp_path))
+
+
+@launched
+def _freed_and_gone(folder: str) -> None:
+    pair = Pair().train(0, 5)
+    second = residuals(pair.second_hook)["5.weight"]
+    pair.first = pair.first_hook = None
+    assert pair.handler.attached_hooks == [pair.second_hook]
+    pair.accelerator.save_state(folder + "/gone")
+    pair.accelerator.wait_for_everyone()
+    part = torch.load(f"{folder}/gone/comm_hook_1_rank{pair.accelerator.process_index}.pt", weights_only=True)
+    assert torch.equal(part["residuals"]["5.weight"].flatten(), second)  # it kept its number
+
+    stale = pair.second  # a variable that `free_memory` knows nothing of
+    pair.accelerator.free_memory()
+    pair.second = pair.accelerator.prepare(make_model())
+    assert pair.handler.attached.stats()["step"] == 0 and pair.handler.is_attached(stale)
+    pair.accelerator.save_state(folder + "/freed")
+    pair.accelerator.wait_for_everyone()
+    assert torch.load(folder + "/freed/comm_hook.pt", weights_only=True)["step"] == 0
+
+    pair.first = pair.accelerator.prepare(make_model())
+    pair.accelerator.free_memory()
+    again = pair.accelerator.prepare(pair.first.module)  # the second of two, now alone
+    pair.accelerator.save_state(folder + "/again")
+    pair.accelerator.wait_for_everyone()
+    assert pair.handler.is_attached(again)
+
+
+def test_models_that_go_and_free_memory(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_freed_and_gone, str(tmp_path))
+    assert hook_files(tmp_path / "gone") == [name.replace("hook", "hook_1") for name in FILES]
+    assert hook_files(tmp_path / "freed") == hook_files(tmp_path / "again") == FILES[:1]
+
+
+@launched
+def _prepared_twice(folder: str) -> None:
+    handler = power_sgd()
+    accelerator = new_accelerator(handler)
+    module, other = make_model(), make_model()
+    models = accelerator.prepare(module, other)
+    third = accelerator.prepare(module)  # a DDP model of its own around the same module
+    hooks = handler.attached_hooks
+    assert len(hooks) == 1 + len(models)
+    accelerator.backward(third(torch.ones(2, 1, 8, 8)).sum())
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    steps = [torch.load(f"{folder}/comm_hook{n}.pt", weights_only=True)["step"] for n in ("", "_1")]
+    assert steps == [1, 0] and accelerator.prepare(third) is third and handler.attached is hooks[2]
+
+
+@ddp_models_stay_as_they_are
+def test_a_module_that_is_prepared_twice_keeps_its_number(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_prepared_twice, str(tmp_path))
+    assert hook_files(tmp_path) == ["comm_hook.pt", "comm_hook_1.pt"]

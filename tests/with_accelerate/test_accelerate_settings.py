@@ -11,7 +11,7 @@ import pytest
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.settings import VARIABLE, Settings
 from commhooks import HookConfigError, PowerSGD
-from tests.support.accelerate_yaml import ACCELERATE, section
+from tests.support.accelerators import ACCELERATE, section
 
 FULL = """\
 hook: powersgd

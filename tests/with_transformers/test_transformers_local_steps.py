@@ -36,34 +36,56 @@ def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path) -> N
         assert torch.equal(again["weights"], through[0]["weights"])  # the training ends with a round
 
 
-class _Evaluates(TrainerCallback):
-    """In mid-round and at the end of the third one."""
+class _Looks(TrainerCallback):
+    """In mid-round: saves the model at step 4, evaluates after step 5; `save_steps` saves it at step 8."""
+
+    trainer: Any
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, torch.Tensor]] = {}
+
+    def look(self, name: str) -> None:
+        self.seen[name] = {key: each.clone() for key, each in self.trainer.model.state_dict().items()}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_evaluate = state.global_step in (4, 7)
+        if state.global_step == 4:
+            self.look("before")
+            self.trainer.save_model(f"{args.output_dir}/by_hand")
+            self.look("by_hand")
+        control.should_evaluate = state.global_step == 5
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.look("checkpoint-8")
 
 
 @launched
-def _evaluate(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    trainer = make_trainer(folder, hook=HOOK, save_strategy="no")
-    trainer.add_callback(_Evaluates())
-    trainer.eval_dataset = trainer.train_dataset
-    seen: list[torch.Tensor] = []
+def _looked_at(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    trainer, looks = make_trainer(folder, hook=HOOK, save_only_model=True, save_steps=8), _Looks()
+    looks.trainer, trainer.eval_dataset = trainer, trainer.train_dataset
+    trainer.add_callback(looks)
     loop = trainer.evaluation_loop
 
-    def looked_at(*args: Any, **kwargs: Any) -> Any:
-        seen.append(flat(trainer.model.parameters()))
+    def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
+        looks.look("evaluated")
         return loop(*args, **kwargs)
 
-    trainer.evaluation_loop = looked_at
+    trainer.evaluation_loop = evaluation_loop
     trainer.train()
-    return seen[0], seen[1]
+    assert trainer.comm_hook.stats()["outer_gradient_norm"] > 0
+    return looks.seen
 
 
-def test_an_evaluation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(_evaluate, tmp_path)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert not torch.equal(first[0], first[1])
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_whoever_looks_at_the_model_sees_the_common_one(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_looked_at, tmp_path)
+    assert not _same(first.pop("before"), second.pop("before"))
+    assert first.keys() == {"by_hand", "evaluated", "checkpoint-8"}
+    assert all(_same(first[name], second[name]) for name in first)
+    for name in ("by_hand", "checkpoint-8"):
+        assert _same(load_file(tmp_path / name / "model.safetensors"), first[name])
 
 
 class _StopsInMidRound(TrainerCallback):
@@ -88,49 +110,3 @@ def test_the_best_model_stays_as_it_was_saved(run_ranks: Any, tmp_path: Path) ->
     for rank in run_ranks(_load_best, tmp_path):
         assert torch.equal(rank["end"], rank["after"])
         assert all(torch.equal(rank["best"][name], rank["now"][name]) for name in rank["best"])
-
-
-class _LooksAtSaves(TrainerCallback):
-    def __init__(self) -> None:
-        self.seen: list[dict[str, torch.Tensor]] = []
-
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.seen.append({name: each.clone() for name, each in model.state_dict().items()})
-
-
-@launched
-def _save_models(folder: Path) -> dict[str, torch.Tensor]:
-    trainer, looks = make_trainer(folder, hook=HOOK, save_only_model=True), _LooksAtSaves()
-    trainer.add_callback(looks)
-    trainer.train()
-    return looks.seen[0]
-
-
-def test_a_model_that_is_saved_alone_is_the_common_one(run_ranks: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(_save_models, tmp_path)
-    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")  # in mid-round
-    for name, tensor in saved.items():
-        assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor)
-
-
-class _SavesInMidRound(TrainerCallback):
-    trainer: Any
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4:
-            self.trainer.save_model(f"{args.output_dir}/by_hand")
-            self.weights = flat(self.trainer.model.parameters())
-
-
-@launched
-def _save_by_hand(folder: Path) -> Any:
-    trainer, saves = make_trainer(folder, hook=HOOK, save_strategy="no"), _SavesInMidRound()
-    saves.trainer = trainer
-    trainer.add_callback(saves)
-    trainer.train()
-    return saves.weights, trainer.comm_hook.stats()["outer_gradient_norm"]
-
-
-def test_a_callback_that_saves_ends_the_round(run_ranks: Any, tmp_path: Path) -> None:
-    (first, norm), (second, _) = run_ranks(_save_by_hand, tmp_path)
-    assert torch.equal(first, second) and norm > 0

@@ -1,5 +1,7 @@
 """What makes the Trainer wrap a model anew, and that the hook follows it."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +14,12 @@ from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from transformers import Trainer  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 from transformers_trainer import make_model  # noqa: E402  # of examples/
 
-from accelerate_commhooks.transformers import CommHookTrainerMixin  # noqa: E402
+import commhooks  # noqa: E402
+from accelerate_commhooks.transformers import CommHookTrainer, CommHookTrainerMixin  # noqa: E402
 from tests.support.accelerators import hook_files, launched  # noqa: E402
 from tests.support.transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
 
@@ -43,6 +46,8 @@ def _train_three_times(folder: Path) -> list[dict[str, Any]]:
     assert trainer.comm_hook is None
     trainer.train()
     results = [outcome(trainer)]
+    with pytest.raises(commhooks.HookRunError, match=r"after close\(\) of this hook"):
+        trainer.model_wrapped(**trainer.data_collator([trainer.train_dataset[0]])).loss.backward()
     trainer.evaluate(trainer.train_dataset)
     trainer.args.num_train_epochs, trainer.args.output_dir = 3, str(folder / "second")
     trainer.train()
@@ -147,3 +152,15 @@ def _auto_find_batch_size(folder: Path) -> dict[str, Any]:
     everywhere = [torch.empty_like(result["weights"]) for _ in range(2)]
     dist.all_gather(everywhere, result["weights"])
     return result | {"first": everywhere[0]}
+
+
+def test_a_trainer_does_not_wait_for_the_garbage_collector(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = CommHookTrainer(make_model(width=16), args, hook="powerSGD")
+    gone = [weakref.ref(each) for each in (trainer, trainer.model)]
+    gc.disable()
+    try:
+        del trainer
+        assert not any(each() for each in gone)
+    finally:
+        gc.enable()

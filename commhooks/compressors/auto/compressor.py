@@ -12,12 +12,48 @@ from typing import Any
 import torch
 
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass, Ranks, Watch
-from commhooks.compressors.auto import candidates, trials
-from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.options import Auto
-from commhooks.compressors.base import RESIDUAL, Compressor, StateField
+from commhooks.compressors.auto import trials
+from commhooks.compressors.auto.options import Auto, Candidate
+from commhooks.compressors.auto.trials import Decision
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, StateField, average
+from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
+from commhooks.errors import HookConfigError
 from commhooks.options import LARGEST_STEP
+
+_CLASSES: dict[str, type[Compressor[Any]]] = {
+    each.Config.hook_name: each
+    for each in (AllReduceCompressor, BF16Compressor, Int8Compressor, Int4Compressor, PowerSGDCompressor)
+}
+
+
+def new(candidate: Candidate) -> Compressor[Any]:
+    """The candidate's compressor. It compresses from its first step on.
+
+    Raises:
+        HookConfigError: not one of the hooks that `auto` chooses from, or invalid options.
+    """
+    if candidate.hook not in _CLASSES:
+        raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
+    made = _CLASSES[candidate.hook]
+    try:
+        return made(made.Config(**candidate.options_at_once(made.Config)))
+    except TypeError as error:
+        raise HookConfigError(f"hook {candidate.hook!r}: {error}") from error
+
+
+def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:
+    """Counted bytes of a step (see `Counters`). Sparse gradients send few rows, whatever is chosen: they count as
+    nothing."""
+    wire = compressor.wire_dtype
+    return sum(
+        plan.sent_bytes(wire) + (plan.flags * plan.wire_itemsize(wire) if plan.compressed else 0)
+        for layout, plans in zip(seen.layouts, seen.plans(compressor), strict=True)
+        if not layout.sparse
+        for plan in plans
+    )
 
 
 def _of_inner(name: str) -> Any:
@@ -34,13 +70,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     Config = Auto
     title = "auto"
     wrappers = False
-    flat_only = True
     enough_passes = 3
     """Passes that have to make sense before a decision."""
 
     def __init__(self, config: Auto, *, decision: Decision | None = None) -> None:
         self.decision = decision or trials.begin(config, 0)
-        self._inner = candidates.new(self.decision.candidate)
+        self._inner = new(self.decision.candidate)
         super().__init__(config, self._inner.wire_dtype)
         self._steps_s: list[float] = []
         self._latest: ObservedPass | None = None
@@ -55,7 +90,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def _candidates(self) -> list[Compressor[Any]]:
-        return [candidates.new(each) for each in candidates.offered(self.config)]
+        return [new(each) for each in self.config.candidates]
 
     exchange = _of_inner("exchange")
     workspace = _of_inner("workspace")
@@ -67,7 +102,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
-        """Those in force, and the residual, which most candidates have."""
+        """The fields of the candidate in force, and the residual, which most candidates have."""
         others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
         return (*others, RESIDUAL)
 
@@ -96,18 +131,9 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     def summary(self) -> str:
         return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
-    @property
-    def judges_averages(self) -> bool:  # type: ignore[override]
+    def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
         """While nothing is compressed, reading all gradients once more would be the only cost."""
-        return self._inner.transactional
-
-    @property
-    def chosen(self) -> str:
-        return self.decision.candidate.label
-
-    @property
-    def chosen_at(self) -> int | None:
-        return None if self.decision.phase == "trying" else self.decision.since
+        return average(flat, self.wire_dtype_for(flat.dtype), world_size, judged=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether any candidate compresses the parameter."""
@@ -120,29 +146,40 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
         return " ".join(dict.fromkeys(builds)) if all(builds) else ""
 
-    # ---- learned state -----------------------------------------------------------------------------------------------
+    # ---- the decision ------------------------------------------------------------------------------------------------
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.decision.watch
+
+    @property
+    def chosen(self) -> str:
+        return self.decision.candidate.label
+
+    @property
+    def chosen_at(self) -> int | None:
+        return None if self.decision.phase == "trying" else self.decision.since
 
     @property
     def notes(self) -> dict[str, Any]:
         return self.decision.to_plain()
 
-    def with_start(self, start: int) -> "AutoCompressor":
-        """As new: the step at which a choice begins is part of the decision."""
-        return self._with(None)
-
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AutoCompressor":
         if notes is None:
             return self._with(trials.begin(self.config, step))
-        return self._with(trials.resumed(Decision.from_plain(notes), self.config, step, same_ranks=same_ranks))
+        saved = Decision.from_plain(notes)
+        for each in saved.known.values():
+            new(each)  # raises for anything else than the candidates and their options
+        return self._with(trials.resumed(saved, self.config, step, same_ranks=same_ranks))
+
+    def with_start(self, start: int) -> "AutoCompressor":
+        """As new: the step at which a choice begins is part of the decision."""
+        return self._with(None)
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
         return type(self)(self.config, decision=decision)
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
-
-    @property
-    def watch(self) -> Watch | None:
-        return self.decision.watch
 
     def observe(self, seen: ObservedPass) -> None:
         self._steps_s.append(seen.step_s)
@@ -150,16 +187,16 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AutoCompressor", str]:
         before, after = self.decision, self._decided(ranks, step)
-        said = after.line if after.why != before.why else ""
+        message = after.message if after.why != before.why else ""
         if after.candidate != before.candidate or after.since != before.since:
             made = self._with(after)
             made.native = self.native
-            return made, said
+            return made, message
         self.decision = after
         if after.watch is None or before.watch is None or after.watch.begin != before.watch.begin:
-            self._steps_s.clear()  # else it goes on with what was measured
+            self._steps_s.clear()  # otherwise the phase goes on with what was measured
             self._latest = None
-        return self, said
+        return self, message
 
     def _decided(self, ranks: Ranks, step: int) -> Decision:
         now = self.decision
@@ -176,21 +213,21 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         if now.phase == "trying":
             return trials.after_trial(now, self.config, step, step_s)
         offered = self._offered(ranks)
-        sent = {each.label: candidates.counted_bytes(candidates.new(each), self._seen) for each in offered}
+        sent = {each.label: counted_bytes(new(each), self._seen) for each in offered}
         return trials.after_measuring(now, self.config, step, step_s, offered, sent)
 
-    def _offered(self, ranks: Ranks) -> list[candidates.Candidate]:
+    def _offered(self, ranks: Ranks) -> list[Candidate]:
         """What to try, and the candidate in force."""
         now = self.decision.candidate
-        offered = candidates.offered(self.config) if ranks.size > 1 else []  # one rank has nothing to gain
+        offered = self.config.candidates if ranks.size > 1 else []  # one rank has nothing to gain
         others = [each for each in offered if each.label != now.label]
         # A trial that ran out of memory would end the training.
         rows = ranks.table([float(self._has_memory_for(each)) for each in others])
         return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
 
-    def _has_memory_for(self, candidate: candidates.Candidate) -> bool:
+    def _has_memory_for(self, candidate: Candidate) -> bool:
         """Whether this rank can allocate now what a hook needs besides what is in use."""
-        compressor = candidates.new(candidate)
+        compressor = new(candidate)
         buckets = self._seen.plans(compressor)
         needed = compressor.memory_plan([plan for plans in buckets for plan in plans], buckets).total
         try:

@@ -1,10 +1,53 @@
-"""The options of `hook="auto"`."""
+"""The options of `hook="auto"`, and the hooks that it, the doctor and `commhooks network` compare."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
-from commhooks.options import HookConfig
+from commhooks.options import HookConfig, check_choice
+
+MARGIN = 1.1
+"""The factor by which another hook must shorten the step to be chosen. Hooks whose steps differ by less are equally
+fast: a median of eight steps scatters by some percent, and less than a tenth is not worth other gradients."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """
+    Attributes:
+        label: its name in logs, tables and checkpoints.
+        hook, options: as in `attach`; without a start step.
+        changes: how much it changes the gradients, to choose the most exact of equally fast ones: 0 not at all, up to 1
+            for another dtype, above 1 for lossy compression.
+    """
+
+    label: str
+    hook: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    changes: float = 2.0
+
+    def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
+        """The options with which it compresses from its first step on. `config`: the config class of the hook."""
+        return {**self.options, **({} if config.start_option is None else {config.start_option: 0})}
+
+    def excluding(self, names: list[str]) -> "Candidate":
+        """The candidate with these globs as its option `exclude`, which only lossy hooks have."""
+        return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
+
+
+def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
+    """PowerSGD; the higher ranks change the gradients less."""
+    options = {"matrix_approximation_rank": rank, **options}
+    return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
+
+
+NOOP = Candidate("noop", "noop")
+ALLREDUCE = Candidate("allreduce", "allreduce", changes=0.0)
+FP16 = Candidate("fp16", "fp16_compress", changes=1.0)
+BF16 = Candidate("bf16", "bf16_compress", changes=0.5)  # before fp16: it needs no GradScaler
+INT8 = Candidate("int8", "int8_compress", changes=1.2)
+INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
 """The candidates, plain all-reduce first. With PowerSGD of rank 4 and below the language model of
@@ -35,8 +78,31 @@ class Auto(HookConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.quality in QUALITIES, "quality", f"one of {', '.join(map(repr, QUALITIES))}")
+        check_choice(f"{type(self).__name__}: quality", self.quality, QUALITIES)
         self._require(2 <= self.measure_steps <= 10_000, "measure_steps", "2 to 10000")
         again = self.check_again_every
         self._require(again is None or 10 <= again <= 2**31, "check_again_every", "10 or more, or None")
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What it chooses among, plain all-reduce first."""
+        return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
+
+
+def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
+    """The label of the candidate to use; the same on all ranks that have the same numbers.
+
+    Of the candidates that are about as fast as the fastest and faster than the current one by the margin, the one that
+    changes the gradients least; the current one if there are none.
+
+    Args:
+        times: seconds of a step, by label. Candidates without a usable time are left out.
+        known: the candidates by label.
+        now: the label of the current one.
+    """
+    usable = {label: each for label, each in times.items() if math.isfinite(each) and each > 0}
+    if now not in usable:
+        return now
+    longest = min(MARGIN * min(usable.values()), usable[now] / MARGIN)
+    about = [label for label, each in usable.items() if each <= longest]
+    return min(about, key=lambda label: (known[label].changes, usable[label]), default=now)

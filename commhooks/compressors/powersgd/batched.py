@@ -5,6 +5,7 @@ Source: `batched_powerSGD_hook` of torch.distributed. The residuals belong to th
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -108,7 +109,6 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
     """Each bucket as one square matrix, padded with zeros."""
 
     Config = BatchedPowerSGD
-    per_bucket = True
     q = BucketQ("q", per="bucket")
     Cpu = BatchedCpuKernel
     Accelerator = BatchedAcceleratorKernel
@@ -123,24 +123,13 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
         label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
         sparse = any(info.sparse for info in parameters)
         complex_numbers = any(info.parameter.is_complex() for info in parameters)
+        # The key identifies the sequence of parameters: another bucket layout has another matrix.
+        key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
+        plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
         if sparse or complex_numbers or 2 * side * rank >= numel:
             reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
-            return [MatrixPlan(label, (numel,), numel, dtype, reason=reason, lowered=not sparse)]
-        return [
-            MatrixPlan(
-                label,
-                (numel,),
-                numel,
-                dtype,
-                compressed=True,
-                flags=len(parameters),
-                # The key identifies the sequence of parameters: another bucket layout has another matrix.
-                state_name=f"batched.{agreement_key([info.name for info in parameters]):016x}",
-                n=side,
-                m=side,
-                rank=rank,
-            )
-        ]
+            return [replace(plan, reason=reason)]
+        return [replace(plan, compressed=True, flags=len(parameters), n=side, m=side, rank=rank)]
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> LowRankKernel:
         (plan,) = plans

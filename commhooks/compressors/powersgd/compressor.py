@@ -100,7 +100,6 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
 
     title = "PowerSGD"
     collectives = ("sum", "sum")
-    Plan = MatrixPlan
     exchange = staticmethod(low_rank_exchange)
     q: ClassVar[StateField]
     Cpu: ClassVar[type[CpuKernel]] = CpuKernel
@@ -154,7 +153,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         work = Workspace(layout, matrices, self.config, wire_dtype)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if self.native:
-            return self.Cpu(work, NativeProducts(shapes, work.dtype, refills=not self.per_bucket))
+            return self.Cpu(work, NativeProducts(shapes, work.dtype, refills=self.q.per == "parameter"))
         return self.Cpu(work, TorchProducts(shapes, work.dtype))
 
 

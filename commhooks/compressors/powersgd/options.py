@@ -58,7 +58,6 @@ class PowerSGD(HookConfig):
             "orthogonalization_epsilon",
             "0 or a small positive number",
         )
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,6 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
 
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
-    Plan = BlockPlan
     exchange = staticmethod(quantised_exchange)
 
     @property

@@ -25,7 +25,6 @@ class Quantized(HookConfig):
         super().__post_init__()
         fits = _UNIT <= self.block_size <= _LARGEST_BLOCK and self.block_size % _UNIT == 0
         self._require(fits, "block_size", f"a multiple of {_UNIT} between {_UNIT} and {_LARGEST_BLOCK}")
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,13 @@ import pytest
 
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto import trials
-from commhooks.compressors.auto.candidates import offered
-from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.options import Auto
-from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP
-from commhooks.compressors.candidates import choose
+from commhooks.compressors.auto.options import Auto, choose
+from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP, Decision
 from tests.support.prescribed_auto import TRIAL, decided
 
 NAN, INF = math.nan, math.inf
 CONFIG = Auto(quality="close", measure_steps=10, check_again_every=100)
-OFFERED = [each for each in offered(CONFIG) if each.hook != "powerSGD"]
+OFFERED = [each for each in CONFIG.candidates if each.hook != "powerSGD"]
 KNOWN = {each.label: each for each in OFFERED}
 SENT = {"allreduce": 100.0, "bf16": 50.0, "int8": 26.0, "int4": 14.0}
 
@@ -53,7 +50,7 @@ def test_choose(times: dict[str, float], now: str, expected: str) -> None:
 def _begun(step_s: float = 1.0, config: Auto = CONFIG) -> Decision:
     """After ten steps of all-reduce."""
     return trials.after_measuring(
-        trials.begin(config, 0), config, 10, step_s, [each for each in OFFERED if each in offered(config)], SENT
+        trials.begin(config, 0), config, 10, step_s, [each for each in OFFERED if each in config.candidates], SENT
     )
 
 

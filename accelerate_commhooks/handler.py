@@ -101,7 +101,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self.given |= outside.keys()
         request = self.request
         if request.config is not None:
-            request.config.resolved(self.total_steps)  # a fraction needs total_steps
+            request.config.resolved(request.total_steps)  # a fraction needs total_steps
         if settings is not None:
             self._use(settings)
 
@@ -354,7 +354,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         hook = attach_request(
             model,
             request,
-            total_steps=self.total_steps or self.run_length,
+            total_steps=request.total_steps or self.run_length,
             replicate_group=replicate_group,
             loss_scale=scale,
             on_unused=message,

@@ -131,7 +131,7 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
     """
     value, kinds = plain(where, value), _members(hint)
     try:
-        read = list(value) if isinstance(value, tuple) else value
+        read = list(value) if isinstance(value, tuple) else value  # OmegaConf 2.3 takes no tuple
         if isinstance(value, str) and value.strip() and not {bool, int, float}.isdisjoint(kinds):
             read = OmegaConf.from_dotlist([f"value={value}"]).value
         if type(read) in kinds:

@@ -97,6 +97,8 @@ class ModelPlan:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain types, for JSON. Bytes are per rank and step."""
         sent = None if self.sends is None else self.bytes_after
+        # All rows have the same keys, and "matrix" and "rank" for every hook.
+        details = dict.fromkeys(["matrix", "rank", *(key for p in self.parameters for key in p.details)])
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
@@ -118,8 +120,7 @@ class ModelPlan:
                     "dtype": str(p.dtype).removeprefix("torch."),
                     "compressed": p.compressed,
                     "reason": p.reason,
-                    "matrix": None,  # every hook has the keys "matrix" and "rank"
-                    "rank": None,
+                    **details,
                     **p.details,
                     "bytes_before": p.size_bytes(),
                     "bytes_after": None if self.sends is None else self.sent_bytes(p),

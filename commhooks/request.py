@@ -104,7 +104,7 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def check_value(where: str, value: Any, kind: Any, expected: str = "") -> Any:
+def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> Any:
     """Return `value`, converted to `kind`. Raise HookConfigError if it does not fit, if a number is below 1, or if it
     is another text than "auto"."""
     found = converted(where, value, kind, expected)
@@ -266,14 +266,14 @@ class HookRequest:
         hook.
 
         Args:
-            total_steps: synchronised backward passes in the whole run, if known; None: those of the request.
+            total_steps: synchronised backward passes in the whole run, if known.
 
         Raises:
-            HookConfigError: the start is a fraction and the length of the run is unknown.
+            HookConfigError: the start is a fraction and `total_steps` is None.
         """
         if self.config is None:
             return None
-        resolved = self.config.resolved(self.total_steps if total_steps is None else total_steps)
+        resolved = self.config.resolved(total_steps)
         made = compressor_of(self.config)
         return made(resolved) if self.wrapper is None else made(resolved, WIRE_DTYPES[self.wrapper])
 

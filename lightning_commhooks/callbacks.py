@@ -34,9 +34,9 @@ class CommHookCheckpoint(Callback):
     # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
         super().__init__()
-        check_arguments(with_defaults(save_residual, strict))
+        checked = check_arguments(with_defaults(save_residual, strict))
         self.save_residual = save_residual
-        self.strict = strict
+        self.strict: bool | None = None if strict is None else checked["strict"]
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         _warn_if_unhooked(
@@ -82,9 +82,8 @@ class CommHookMonitor(Callback):
         progress_bar: Optional[str] = "compression_rate",  # noqa: UP045
     ) -> None:
         super().__init__()
-        check_value("every_n_steps", every_n_steps, int | None)
         check_choice("progress_bar", progress_bar, (None, *NAMES))
-        self.every_n_steps = every_n_steps
+        self.every_n_steps: int | None = check_value("every_n_steps", every_n_steps, int | None)
         self.progress_bar = progress_bar
         self._warned = False
         self._meter = Meter()

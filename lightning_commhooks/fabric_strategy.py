@@ -70,7 +70,6 @@ class CommHookDDP(DDPStrategy):
         check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(**arguments_in(locals()))
-        self._total_steps = total_steps
         self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
         self._warned_about_saving = False
 
@@ -103,7 +102,6 @@ class CommHookDDP(DDPStrategy):
         hook = attach_request(
             model,
             self._request,
-            total_steps=self._total_steps,
             loss_scale=loss_scale(self.precision, self.root_device),
         )
         if not self._request.off:

@@ -63,14 +63,14 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         process_group_backend: Optional[str] = None,  # noqa: UP045
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
-        check_value("replicate_size", replicate_size, int | str, "a number of replicas, or 'auto'")
+        expected = "a number of replicas, or 'auto'"
+        self._replicate_size: Any = check_value("replicate_size", replicate_size, int | str, expected)
         if save_residual not in (None, "drop"):
             raise HookConfigError(
                 f"save_residual={save_residual!r}; expected 'drop', or None: distributed checkpoints hold the mean"
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": save_residual or "mean"})
-        self._replicate_size = replicate_size
         self._mesh: DeviceMesh | None = None
 
     # ---- what users call ---------------------------------------------------------------------------------------------

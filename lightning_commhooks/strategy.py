@@ -234,8 +234,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
     ) -> None:
         check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
-        self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
-        self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(**self._given))
+        self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(save_residual, strict))
+        self._given = {"save_residual": save_residual, "strict": None if strict is None else self._request.strict}
         self._checkpoint_path: str | Path = "the checkpoint"
         self._warned_about_size = False
 

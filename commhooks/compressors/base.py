@@ -133,7 +133,7 @@ class Compressor(ABC, Generic[ConfigT]):
         in the bucket is compressed: `average` reduces such a bucket."""
         return layout, plans
 
-    # ---- less often ----------------------------------------------------------------------------------------------
+    # ---- less often --------------------------------------------------------------------------------------------------
 
     stats_every: int | None = None
     """Steps between two log lines with compression statistics; None: no such lines."""

@@ -164,15 +164,13 @@ class DDPGradients(GradientSource):
             self._check_join()
         future = reducer.reduce(found)
         if found.is_last:
-            self._forget_used()
             reducer.passed()
+            if self._used is not None:
+                self._used.clear()
         return future
 
     def _end_pass(self, reducer: Reducer) -> None:
         reducer.end_pass()
-        self._forget_used()
-
-    def _forget_used(self) -> None:
         if self._used is not None:
             self._used.clear()
 

@@ -5,7 +5,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class OuterSteps(ExchangeDriver):
         self.immediate = config.fragments == 1 and config.delay == 0
         self._fragments = divided(sizes, config.fragments)
         self._distance, self._delay = config.sync_every // config.fragments, config.delay
-        self._buffers: dict[int, list[Buffer]] = {}
+        self._buffers: dict[int, list[Workspace]] = {}
         self._messages = PointToPoint()
         self._turn = 0  # the fragment whose turn comes next
         self._in_flight: _Exchange | None = None
@@ -118,38 +117,30 @@ class OuterSteps(ExchangeDriver):
             self.held.add(verdict, 1.0, compressed=True)
         self.held.settle()
         self._messages.forget_abandoned()
-        self._measured = [each.work.measured for each in exchange.buffers if each.work.measured is not None]
+        self._measured = [each.measured for each in exchange.buffers if each.measured is not None]
         exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
-    def _fragment(self, number: int) -> "list[Buffer]":
+    def _fragment(self, number: int) -> list[Workspace]:
         if number not in self._buffers:
             known = self.consensus.binding.names.known()
             self._buffers[number] = self._made({name: known[name] for name in self._fragments[number]})
         return self._buffers[number]
 
-    def _made(self, parameters: Mapping[str, torch.Tensor]) -> "list[Buffer]":
+    def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[Workspace]:
         compressor, names = self.compressor, self.consensus.binding.names
         found = []
         for layout in layouts(parameters):
             infos = [
                 ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False) for slot in layout.slots
             ]
-            found.append(Buffer(layout, compressor.workspace(layout, compressor.plan(infos))))
+            found.append(compressor.workspace(layout, compressor.plan(infos)))
         return found
-
-
-@dataclass(eq=False)
-class Buffer:
-    """Weights that are exchanged as one tensor."""
-
-    layout: BucketLayout
-    work: Workspace
 
 
 class _Exchange:
     """One outer step of some weights, which begins in the constructor. `in_thread`: the training goes on meanwhile."""
 
-    def __init__(self, steps: OuterSteps, buffers: Sequence[Buffer], *, in_thread: bool) -> None:
+    def __init__(self, steps: OuterSteps, buffers: Sequence[Workspace], *, in_thread: bool) -> None:
         self.buffers = buffers
         self._flats = [packed(each.layout) for each in buffers]
         self._sent = [flat.clone() for flat in self._flats] if in_thread else []
@@ -163,7 +154,7 @@ class _Exchange:
         issue, compressor = functools.partial(steps.issue, group), steps.compressor
         self._running = []
         for flat, each in zip(self._flats, buffers, strict=True):
-            task = ExchangeTask(compressor.exchange(flat, each.work, steps.state, info), flat, compressor.name)
+            task = ExchangeTask(compressor.exchange(flat, each, steps.state, info), flat, compressor.name)
             self._running.append(RunningExchange(task, flat, issue))
         if not in_thread:
             self._exchange()

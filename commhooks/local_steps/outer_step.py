@@ -33,7 +33,7 @@ SAMPLED_EVERY = 64
 
 @dataclass
 class Workspace:
-    """What the outer steps of one buffer need.
+    """One buffer: the weights that are exchanged as one tensor, and what their outer steps need.
 
     Attributes:
         wire: the compressor that averages the differences; None: float32.

@@ -133,24 +133,17 @@ class Link:
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Measure the link. All ranks of `group` must call this; all get the same result."""
 
-    def slowest(own: float) -> float:
-        row = torch.tensor([own], dtype=torch.float64, device=device)
-        return float(gather_rows(row, group, None, "the time of an all-reduce").max())
-
     def all_reduce_s(buffer: torch.Tensor) -> float:
-        return slowest(_all_reduce_s(buffer, group))
+        """Seconds on the slowest rank."""
+        row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
+        return float(gather_rows(row, group, None, "the time of an all-reduce").max())
 
     latency_s = statistics.median(all_reduce_s(torch.ones(1, device=device)) for _ in range(2 + _REPEATS))
     buffer = torch.ones(_SMALLEST_BYTES // 4, device=device)
     took_s = all_reduce_s(buffer)
     while took_s < _enough_s(latency_s) and buffer.nbytes < _LARGEST_BYTES:
-        try:
-            larger = torch.ones(2 * buffer.numel(), device=device)
-        except RuntimeError:  # torch.OutOfMemoryError is one
-            larger = None
-        if slowest(float(larger is None)) or larger is None:  # all ranks go on with the size that each of them has
-            break
-        buffer, took_s = larger, all_reduce_s(larger)
+        buffer = torch.ones(2 * buffer.numel(), device=device)
+        took_s = all_reduce_s(buffer)
     # The first all-reduce of a size uses fresh memory; the fastest one was disturbed least.
     took_s = min(took_s, *(all_reduce_s(buffer) for _ in range(_REPEATS)))
     sent = 2 * (group.size() - 1) / group.size() * buffer.nbytes

@@ -48,7 +48,6 @@ def _by_loading(name: str = "powerSGD", options: dict[str, int] = OPTIONS) -> Ca
 
 WAYS = {
     "register": _by_register,
-    "load": _by_loading,
     "load int8": functools.partial(_by_loading, "int8", {"start_iter": 1}),
 }
 

@@ -4,7 +4,6 @@ With `static_graph` DDP calls the hook for all of them at the end of that pass, 
 """
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -124,21 +123,3 @@ def _frozen_since() -> str:
 def test_a_bucket_of_parameters_frozen_after_wrapping_is_an_error(run_ranks: Any) -> None:
     for rank in run_ranks(_frozen_since):
         assert "or that were frozen then" in rank
-
-
-def _callbacks(hook: str) -> list[int]:
-    """How many functions the hook queues for the end of each pass, and buckets."""
-    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), bucket_cap_mb=0.0003)
-    attached = commhooks.attach(ddp, hook)
-    counts = []
-    for _ in range(3):
-        with mock.patch("commhooks.gradients.ddp.run_after_backward") as queued:
-            ddp(torch.ones(2, 8)).sum().backward()
-        counts.append(queued.call_count)
-    return [*counts, attached.stats()["collectives_last_pass"]]
-
-
-@pytest.mark.parametrize("hook", ["allreduce", "powerSGD"])
-def test_one_function_is_queued_for_the_end_of_a_pass(run_ranks: Any, hook: str) -> None:
-    for *counts, buckets in run_ranks(_callbacks, hook):
-        assert buckets > 2 and counts == [0, 1, 1]  # the first pass has one bucket

@@ -75,42 +75,24 @@ def test_a_copy_averages_without_the_hook(run_ranks: Any, way: str) -> None:
         ]
 
 
-def _called_in_a_copy() -> None:
+def _alone() -> list[str]:
+    """Texts of the errors when a hook is copied without its model, and when DDP's copied function is called."""
     ddp = wrap(mlp())
-    registered: list[Any] = []
-    ddp.register_comm_hook = lambda state, hook: registered.append(hook)
-    commhooks.attach(ddp, "allreduce")
-    [function] = registered
-    copied = pickle.loads(pickle.dumps(function))
-    with pytest.raises(HookRunError, match="a copy of a model with the hook 'allreduce'.*attach one"):
-        copied(None, None)
-
-
-def test_the_function_in_a_copy_says_that_it_has_no_hook(run_ranks: Any) -> None:
-    run_ranks(_called_in_a_copy, world_size=1)
-
-
-def _hook_alone() -> list[str]:
-    hook = commhooks.attach(wrap(mlp()), "powerSGD")
-    texts = []
+    hook, texts = commhooks.attach(ddp, "powerSGD"), []
     for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda hook: torch.save(hook, io.BytesIO())):
         with pytest.raises(HookRunError) as error:
             way(hook)
         texts.append(str(error.value))
+    assert ddp._get_ddp_logging_data()["comm_hook"] == "powerSGD"
+    registered: list[Any] = []
+    other = wrap(mlp())
+    other.register_comm_hook = lambda state, hook: registered.append(hook)
+    commhooks.attach(other, "allreduce")
+    with pytest.raises(HookRunError, match="a copy of a model with the hook 'allreduce'.*attach one"):
+        pickle.loads(pickle.dumps(registered[0]))(None, None)
     return texts
 
 
 def test_a_hook_alone_is_neither_copied_nor_pickled(run_ranks: Any) -> None:
-    for text in run_ranks(_hook_alone, world_size=1)[0]:
+    for text in run_ranks(_alone, world_size=1)[0]:
         assert text.startswith("a CommHook cannot be copied or pickled") and "state_dict()" in text
-
-
-def _name_in_the_logging_data() -> str:
-    ddp = wrap(mlp())
-    commhooks.attach(ddp, "int8")
-    found: str = ddp._get_ddp_logging_data()["comm_hook"]
-    return found
-
-
-def test_ddp_knows_the_hook_by_its_name(run_ranks: Any) -> None:
-    assert run_ranks(_name_in_the_logging_data) == ["int8_compress"] * 2

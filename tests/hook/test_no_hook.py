@@ -61,24 +61,17 @@ def test_rank_0_says_once_that_there_is_no_hook(run_ranks: Any) -> None:
     assert line.endswith("itself (hook_options and wrapper and check_every without effect)") and others == []
 
 
-def _on_some_ranks() -> str:
+def _differently() -> tuple[str, str]:
+    """The error if only some ranks have a hook; the hook of replicas of shards, which nobody else averages."""
     with pytest.raises(commhooks.AttachError) as caught:
         commhooks.attach(wrap(mlp()), "powerSGD" if dist.get_rank() else None)
-    return str(caught.value)
+    return str(caught.value), attached(2, 1, None)[1].name
 
 
-def test_no_hook_on_some_ranks_is_an_error_on_all(run_ranks: Any) -> None:
-    for text in run_ranks(_on_some_ranks):
+def test_on_some_ranks_it_is_an_error_and_shards_are_averaged_all_the_same(run_ranks: Any) -> None:
+    for text, name in run_ranks(_differently):
         assert "the ranks attach different hooks: rank 0: none; rank 1: powerSGD. Give" in text
-
-
-def _sharded() -> str:
-    return attached(2, 1, None)[1].name
-
-
-def test_replicas_of_shards_are_averaged_all_the_same(run_ranks: Any) -> None:
-    """Nobody else would average them."""
-    assert run_ranks(_sharded) == ["allreduce"] * 2
+        assert name == "allreduce"
 
 
 def test_what_cannot_be_done_without_a_hook() -> None:

@@ -62,11 +62,9 @@ def scaled_factory(options: dict[str, Any], process_group: dist.ProcessGroup | N
 
 WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
     "callable": (scaled_average, {"hook_state": 0.5}, 0.5, "scaled_average"),
-    "callable without a state": (scaled_average, {}, 1.0, "scaled_average"),
     "dotted path": ("test_user_hooks:scaled_average", {"hook_state": 3}, 3.0, "test_user_hooks:scaled_average"),
     "dotted path with a class": ("test_user_hooks:Hooks.doubled", {}, 2.0, "test_user_hooks:Hooks.doubled"),
     "registered": ("Scaled", {"hook_options": {"factor": 0.25}}, 0.25, "scaled"),
-    "registered, no options": ("scaled", {}, 1.0, "scaled"),
 }
 
 
@@ -305,14 +303,3 @@ def test_a_wrong_hook_is_an_error_in_backward(hook: Any, how: str, error: type[E
         HOW[how](ddp, hook, None)
         with pytest.raises(error, match=text):
             backward(ddp, 0)
-
-
-def test_a_callable_named_none_is_called():
-    def none(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return scaled_average(3.0, bucket)
-
-    none.__qualname__ = "none"
-    with process_group_of_one():
-        ddp = wrap(mlp())
-        commhooks.attach(ddp, none)
-        assert max(errors_of_means(ddp, 1, factor=3.0)) <= 1e-6

@@ -153,7 +153,8 @@ def test_containers_are_the_dicts_and_lists_that_they_stand_for() -> None:
     assert HookRequest.parse("powerSGD", hook_options={"exclude": ListConfig(["a"])}).config == PowerSGD(exclude=["a"])
     with mock.patch.dict("commhooks.registry.FACTORIES", of_the_user=lambda options, group: (None, print)):
         options = HookRequest.parse("of_the_user", hook_options=given.nested).options
-    assert options == {"sizes": [1, {"b": 4}]}
+        assert type(HookRequest.parse("of_the_user", hook_options={"a": ListConfig([1])}).options["a"]) is list
+    assert options == {"sizes": [1, {"b": 4}]} and PowerSGD(exclude=("a",)).exclude == ["a"]  # type: ignore[arg-type]
     assert type(options["sizes"]) is list and type(options["sizes"][1]) is dict
 
 

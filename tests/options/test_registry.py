@@ -1,4 +1,4 @@
-"""`register_compressor`: which classes and which names it takes."""
+"""`register_compressor`: which classes and which names it takes. Its other refusals are in test_author_errors.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import registry
+from commhooks import HookConfigError, registry
 from commhooks.compressors.base import Exchange, State, StepInfo
 from commhooks.compressors.cast import Stateless
 
@@ -21,7 +21,7 @@ def tables_as_they_were() -> Iterator[None]:
 
 
 def _new(name: str, module: str = __name__, short: tuple[str, ...] = ()) -> Any:
-    """A compressor class of that name."""
+    """A compressor class of that name, as if it had been defined at the top of that module."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(commhooks.HookConfig):
@@ -35,7 +35,6 @@ def _new(name: str, module: str = __name__, short: tuple[str, ...] = ()) -> Any:
             return flat
             yield
 
-    # As if it had been defined at the top of that module.
     Nothing.Config, Nothing.__module__, Nothing.__qualname__ = Config, module, "Nothing"
     return Nothing
 
@@ -49,42 +48,35 @@ def test_a_registered_one_is_known_by_its_names() -> None:
     again = _new("my_own", short=("mine",))
     commhooks.register_compressor(again)  # the same module loaded anew
     assert registry.COMPRESSORS["my_own"] is again
-    with pytest.raises(commhooks.HookConfigError, match="a compressor that is not registered"):
+    with pytest.raises(HookConfigError, match="a compressor that is not registered"):
         registry.compressor_of(made.Config())
 
 
-@pytest.mark.parametrize("name", ["powerSGD", "power_sgd", "FP16", "fp16_compress", "my_own", "mine", "factory"])
-def test_a_name_that_is_taken_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["power_sgd", "FP16", "my_own", "mine", "factory", "off", "", "two words", "a:b", 3])
+def test_a_name_that_is_taken_or_none_is_refused(name: Any) -> None:
     commhooks.register_compressor(_new("my_own", short=("mine",)))
     commhooks.register_hook("factory", lambda options, group: (None, commhooks.allreduce_hook))
     before = dict(registry.COMPRESSORS)
-    for other in (_new(name, "elsewhere"), _new("free", "elsewhere", (name,))):
-        with pytest.raises(commhooks.HookConfigError, match="is taken by"):
+    others = [_new(name, "elsewhere")]
+    others += [_new("free", "elsewhere", (name,))] if registry.canonical_name(str(name)) else []
+    for other in others:
+        with pytest.raises(HookConfigError, match="is taken by|expected a word|has no hook_name|means training w"):
             commhooks.register_compressor(other)
     assert before == registry.COMPRESSORS
 
 
-@pytest.mark.parametrize("name", ["", "two words", "module:name", None, 3])
-def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(commhooks.HookConfigError, match="expected a word|has no hook_name"):
-        commhooks.register_compressor(_new(name))
-
-
 def test_what_is_no_compressor_is_refused() -> None:
-    for wrong in (commhooks.PowerSGD, commhooks.allreduce_hook, "powerSGD", _new("free")(commhooks.AllReduce())):
-        with pytest.raises(commhooks.HookConfigError, match="expected a subclass of commhooks.Compressor"):
-            commhooks.register_compressor(wrong)
-    without = _new("free")
+    for wrong in (commhooks.PowerSGD, commhooks.allreduce_hook, "powerSGD"):
+        with pytest.raises(HookConfigError, match="expected a subclass of commhooks.Compressor"):
+            commhooks.register_compressor(wrong)  # type: ignore[type-var]
 
     @dataclass(frozen=True, kw_only=True)
     class Needs(commhooks.HookConfig):
         hook_name: ClassVar[str] = "free"
         share: float
 
+    without = _new("free")
     without.Config = Needs
-    with pytest.raises(commhooks.HookConfigError, match="every option needs a default"):
-        commhooks.register_compressor(without)
-    without.Config = dict
-    with pytest.raises(commhooks.HookConfigError, match="its Config is"):
+    with pytest.raises(HookConfigError, match="every option needs a default"):
         commhooks.register_compressor(without)
     assert "free" not in registry.COMPRESSORS

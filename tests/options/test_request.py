@@ -117,6 +117,15 @@ def test_text_of_the_environment_becomes_what_it_says() -> None:
     given = {"strict": "no", "total_steps": "40", "check_every": "7", "ranks_per_node": "2"}
     request = HookRequest.parse("powerSGD", **given)
     assert (request.strict, request.total_steps, request.check_every, request.ranks_per_node) == (False, 40, 7, 2)
+    assert CommHookCheckpoint(strict="no").strict is False  # type: ignore[arg-type]
+    options = {"start_powerSGD_iter": "0.5"}
+    assert CommHookKwargs(hook="powerSGD", hook_options=options, total_steps="40").request.total_steps == 40  # type: ignore[arg-type]
+
+
+def test_without_a_hook_the_arguments_of_one_are_kept_as_ignored() -> None:
+    given: dict[str, Any] = {"wrapper": "fp16", "check_every": 3, "ranks_per_node": 2}
+    request = HookRequest.parse("off", hook_options={"a": 1}, strict=False, **given)
+    assert request.off and request.ignored == ("hook_options", *given) and not request.strict
 
 
 NAMES = {

@@ -41,7 +41,6 @@ def fit(
     ckpt_path: str | None = None,
     seed: int = 0,
     save: bool = False,
-    save_to: str | None = None,
     epochs: int = 4,
     callbacks: Any = (),
     model: Model | None = None,
@@ -57,7 +56,7 @@ def fit(
         root,
         strategy=made,
         max_epochs=epochs,
-        callbacks=[watch, *callbacks, *([keeper(save_to or root)] if save or save_to else [])],
+        callbacks=[watch, *callbacks, *([keeper(root)] if save else [])],
     )
     with support.caught_warnings() as texts:
         t.fit(model, data(), ckpt_path=ckpt_path)

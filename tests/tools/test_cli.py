@@ -174,13 +174,12 @@ assert hook is None
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder. Its scripts are forgotten afterwards, and nothing of the import is left."""
+    """The current folder. Nothing of an import is left afterwards."""
     monkeypatch.chdir(tmp_path)
     path, argv = list(sys.path), sys.argv
     yield tmp_path
     assert sys.path == path and sys.argv is argv
-    for name in ("script_of_this_test", "inner.script_of_this_test", "inner"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("script_of_this_test", None)
 
 
 @pytest.mark.parametrize("target", ["script_of_this_test:build", "./script_of_this_test.py:Nets.build"])
@@ -194,12 +193,6 @@ def test_a_script_does_not_see_the_arguments_of_the_command(
     assert repr([target.partition(":")[0]]) in capsys.readouterr().out
     assert sys.argv is given
     monkeypatch.undo()
-
-
-def test_a_script_in_a_folder(folder: Path) -> None:
-    (folder / "inner").mkdir()
-    (folder / "inner" / "script_of_this_test.py").write_text(SCRIPT.format(""))
-    assert len(list(call("inner/script_of_this_test.py:build").parameters())) == 2
 
 
 @pytest.mark.parametrize("ends", [PARSES.format("required=True"), "sys.exit('no data')"])

@@ -20,23 +20,6 @@ EVERY = 5  # so that the checkpoint, after 8 steps, and the validations, after 4
 HOOK = commhooks.DiLoCo(sync_every=EVERY, outer_momentum=0.3)
 
 
-def _resume(root: str) -> dict[str, Any]:
-    saved = fit(root, save=True, hook=HOOK)
-    resumed = fit(root, ckpt_path=path_at(root, SAVED_AT), seed=1, hook=HOOK)
-    return {"saved": saved, "resumed": resumed, "never saved": fit(root, hook=HOOK)}
-
-
-def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(_resume, str(tmp_path))
-    for rank in (first, second):
-        for step in range(SAVED_AT + 1, 2 * SAVED_AT):  # a save at the end begins another round
-            assert_equal(rank["resumed"]["weights"][step], rank["saved"]["weights"][step])
-    at = SAVED_AT + 2  # the replicas are on their own there, and in common at the end
-    assert difference(first["saved"]["weights"][at], second["saved"]["weights"][at]) > 1e-5
-    for run in ("saved", "resumed", "never saved"):
-        assert_equal(first[run]["final"], second[run]["final"])
-
-
 class _Looks(pl.Callback):
     """At the model, before the strategy is told of a validation, and at the module's own end of the training."""
 

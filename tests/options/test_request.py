@@ -105,7 +105,7 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("hook", "given", "sentence"), SENTENCES, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("hook", "given", "sentence"), SENTENCES)
 def test_a_request_that_cannot_work(hook: Any, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(HookConfigError) as raised:
         HookRequest.parse(hook, **given)

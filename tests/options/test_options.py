@@ -31,7 +31,7 @@ from tests.support.features import whole_numbers_in_config_classes
 from tests.support.lightning_support import Model, cli_config
 
 NUMBER_OF_STEPS, FRACTION = "a number of steps, 0 or more", "a fraction of the run strictly between 0 and 1"
-OK = object()
+OK = ...
 # Option, what is given, what it becomes (OK: it stays what it is), or what the error says is expected.
 VALUES: list[tuple[str, Any, Any]] = [
     ("matrix_approximation_rank", 8, OK),

@@ -35,7 +35,7 @@ from commhooks.hook.for_plugins import (
     located,
     nothing_saved,
     payload_parts,
-    reason_first,
+    print_error_on_rank_zero,
 )
 
 logger = logger_of(__name__)
@@ -81,20 +81,20 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-# One `SavedHooks` per accelerator, shared by all of its handlers.
-_SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
+_SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDictionary()
+"""One per accelerator, shared by all of its handlers."""
 
 
-def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
-    """The `SavedHooks` of `accelerator`; created and registered with it at the first call."""
-    known = _SAVED_HOOKS.get(accelerator)
-    if known is None:
-        known = _SAVED_HOOKS[accelerator] = SavedHooks(accelerator)
-    return known
+def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
+    """Return the `HookSaver` of `accelerator`; the first call makes it, which registers it for saving and loading."""
+    saver = _SAVERS.get(accelerator)
+    if saver is None:
+        saver = _SAVERS[accelerator] = HookSaver(accelerator)
+    return saver
 
 
-class SavedHooks:
-    """The hooks of one accelerator's models, numbered in the order in which the models were prepared.
+class HookSaver:
+    """Saves and loads the hooks of one accelerator's models, numbered in the order in which the models were prepared.
 
     A model keeps its number when another one is deleted. `free_memory` restarts the numbering, as for Accelerate's own
     files. If a module is prepared again, the hook of its latest wrapped model is saved.
@@ -144,7 +144,7 @@ class SavedHooks:
 
         write_together(files(), rank)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
         """Load the files of `save` into the hooks of the models that are prepared. All ranks must call this.
 
@@ -176,7 +176,8 @@ class SavedHooks:
         self.save(output_dir, writes_shared=main)
 
     def _end_rounds_before(self, name: str) -> None:
-        """Let the method `name` of the accelerator first end the rounds of hooks that average weights.
+        """Let the method `name` of the accelerator first end the round of every hook. A round: the local steps between
+        two averages of the weights (DiLoCo, local SGD); nothing for other hooks.
 
         Accelerate 1.15 calls no hook in `save_model`, and writes sharded weights before it calls the hooks of
         `save_state`. So these public methods are overridden, on this one object.

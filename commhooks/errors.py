@@ -115,7 +115,7 @@ def log_summary(line: str) -> None:
 
 
 @contextlib.contextmanager
-def reason_first() -> Iterator[None]:
+def print_error_on_rank_zero() -> Iterator[None]:
     """Context manager: rank 0 prints the message of a CommHookError as soon as the body raises it. All ranks raise such
     errors, and their interleaved tracebacks end with the reason."""
     try:

@@ -15,9 +15,9 @@ from commhooks.hook.for_plugins import (
     arguments_in,
     attach_request,
     cut_off,
-    explains_arguments,
     nothing_saved,
-    reason_first,
+    print_error_on_rank_zero,
+    suggests_arguments,
 )
 from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
@@ -52,7 +52,7 @@ class CommHookDDP(DDPStrategy):
         commhooks.HookConfigError: at construction, as `lightning_commhooks.CommHookDDP`.
     """
 
-    @explains_arguments
+    @suggests_arguments
     def __init__(
         self,
         hook: HookType,
@@ -131,7 +131,7 @@ class CommHookDDP(DDPStrategy):
             )
         super().save_checkpoint(path=path, state=state, storage_options=storage_options, filter=filter)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from commhooks.hook.for_plugins import (
     arguments_in,
     attach_request,
     cut_off,
-    explains_arguments,
     nothing_saved,
-    reason_first,
+    print_error_on_rank_zero,
+    suggests_arguments,
 )
 from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
@@ -100,7 +100,7 @@ class HookedStrategy(ParallelStrategy):
         # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
         # one at which an added callback receives all events. Scripts may call this before `fit`, which calls it again.
         if self.lightning_module is not None:
-            self._settle_callbacks(self.lightning_module.trainer)
+            self._prepare_callbacks(self.lightning_module.trainer)
         super().setup_environment()
 
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -155,7 +155,7 @@ class HookedStrategy(ParallelStrategy):
         scale = loss_scale(self._trainer.precision_plugin, self.root_device)
         self._comm_hook = attach_request(model, request, loss_scale=scale, **groups)
 
-    def _settle_callbacks(self, trainer: Any) -> None:
+    def _prepare_callbacks(self, trainer: Any) -> None:
         """Check the callbacks and loggers, and put the one that ends rounds first.
 
         Raises:
@@ -218,7 +218,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     _trained_at_wrap: frozenset[str] = frozenset()
 
-    @explains_arguments
+    @suggests_arguments
     def __init__(
         self,
         hook: HookType,
@@ -278,7 +278,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
             checkpoint[CHECKPOINT_KEY] = hook.state_dict(self.save_residual, gather=True, joint=joint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
         # trusted files `fit` accepts weights_only=False.
@@ -299,7 +299,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
                 "method" + (f", or call torch.serialization.add_safe_globals([{foreign[1]}])" if foreign else "")
             ) from error
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Lightning calls this after the model is wrapped, only in fit and only for full checkpoints. Therefore
         # `validate(ckpt_path=...)` does not change the hook, and the learning-rate finder, which restores its own
@@ -318,8 +318,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _settle_callbacks(self, trainer: Any) -> None:
-        super()._settle_callbacks(trainer)
+    def _prepare_callbacks(self, trainer: Any) -> None:
+        super()._prepare_callbacks(trainer)
         given: list[Any] = [each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)]
         if len(given) > 1:
             raise HookConfigError(f"{len(given)} CommHookCheckpoint callbacks in one Trainer; give one, or none")

@@ -94,7 +94,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         settings = None if asks else Settings.from_environment()
         if settings is not None:
             settings.check()
-            with settings.named_in_errors():
+            with settings.errors_name_source():
                 outside = settings.arguments()
             for name in outside.keys() - self.given:
                 setattr(self, name, outside[name])
@@ -126,7 +126,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
                 f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
             )
-        with given.named_in_errors():
+        with given.errors_name_source():
             handler = cls(**given.arguments())
         handler._use(given)
         return handler

@@ -27,12 +27,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, PayloadError
-from commhooks.errors import logger_of
+from commhooks.errors import errors_begin_with, logger_of
 from commhooks.hook.for_plugins import (
     HookFolder,
     compiled_from,
     cut_off,
-    located,
     nothing_saved,
     payload_parts,
     print_error_on_rank_zero,
@@ -160,7 +159,7 @@ class HookSaver:
             if model.is_sharded and place.is_complete():
                 take_over.append(place.prepare_load(hook, strict=model.strict))
             elif not model.is_sharded and (saved := self._read(path)) is not None:
-                with located(path, _REMEDY):
+                with errors_begin_with(path, remedy=_REMEDY):
                     take_over.append(hook.prepare_load(saved))
             elif self._live_accelerator().is_main_process:
                 logger.warning(nothing_saved(folder, path.stem if model.is_sharded else path.name, hook.name))
@@ -221,7 +220,7 @@ class HookSaver:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
             raise PayloadError(f"{path} {_unreadable(path, error)}. {_REMEDY}") from error
-        with located(path, _REMEDY):
+        with errors_begin_with(path, remedy=_REMEDY):
             shared = payload_parts.check_shared(content)
         needed = payload_parts.ranks_needed(shared, rank, world_size)
         if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
@@ -306,7 +305,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
             temporary[path] = None
             if content is not None:
                 temporary[path] = beside = path.with_name(f".{path.name}.{rank}.tmp")
-                with _naming(path), open(beside, "wb") as file:
+                with _os_errors_name(path), open(beside, "wb") as file:
                     try:
                         torch.save(content, file)
                     except RuntimeError as error:
@@ -317,7 +316,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                     file.flush()
                     os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
         for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # removals come last
-            with _naming(path):
+            with _os_errors_name(path):
                 if written is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -329,8 +328,8 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Make OSErrors of the body name `path` instead of the temporary file or no file."""
+def _os_errors_name(path: Path) -> Iterator[None]:
+    """Context manager: OSErrors of the body name `path` instead of the temporary file or no file."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
 else:
-    ModelParallelStrategy = object  # see packages.py
+    ModelParallelStrategy = object  # the base is added by `packages.trainer_classes`
 
 
 class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):

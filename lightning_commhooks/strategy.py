@@ -32,7 +32,7 @@ from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
     PER_RANK_WARNING_BYTES,
     SaveResidual,
-    naming,
+    errors_name_checkpoint,
     saves_alone,
     with_defaults,
 )
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
-    DDPStrategy = ParallelStrategy = object  # see packages.py
+    # At runtime the base is added by `packages.trainer_classes`, so `super()` reaches Lightning's strategy.
+    DDPStrategy = ParallelStrategy = object
     # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
@@ -243,10 +244,11 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
+        # Attached even when off, so that the ranks compare their requests; then forgotten.
         self._attach(self.model)
-        self._trained_at_wrap = frozenset(self._trained_parameters())
         if self._request.off:
             self._comm_hook = None
+        self._trained_at_wrap = frozenset(self._trained_parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -301,14 +303,14 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     @print_error_on_rank_zero()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # Lightning calls this after the model is wrapped, only in fit and only for full checkpoints. Therefore
-        # `validate(ckpt_path=...)` does not change the hook, and the learning-rate finder, which restores its own
-        # checkpoint, resets it.
+        # The hook's state is restored here, not in load_checkpoint, which only reads the file. Lightning calls this
+        # after the model is wrapped, only in fit and only for full checkpoints. Therefore `validate(ckpt_path=...)`
+        # does not change the hook, and the learning-rate finder, which restores its own checkpoint, resets it.
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
             # Check everything before the optimizers load their states.
-            with naming(self._checkpoint_path):
+            with errors_name_checkpoint(self._checkpoint_path):
                 take_over = hook.prepare_load(checkpoint[CHECKPOINT_KEY], self._request.strict)
         super().load_optimizer_state_dict(checkpoint)
         if take_over is not None:

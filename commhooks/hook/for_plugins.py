@@ -8,7 +8,7 @@ from commhooks.errors import check_version, print_error_on_rank_zero
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
-from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
+from commhooks.hook.hook_folder import HookFolder, nothing_saved
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.report import NAMES, PREFIX, Meter

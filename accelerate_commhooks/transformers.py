@@ -23,7 +23,7 @@ with needed(
     from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
-from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import AttachError, CommHook, HookConfigError
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import PREFIX, Meter, arguments_in
@@ -166,7 +166,7 @@ class CommHookTrainerMixin(_Base):
             self.comm_hook.synchronize()  # so that the model is that of all ranks
         if _internal_call and output_dir is not None and not self.args.save_only_model:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
-            saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
+            ensure_hook_saver(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step
         super().save_model(output_dir, **({"_internal_call": True} if _internal_call else {}))
 
@@ -211,7 +211,7 @@ class HookCallback(TrainerCallback):
         trainer, handler = self.trainer, self.trainer._hook_handler
         if handler.is_attached(trainer.model_wrapped):
             if trainer._resume_folder is not None:
-                saved_hooks(trainer.accelerator).load(trainer._resume_folder)
+                ensure_hook_saver(trainer.accelerator).load(trainer._resume_folder)
         elif trainer.accelerator.num_processes == 1:
             handler.warn_alone()
         elif not handler.off:

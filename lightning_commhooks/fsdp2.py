@@ -17,8 +17,8 @@ from commhooks.hook.for_plugins import (
     HookRequest,
     arguments_in,
     check_value,
-    explains_arguments,
     nothing_saved,
+    suggests_arguments,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from lightning_commhooks.strategy import HookedStrategy, HookType, warn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
 else:
-    ModelParallelStrategy = object  # see packages.py
+    ModelParallelStrategy = object  # the base is added by `packages.trainer_classes`
 
 
 class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
@@ -49,7 +49,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         commhooks.HookConfigError: at construction, as `CommHookDDP`.
     """
 
-    @explains_arguments
+    @suggests_arguments
     def __init__(
         self,
         hook: HookType,
@@ -151,8 +151,8 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
             warn(nothing_saved("the checkpoint", why, hook.name))
         return loaded
 
-    def _settle_callbacks(self, trainer: Any) -> None:
-        super()._settle_callbacks(trainer)
+    def _prepare_callbacks(self, trainer: Any) -> None:
+        super()._prepare_callbacks(trainer)
         if any(isinstance(each, self.checkpoint_callback) for each in trainer.callbacks):
             raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
 

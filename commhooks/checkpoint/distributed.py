@@ -59,7 +59,7 @@ def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
 def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str, Any]:
     local, shapes = list(extent.shape), [entry["shape"] for entry in entries]
     dim = _sharded_dim(shapes, extent)
-    if dim is None:  # of another model: `payload.read` says so
+    if dim is None:  # of another model, which `LearnedStateCheckpointer.prepare_load` reports
         return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}
     begin = extent.start if dim == extent.dim else 0
     first_row, held_by = 0, entries[0]

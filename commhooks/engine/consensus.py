@@ -124,7 +124,7 @@ class Consensus:
         if self.choice is not None:
             compressor.native = self.choice.native
         self.agreement = None
-        self._held.torn = False
+        self._held.commit_failed = False
         self.buckets.clear()
         self._seen.clear()
 

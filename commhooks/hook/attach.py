@@ -21,7 +21,7 @@ from commhooks.engine.kernel_choice import Choice
 from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, reason_first
+from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
@@ -35,14 +35,14 @@ from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.options import LocalSteps
 from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.options import HookConfig, check_choice
-from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, explains_arguments, why_not_called
+from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
 logger = logger_of(__name__)
 
 _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
 
 
-@explains_arguments
+@suggests_arguments
 def attach(
     ddp_model: torch.nn.Module,
     hook: HookConfig | Callable[..., Any] | str | None,
@@ -122,7 +122,7 @@ def attach(
     )
 
 
-@reason_first()
+@print_error_on_rank_zero()
 def attach_request(
     model: torch.nn.Module,
     request: HookRequest,
@@ -161,7 +161,7 @@ def attach_request(
     choice = check_on_all_ranks(request, compressor, source, loss_scale is not None)
     if not source.names.named_parameters():
         raise AttachError(source.nothing_to_reduce)
-    hook, run, finish = _hook_of(request, compressor, state, function, source, binding, choice)
+    hook, run, finish = _build_hook(request, compressor, state, function, source, binding, choice)
     attached = CommHook(request, hook, source)
     logs = is_logging_rank(source.group, source.shard_group)
     if request.off:  # no backward pass of a hook will log a summary
@@ -196,7 +196,7 @@ def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, 
     return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
 
 
-def _hook_of(
+def _build_hook(
     request: HookRequest,
     compressor: Compressor[Any] | None,
     state: Any,
@@ -205,7 +205,8 @@ def _hook_of(
     binding: Binding,
     choice: Choice,
 ) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """The hook, what reduces a bucket, and what completes a pass whose last bucket was not marked as the last."""
+    """Build the hook. Returns (hook, run, finish): `run(bucket)` reduces one bucket; `finish()` ends a pass in which
+    DDP never flagged a last bucket."""
     if compressor is None:
         assert function is not None
         of_function = FunctionHook(request, source, state, function)

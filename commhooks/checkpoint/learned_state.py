@@ -300,7 +300,9 @@ class LearnedStateCheckpointer:
         if not self._session.state.local:
             return {}
         names, config = source.whole, compressor.config
-        infos = [ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.known().items()]
+        infos = [
+            ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.named_parameters().items()
+        ]
         infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
@@ -425,11 +427,11 @@ class LearnedStateCheckpointer:
             session.held.settle()
             # At once: a signal handler that saves never finds a part of it.
             vars(session.state).update(vars(state))
-            session.consensus.replaced(compressor)
+            session.consensus.replace_compressor(compressor)
 
     @property
     def _parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._session.consensus.binding.names.known()
+        return self._session.consensus.binding.names.named_parameters()
 
     def _compressed(self, compressor: Compressor[Any]) -> dict[str, UnitPlan]:
         """The plan of each compressed parameter; empty for a compressor of whole buckets."""

@@ -65,7 +65,7 @@ class LearnedState:
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         return self.entries.setdefault(key, {})
 
-    def apart(self) -> "LearnedState":
+    def compact_copy(self) -> "LearnedState":
         """A copy in which no tensor is a slice of a larger storage: pickling a slice would save the whole storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}

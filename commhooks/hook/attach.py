@@ -27,13 +27,13 @@ from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
-from commhooks.hook.local_steps import LocalStepsHook
+from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
@@ -159,7 +159,7 @@ def attach_request(
         state.bind(binding, source.module, function)
         compressor = state.session.compressor
     choice = check_on_all_ranks(request, compressor, source, loss_scale is not None)
-    if not source.names.known():
+    if not source.names.named_parameters():
         raise AttachError(source.nothing_to_reduce)
     hook, run, finish = _build_hook(request, compressor, state, function, source, binding, choice)
     attached = CommHook(request, hook, source)
@@ -216,7 +216,9 @@ def _build_hook(
         if compressor.config.delay:  # a thread issues collectives beside those of the model
             own = new_group(range(source.group.size()), source.group)
             binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
+        sizes = {
+            name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
+        }
         outer = OuterSteps(compressor, binding, sizes)
         outer.consensus.compute_with(choice)
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
@@ -232,7 +234,7 @@ def _build_hook(
     session.consensus.compute_with(choice)
     nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
     if nodes is not None:
-        session.consensus.arrangement = Hierarchy(nodes, source.names.known())
+        session.consensus.arrangement = Hierarchy(nodes, source.names.named_parameters())
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
 

@@ -19,7 +19,7 @@ from commhooks.errors import (
     shown,
 )
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future, GradientSource, Reducer
+from commhooks.gradients.source import Future, GradientSource, HookCallbacks
 from commhooks.hook.hooks import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
@@ -89,10 +89,10 @@ class CommHook:
         state: Any,
         on_unused: Callable[[str], None] | None,
     ) -> None:
-        """Register `run` and `finish` (see `Reducer`) with the model. `state`: what DDP passes to its hook."""
+        """Register `run` and `finish` (see `HookCallbacks`) with the model. `state`: what DDP passes to its hook."""
         every = self._request.check_every
         check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
-        self._source.register(Reducer(self.name, run, finish, self, check, self._begun), state)
+        self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
         self._unused.callback = on_unused
         if self._hook.status().use is None:
             self._unused.silence()
@@ -178,7 +178,8 @@ class CommHook:
         """
         status, found = self._hook.status(), self._hook.stats()
         c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
-        clocks, timed = c.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
+        parameters = self._source.names.named_parameters().values()
+        clocks, timed = c.clocks, known and all(has_clock(p.device) for p in parameters)
         clocks.collect(wait=True)
         counted: dict[str, Any] = {
             "hook": self.name,

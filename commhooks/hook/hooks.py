@@ -166,7 +166,7 @@ class CompressorHook:
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
-        session, names = self.session, set(self._source.names.known())
+        session, names = self.session, set(self._source.names.named_parameters())
         state, arrangement = session.state, session.consensus.arrangement
         with session.held.lock:
             session.held.settle()
@@ -223,7 +223,7 @@ class FunctionHook:
 
     def plan(self) -> ModelPlan:
         name, wire = self._request.name, self._request.wire_dtype
-        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.known().items()]
+        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.named_parameters().items()]
         rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
         narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
         memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
@@ -231,7 +231,7 @@ class FunctionHook:
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
-        yield Residuals({}, 1.0, self._source.names.known())
+        yield Residuals({}, 1.0, self._source.names.named_parameters())
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         return True

@@ -46,7 +46,7 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     rows = [each.clone() for each in products.p]
     products.orthonormalize(rows, refill)
     products.form_q(delta)
-    products.split(range(len(shapes)), delta, residual, mean_q)
+    products.reconstruct(range(len(shapes)), delta, residual, mean_q)
     return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
 

@@ -205,11 +205,11 @@ def _compare_products(products, dtype, rank, n, m):
     check(q.t(), expected.t() @ p.double().t())
     left = expected - p.double().t() @ q.double()
     mean_q = draw(rank, m).to(dtype)
-    products.split([0], [delta], [residual], [mean_q])
+    products.reconstruct([0], [delta], [residual], [mean_q])
     check(residual, left)
     check(delta, p.double().t() @ mean_q.double())
-    products.split([0], [delta], None, [q])
+    products.reconstruct([0], [delta], None, [q])
     check(delta, p.double().t() @ q.double())
     delta.copy_(expected)
-    products.split([0], [delta], [delta], None)  # in place, and without the gradient
+    products.reconstruct([0], [delta], [delta], None)  # in place, and without the gradient
     check(delta, left)

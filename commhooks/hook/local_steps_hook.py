@@ -41,7 +41,7 @@ class LocalStepsHook:
             use,
             counts_bytes=True,
             counts_outcomes=True,
-            replicas_agree=not self.driver.apart,
+            replicas_agree=not self.driver.diverged,
             run_number=self._outer.consensus.nonce,
         )
 
@@ -119,5 +119,5 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
         self._driver.load(super().begin_anew)
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.known().items()}
+        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.named_parameters().items()}
         return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}

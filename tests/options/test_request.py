@@ -85,7 +85,7 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
     *(("powerSGD", {"ranks_per_node": x}, f"ranks_per_node={x!r}; {_RANKS}") for x in (0, "all", 2.5, "0")),
     ("diloco", {"hook_options": {"wire": "in8"}}, "DiLoCo: wire='in8'; expected one of 'float32', 'int8', 'int4' (did"),
     ("diloco", {"hook_options": {"exclude": [""]}}, "DiLoCo: exclude=['']; expected patterns that are not empty"),
-    ("auto", {"hook_options": {"quality": "sme"}}, "Auto: quality='sme'; expected one of 'same', 'close' (did you"),
+    ("auto", {"hook_options": {"quality": "sme"}}, "Auto: quality='sme'; expected one of 'same', 'close'"),
     # combinations
     (commhooks.PowerSGD(), {"hook_options": {"a": 2}}, "with PowerSGD(...): hook_options is for hooks given by name"),
     (callable_hook, {"hook_options": {"a": 1}}, "with the callable callable_hook: hook_options is for hooks given by"),

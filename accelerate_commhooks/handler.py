@@ -15,8 +15,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.replicas import check_leaves_something, override_prepare, replicas_of
-from accelerate_commhooks.saving import HookedModel, saved_hooks
+from accelerate_commhooks.fsdp2 import check_leaves_something, override_prepare, replicas_of
+from accelerate_commhooks.saving import HookedModel, ensure_hook_saver
 from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
@@ -94,7 +94,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         settings = None if asks else Settings.from_environment()
         if settings is not None:
             settings.check()
-            with settings.named_in_errors():
+            with settings.errors_name_source():
                 outside = settings.arguments()
             for name in outside.keys() - self.given:
                 setattr(self, name, outside[name])
@@ -126,7 +126,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
                 f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
             )
-        with given.named_in_errors():
+        with given.errors_name_source():
             handler = cls(**given.arguments())
         handler._use(given)
         return handler
@@ -228,7 +228,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if not (shards and self.off):
             check_leaves_something(accelerator)
         accelerator.ddp_handler = self
-        saved_hooks(accelerator)
+        ensure_hook_saver(accelerator)  # Also without a hook: a later save must remove the files of an earlier one.
         if shards:
             override_prepare(accelerator, self)
         if accelerator.distributed_type is DistributedType.NO:
@@ -249,11 +249,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
-        # subclasses. `type()`, `isinstance` and the methods below are not affected. Of an accelerator that will shard
-        # by FSDP (it has set the variable by then) the handler hears nothing else.
+        # subclasses. `type()`, `isinstance` and the methods below are not affected.
+        self._override_prepare_under_fsdp()
+        return DistributedDataParallelKwargs
+
+    def _override_prepare_under_fsdp(self) -> None:
+        """Accelerator.__init__ reads `handler.__class__`. Under FSDP it never calls us again, so this is the only
+        chance to override `prepare`."""
+        # Accelerator.__init__ has set the variable by then.
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and (accelerator := _calling_accelerator()):
             override_prepare(accelerator, self)
-        return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments of `DistributedDataParallel`, by name."""
@@ -265,7 +270,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attach a hook to a model that has just been wrapped. Every rank must call this."""
+        """Attach a hook to a model that has just been wrapped. Accelerator.prepare_model calls this after wrapping.
+        Every rank must call this."""
         # Accelerate 1.15 passes the model alone.
         self._attach(model, self.request, _calling_accelerator())
 
@@ -273,7 +279,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica, in place of a hook
         from an earlier `prepare`. Every rank must call this."""
         request = self.request
-        saved_hooks(accelerator)
+        ensure_hook_saver(accelerator)  # Also without a hook: a later save must remove the files of an earlier one.
         if request.off:
             if self._settings is not None:
                 self._settings.message("")
@@ -348,7 +354,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             weak = weakref.ref(accelerator)
             # Looked up at each call, because the scaler may be set later.
             scale = ScaleOf(lambda: getattr(weak(), "scaler", None), accelerator.device)
-            saved_hooks(accelerator)
+            ensure_hook_saver(accelerator)  # Also without a hook: a later save must remove the files of an earlier one.
         if self._settings is not None:
             message = self._settings.message
         hook = attach_request(
@@ -366,7 +372,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         hooked = HookedModel(model, hook, request.strict)
         self._hooked.append(hooked)
         if accelerator is not None:
-            saved_hooks(accelerator).add(model, hooked)
+            ensure_hook_saver(accelerator).add(model, hooked)
         else:
             logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
 

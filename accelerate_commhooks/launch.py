@@ -111,12 +111,6 @@ def _read_as_accelerate(file: str) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError) as error:
         kind = "JSON, which Accelerate expects under this name" if file.endswith(".json") else "YAML"
         raise HookConfigError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
-    for name, value in content.items() if SECTION in content else ():
-        if isinstance(value, str) and "${" in value:
-            raise HookConfigError(
-                f"{file}: {name}: {value}: Accelerate resolves no interpolations, which work in {SECTION} only: write "
-                "the value, or give it as a flag"
-            )
     return content
 
 

@@ -27,15 +27,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, PayloadError
-from commhooks.errors import logger_of
+from commhooks.errors import errors_begin_with, logger_of
 from commhooks.hook.for_plugins import (
     HookFolder,
     compiled_from,
     cut_off,
-    located,
     nothing_saved,
     payload_parts,
-    reason_first,
+    print_error_on_rank_zero,
 )
 
 logger = logger_of(__name__)
@@ -81,20 +80,20 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-# One `SavedHooks` per accelerator, shared by all of its handlers.
-_SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
+_SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDictionary()
+"""One per accelerator, shared by all of its handlers."""
 
 
-def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
-    """The `SavedHooks` of `accelerator`; created and registered with it at the first call."""
-    known = _SAVED_HOOKS.get(accelerator)
-    if known is None:
-        known = _SAVED_HOOKS[accelerator] = SavedHooks(accelerator)
-    return known
+def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
+    """Return the `HookSaver` of `accelerator`; the first call makes it, which registers it for saving and loading."""
+    saver = _SAVERS.get(accelerator)
+    if saver is None:
+        saver = _SAVERS[accelerator] = HookSaver(accelerator)
+    return saver
 
 
-class SavedHooks:
-    """The hooks of one accelerator's models, numbered in the order in which the models were prepared.
+class HookSaver:
+    """Saves and loads the hooks of one accelerator's models, numbered in the order in which the models were prepared.
 
     A model keeps its number when another one is deleted. `free_memory` restarts the numbering, as for Accelerate's own
     files. If a module is prepared again, the hook of its latest wrapped model is saved.
@@ -144,7 +143,7 @@ class SavedHooks:
 
         write_together(files(), rank)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
         """Load the files of `save` into the hooks of the models that are prepared. All ranks must call this.
 
@@ -160,7 +159,7 @@ class SavedHooks:
             if model.is_sharded and place.is_complete():
                 take_over.append(place.prepare_load(hook, strict=model.strict))
             elif not model.is_sharded and (saved := self._read(path)) is not None:
-                with located(path, _REMEDY):
+                with errors_begin_with(path, remedy=_REMEDY):
                     take_over.append(hook.prepare_load(saved))
             elif self._live_accelerator().is_main_process:
                 logger.warning(nothing_saved(folder, path.stem if model.is_sharded else path.name, hook.name))
@@ -176,7 +175,8 @@ class SavedHooks:
         self.save(output_dir, writes_shared=main)
 
     def _end_rounds_before(self, name: str) -> None:
-        """Let the method `name` of the accelerator first end the rounds of hooks that average weights.
+        """Let the method `name` of the accelerator first end the round of every hook. A round: the local steps between
+        two averages of the weights (DiLoCo, local SGD); nothing for other hooks.
 
         Accelerate 1.15 calls no hook in `save_model`, and writes sharded weights before it calls the hooks of
         `save_state`. So these public methods are overridden, on this one object.
@@ -220,7 +220,7 @@ class SavedHooks:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
             raise PayloadError(f"{path} {_unreadable(path, error)}. {_REMEDY}") from error
-        with located(path, _REMEDY):
+        with errors_begin_with(path, remedy=_REMEDY):
             shared = payload_parts.check_shared(content)
         needed = payload_parts.ranks_needed(shared, rank, world_size)
         if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
@@ -305,7 +305,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
             temporary[path] = None
             if content is not None:
                 temporary[path] = beside = path.with_name(f".{path.name}.{rank}.tmp")
-                with _naming(path), open(beside, "wb") as file:
+                with _os_errors_name(path), open(beside, "wb") as file:
                     try:
                         torch.save(content, file)
                     except RuntimeError as error:
@@ -316,7 +316,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                     file.flush()
                     os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
         for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # removals come last
-            with _naming(path):
+            with _os_errors_name(path):
                 if written is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -328,8 +328,8 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Make OSErrors of the body name `path` instead of the temporary file or no file."""
+def _os_errors_name(path: Path) -> Iterator[None]:
+    """Context manager: OSErrors of the body name `path` instead of the temporary file or no file."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from accelerate import DistributedDataParallelKwargs
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from commhooks.errors import HookConfigError, did_you_mean, no_such
+from commhooks.errors import HookConfigError, did_you_mean, errors_begin_with, no_such
 from commhooks.hook.for_plugins import (
     ARGUMENTS,
     OFF,
@@ -111,7 +111,7 @@ class Settings:
                 workers have the script's folder in `sys.path`.
         """
         common = {name: value for name, value in self.values.items() if name in ARGUMENTS}
-        with self.named_in_errors():
+        with self.errors_name_source():
             if imports or ":" not in common["hook"]:
                 HookRequest.parse(**common)
             else:
@@ -135,13 +135,9 @@ class Settings:
             with contextlib.suppress(OSError), open(self.message_file, "x" if first else "w", encoding="utf-8") as file:
                 file.write(text)
 
-    @contextlib.contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Make HookConfigErrors of the body begin with the file."""
-        try:
-            yield
-        except HookConfigError as error:
-            raise HookConfigError(f"{self.source}: {error}") from error
+    def errors_name_source(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: HookConfigErrors of the body begin with the file."""
+        return errors_begin_with(self.source, HookConfigError)
 
 
 LINE_TO_ADD = (

@@ -7,10 +7,8 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 """
 
 import contextlib
-import inspect
 import os
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from commhooks.errors import needed
@@ -25,9 +23,9 @@ with needed(
     from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
-from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import AttachError, CommHook, HookConfigError
-from commhooks.errors import logger_of, no_such
+from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import PREFIX, Meter, arguments_in
 
 if TYPE_CHECKING:
@@ -79,7 +77,6 @@ class CommHookTrainerMixin(_Base):
         ranks_per_node: int | str | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_arguments(type(self), kwargs)
         settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         self._resume_folder: str | None = None
@@ -169,7 +166,7 @@ class CommHookTrainerMixin(_Base):
             self.comm_hook.synchronize()  # so that the model is that of all ranks
         if _internal_call and output_dir is not None and not self.args.save_only_model:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
-            saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
+            ensure_hook_saver(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step
         super().save_model(output_dir, **({"_internal_call": True} if _internal_call else {}))
 
@@ -179,18 +176,6 @@ class CommHookTrainer(CommHookTrainerMixin, Trainer):
 
     See `CommHookTrainerMixin` for its additional arguments.
     """
-
-
-def _check_arguments(trainer: type[CommHookTrainerMixin], given: Iterable[str]) -> None:
-    """Raise HookConfigError for an argument that no constructor of `trainer` has."""
-    constructors = [vars(each)["__init__"] for each in trainer.__mro__[:-1] if "__init__" in vars(each)]
-    known = [each for constructor in constructors for each in inspect.signature(constructor).parameters.values()]
-    if sum(each.kind is each.VAR_KEYWORD for each in known) > 1:  # not the mixin's alone
-        return
-    names = {each.name for each in known if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)} - {"self"}
-    for name in given:
-        if name not in names:
-            raise no_such(trainer.__name__, "argument", name, sorted(names))
 
 
 def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
@@ -226,7 +211,7 @@ class HookCallback(TrainerCallback):
         trainer, handler = self.trainer, self.trainer._hook_handler
         if handler.is_attached(trainer.model_wrapped):
             if trainer._resume_folder is not None:
-                saved_hooks(trainer.accelerator).load(trainer._resume_folder)
+                ensure_hook_saver(trainer.accelerator).load(trainer._resume_folder)
         elif trainer.accelerator.num_processes == 1:
             handler.warn_alone()
         elif not handler.off:

@@ -40,6 +40,17 @@ class DoctorError(CommHookError, RuntimeError):
     remedy."""
 
 
+@contextlib.contextmanager
+def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *, remedy: str = "") -> Iterator[None]:
+    """Context manager: the message of a `kind` that the body raises begins with `place`, a file or setting. `remedy`:
+    what to do if a saved state is damaged."""
+    try:
+        yield
+    except kind as error:
+        damaged = "damaged" in str(error) or "not the state" in str(error)
+        raise kind(f"{place}: {error}" + (f". {remedy}" if remedy and damaged else "")) from error
+
+
 def shown(value: object) -> str:
     """A `repr` of at most about 100 characters for a message; the type's name where `repr` raises (an int of 5,000
     digits, a list 100,000 levels deep)."""
@@ -115,7 +126,7 @@ def log_summary(line: str) -> None:
 
 
 @contextlib.contextmanager
-def reason_first() -> Iterator[None]:
+def print_error_on_rank_zero() -> Iterator[None]:
     """Context manager: rank 0 prints the message of a CommHookError as soon as the body raises it. All ranks raise such
     errors, and their interleaved tracebacks end with the reason."""
     try:

@@ -182,7 +182,7 @@ def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: 
     """The plan of each parameter; empty for a compressor of whole buckets. `sparse`: ids of the parameters whose
     gradients are sparse."""
     config = compressor.config
-    infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.known().items()]
+    infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]
     return [plan for plan in (compressor.plan(infos) if infos else ()) if not plan.state_name]
 
 

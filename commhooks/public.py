@@ -15,8 +15,8 @@ from commhooks.compressors.base import (
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, Noop
 from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.quantized.all_reduce import quantized_all_reduce
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
+from commhooks.compressors.quantized.standalone import quantized_all_reduce
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (

@@ -23,7 +23,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, reason_first
+from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
@@ -104,7 +104,7 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def check_value(where: str, value: Any, kind: Any, expected: str = "") -> Any:
+def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> Any:
     """Return `value`, converted to `kind`. Raise HookConfigError if it does not fit, if a number is below 1, or if it
     is another text than "auto"."""
     found = converted(where, value, kind, expected)
@@ -118,7 +118,7 @@ def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
     return {name: scope[name] for name in ARGUMENTS if name in scope}
 
 
-def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
+def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: an unknown keyword argument raises HookConfigError, which offers the closest name. Rank 0 prints the
     error first."""
     parameters = inspect.signature(function).parameters
@@ -127,7 +127,7 @@ def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        with reason_first():
+        with print_error_on_rank_zero():
             for name in kwargs:
                 if name not in known and not takes_all:
                     caller = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__

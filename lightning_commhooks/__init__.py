@@ -30,7 +30,10 @@ __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonito
 
 
 def _is_installed(root: str) -> bool:
-    return root in sys.modules or find_spec(root) is not None
+    try:
+        return root in sys.modules or find_spec(root) is not None
+    except ModuleNotFoundError:  # a finder that blocks it
+        return False
 
 
 _roots = {package: package.partition(".")[0] for package in MODULES}

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback
 else:
-    Callback = object  # see packages.py
+    Callback = object  # the base is added by `packages.trainer_classes`
 
 
 class CommHookCheckpoint(Callback):
-    """Sets what the trainer's full checkpoints hold of the communication hook. `CommHookDDP` saves its hook with this
-    callback or without, and takes the same two arguments. Weights-only checkpoints hold no state of the hook.
+    """Sets what the trainer's full checkpoints hold of the communication hook. Holds settings only; the strategy does
+    the saving, in `save_checkpoint`. `CommHookDDP` saves its hook with this callback or without, and takes the same two
+    arguments. Weights-only checkpoints hold no state of the hook.
 
     Args:
         save_residual: what is saved of PowerSGD's error memory. "mean" (the default): the mean over the ranks, one
@@ -34,9 +35,9 @@ class CommHookCheckpoint(Callback):
     # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
         super().__init__()
-        check_arguments(with_defaults(save_residual, strict))
+        checked = check_arguments(with_defaults(save_residual, strict))
         self.save_residual = save_residual
-        self.strict = strict
+        self.strict: bool | None = None if strict is None else checked["strict"]
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         _warn_if_unhooked(
@@ -45,8 +46,11 @@ class CommHookCheckpoint(Callback):
 
 
 class CommHookRoundEnd(Callback):
-    """Ends the round of a hook that averages weights, before other callbacks look at the model. The strategies put it
-    first in the Trainer's list of callbacks, and end the round themselves before a checkpoint."""
+    """Ends the round of the hook before other callbacks look at the model.
+
+    A round: the local steps between two averages of the weights (DiLoCo, local SGD); nothing for other hooks. The
+    strategies put this callback first in the Trainer's list, and end the round themselves before a checkpoint.
+    """
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         _end_round(trainer)
@@ -82,9 +86,8 @@ class CommHookMonitor(Callback):
         progress_bar: Optional[str] = "compression_rate",  # noqa: UP045
     ) -> None:
         super().__init__()
-        check_value("every_n_steps", every_n_steps, int | None)
         check_choice("progress_bar", progress_bar, (None, *NAMES))
-        self.every_n_steps = every_n_steps
+        self.every_n_steps: int | None = check_value("every_n_steps", every_n_steps, int | None)
         self.progress_bar = progress_bar
         self._warned = False
         self._meter = Meter()

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from commhooks.hook.for_plugins import ARGUMENTS, located
+from commhooks.errors import errors_begin_with
+from commhooks.hook.for_plugins import ARGUMENTS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,17 +30,18 @@ def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
     }
 
 
-def naming(path: str | Path) -> AbstractContextManager[None]:
-    """Let errors about the hook's state name the checkpoint of Lightning that holds it, and say what to do there."""
-    return located(
+def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
+    """Context manager: errors about the hook's state name the checkpoint of Lightning that holds it, and say what to do
+    there."""
+    return errors_begin_with(
         f"{path}, key {CHECKPOINT_KEY!r}",
-        "Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete the "
-        "key, and torch.save it",
+        remedy="Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete "
+        "the key, and torch.save it",
     )
 
 
 def saves_alone(trainer: "pl.Trainer") -> bool:
-    """Whether other ranks may not take part in this save, so that it must not communicate.
+    """True if some ranks might not join this save, so it must not use collectives.
 
     After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks' `on_exception`,
     in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. Nothing public says that Lightning

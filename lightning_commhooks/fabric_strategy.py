@@ -15,23 +15,23 @@ from commhooks.hook.for_plugins import (
     arguments_in,
     attach_request,
     cut_off,
-    explains_arguments,
     nothing_saved,
-    reason_first,
+    print_error_on_rank_zero,
+    suggests_arguments,
 )
 from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
     DEFAULT_SAVE_RESIDUAL,
     SaveResidual,
+    errors_name_checkpoint,
     in_signal_handler,
-    naming,
 )
 from lightning_commhooks.strategy import HookType, check_ddp_arguments, loss_scale, warn
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy
 else:
-    DDPStrategy = object  # see packages.py
+    DDPStrategy = object  # the base is added by `packages.fabric_class`
 
 
 class CommHookDDP(DDPStrategy):
@@ -52,7 +52,7 @@ class CommHookDDP(DDPStrategy):
         commhooks.HookConfigError: at construction, as `lightning_commhooks.CommHookDDP`.
     """
 
-    @explains_arguments
+    @suggests_arguments
     def __init__(
         self,
         hook: HookType,
@@ -131,7 +131,7 @@ class CommHookDDP(DDPStrategy):
             )
         super().save_checkpoint(path=path, state=state, storage_options=storage_options, filter=filter)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class CommHookDDP(DDPStrategy):
                 raise PayloadError(f"{path} {cut}. Load another checkpoint") from error
             raise
         if isinstance(state, dict) and state:
-            with naming(path):
+            with errors_name_checkpoint(path):
                 self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict)
         elif not state and self._hooks and CHECKPOINT_KEY in rest:
             warn(

@@ -17,8 +17,8 @@ from commhooks.hook.for_plugins import (
     HookRequest,
     arguments_in,
     check_value,
-    explains_arguments,
     nothing_saved,
+    suggests_arguments,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from lightning_commhooks.strategy import HookedStrategy, HookType, warn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
 else:
-    ModelParallelStrategy = object  # see packages.py
+    ModelParallelStrategy = object  # the base is added by `packages.trainer_classes`
 
 
 class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
@@ -49,7 +49,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         commhooks.HookConfigError: at construction, as `CommHookDDP`.
     """
 
-    @explains_arguments
+    @suggests_arguments
     def __init__(
         self,
         hook: HookType,
@@ -63,14 +63,14 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         process_group_backend: Optional[str] = None,  # noqa: UP045
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
-        check_value("replicate_size", replicate_size, int | str, "a number of replicas, or 'auto'")
+        expected = "a number of replicas, or 'auto'"
+        self._replicate_size: Any = check_value("replicate_size", replicate_size, int | str, expected)
         if save_residual not in (None, "drop"):
             raise HookConfigError(
                 f"save_residual={save_residual!r}; expected 'drop', or None: distributed checkpoints hold the mean"
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": save_residual or "mean"})
-        self._replicate_size = replicate_size
         self._mesh: DeviceMesh | None = None
 
     # ---- what users call ---------------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
             warn(nothing_saved("the checkpoint", why, hook.name))
         return loaded
 
-    def _settle_callbacks(self, trainer: Any) -> None:
-        super()._settle_callbacks(trainer)
+    def _prepare_callbacks(self, trainer: Any) -> None:
+        super()._prepare_callbacks(trainer)
         if any(isinstance(each, self.checkpoint_callback) for each in trainer.callbacks):
             raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
 

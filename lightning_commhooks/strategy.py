@@ -24,15 +24,15 @@ from commhooks.hook.for_plugins import (
     arguments_in,
     attach_request,
     cut_off,
-    explains_arguments,
     nothing_saved,
-    reason_first,
+    print_error_on_rank_zero,
+    suggests_arguments,
 )
 from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
     PER_RANK_WARNING_BYTES,
     SaveResidual,
-    naming,
+    errors_name_checkpoint,
     saves_alone,
     with_defaults,
 )
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
-    DDPStrategy = ParallelStrategy = object  # see packages.py
+    # At runtime the base is added by `packages.trainer_classes`, so `super()` reaches Lightning's strategy.
+    DDPStrategy = ParallelStrategy = object
     # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
@@ -100,7 +101,7 @@ class HookedStrategy(ParallelStrategy):
         # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
         # one at which an added callback receives all events. Scripts may call this before `fit`, which calls it again.
         if self.lightning_module is not None:
-            self._settle_callbacks(self.lightning_module.trainer)
+            self._prepare_callbacks(self.lightning_module.trainer)
         super().setup_environment()
 
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -155,7 +156,7 @@ class HookedStrategy(ParallelStrategy):
         scale = loss_scale(self._trainer.precision_plugin, self.root_device)
         self._comm_hook = attach_request(model, request, loss_scale=scale, **groups)
 
-    def _settle_callbacks(self, trainer: Any) -> None:
+    def _prepare_callbacks(self, trainer: Any) -> None:
         """Check the callbacks and loggers, and put the one that ends rounds first.
 
         Raises:
@@ -218,7 +219,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     _trained_at_wrap: frozenset[str] = frozenset()
 
-    @explains_arguments
+    @suggests_arguments
     def __init__(
         self,
         hook: HookType,
@@ -234,8 +235,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
     ) -> None:
         check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
-        self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
-        self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(**self._given))
+        self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(save_residual, strict))
+        self._given = {"save_residual": save_residual, "strict": None if strict is None else self._request.strict}
         self._checkpoint_path: str | Path = "the checkpoint"
         self._warned_about_size = False
 
@@ -243,10 +244,11 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
+        # Attached even when off, so that the ranks compare their requests; then forgotten.
         self._attach(self.model)
-        self._trained_at_wrap = frozenset(self._trained_parameters())
         if self._request.off:
             self._comm_hook = None
+        self._trained_at_wrap = frozenset(self._trained_parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -278,7 +280,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
             checkpoint[CHECKPOINT_KEY] = hook.state_dict(self.save_residual, gather=True, joint=joint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
         # trusted files `fit` accepts weights_only=False.
@@ -299,16 +301,16 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
                 "method" + (f", or call torch.serialization.add_safe_globals([{foreign[1]}])" if foreign else "")
             ) from error
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # Lightning calls this after the model is wrapped, only in fit and only for full checkpoints. Therefore
-        # `validate(ckpt_path=...)` does not change the hook, and the learning-rate finder, which restores its own
-        # checkpoint, resets it.
+        # The hook's state is restored here, not in load_checkpoint, which only reads the file. Lightning calls this
+        # after the model is wrapped, only in fit and only for full checkpoints. Therefore `validate(ckpt_path=...)`
+        # does not change the hook, and the learning-rate finder, which restores its own checkpoint, resets it.
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
             # Check everything before the optimizers load their states.
-            with naming(self._checkpoint_path):
+            with errors_name_checkpoint(self._checkpoint_path):
                 take_over = hook.prepare_load(checkpoint[CHECKPOINT_KEY], self._request.strict)
         super().load_optimizer_state_dict(checkpoint)
         if take_over is not None:
@@ -318,8 +320,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _settle_callbacks(self, trainer: Any) -> None:
-        super()._settle_callbacks(trainer)
+    def _prepare_callbacks(self, trainer: Any) -> None:
+        super()._prepare_callbacks(trainer)
         given: list[Any] = [each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)]
         if len(given) > 1:
             raise HookConfigError(f"{len(given)} CommHookCheckpoint callbacks in one Trainer; give one, or none")

@@ -1,9 +1,11 @@
 """Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked process groups."""
 
 import atexit
+import multiprocessing.spawn
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,8 @@ def _set_environ(environ: dict[str, str]) -> None:
     os.environ.update(environ)
 
 
+# Else every process compiles the sources of commhooks and of the tests anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch is imported, which reads the number of threads and the visible devices; the workers inherit it.
 _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
@@ -85,14 +89,33 @@ FIRST = (
 )
 
 
+_in_the_servers: list[str] = []
+"""What `pytest -n` has imported there, so that no worker ends because another test needs it."""
+
+
 def _frameworks(nodeid: str) -> list[str]:
     path = Path(nodeid.partition("::")[0])
     return FRAMEWORKS.get(path.parent.name) or FRAMEWORKS.get(path.name) or []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        warm.share()  # with the processes of `pytest -n`
+    """The processes of `pytest -n` share the servers of `warm.py` and are forked there, because each of them imports
+    all modules with tests, and with them all frameworks: 15 s of CPU time."""
+    if hasattr(config, "workerinput"):
+        _in_the_servers.extend(config.workerinput["modules"])
+        sys.executable = config.workerinput["python"]  # some tests need a process that is started
+        multiprocessing.spawn.set_executable(sys.executable)
+    elif config.getoption("numprocesses", None) and not KEEP_CUDA:
+        warm.share()
+        chosen = [name for name in FRAMEWORKS if config.args == config.getini("testpaths") or name in str(config.args)]
+        _in_the_servers.extend(sorted({module for name in chosen for module in FRAMEWORKS[name]}))
+        pythons = [warm.python(*_in_the_servers, server=index % 2) for index in range(len(config.option.tx))]
+        config.option.tx = [f"popen//python={each}" for each in pythons]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput.update(python=sys.executable, modules=_in_the_servers)
 
 
 def _turn(item: pytest.Item) -> int:
@@ -147,6 +170,7 @@ def gradients_stay_on() -> Iterator[None]:
 def worker_pool() -> Iterator[WorkerPool]:
     compile_kernels()  # some tests give their ranks less time than that may take
     pool = WorkerPool()
+    pool.import_first(*_in_the_servers)
     yield pool
     pool.close()
 

@@ -36,7 +36,7 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
     fitted = dict(next((each for each in payloads if each.get("residual") == "mean"), payloads[0]))
     if "parameters" not in fitted:
         return fitted
-    known = source.names.known()
+    known = source.names.named_parameters()
     fitted["parameters"] = {
         name: _fitted_entry([each["parameters"].get(name, entry) for each in payloads], source.extent(name))
         if name in known
@@ -49,7 +49,7 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
     """Whether a parameter is sharded along another dimension than it was saved with."""
-    for name in source.names.known():
+    for name in source.names.named_parameters():
         found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
         if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):
             return True
@@ -59,7 +59,7 @@ def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
 def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str, Any]:
     local, shapes = list(extent.shape), [entry["shape"] for entry in entries]
     dim = _sharded_dim(shapes, extent)
-    if dim is None:  # of another model: `payload.read` says so
+    if dim is None:  # of another model, which `LearnedStateCheckpointer.prepare_load` reports
         return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}
     begin = extent.start if dim == extent.dim else 0
     first_row, held_by = 0, entries[0]
@@ -126,7 +126,7 @@ def to_distributed(
         payloads = gather_bytes(payloads[0], source.shard_group, source.device, _WHAT)
     rest = {"format": _FORMAT, "version": _VERSION, "exact": exact, "shards": payloads}
     state: dict[str, Any] = {REST: _to_bytes(rest)}
-    known = source.names.known()
+    known = source.names.named_parameters()
     for key, names in kept.items():
         if names:
             state[key] = {

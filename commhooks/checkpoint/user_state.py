@@ -15,7 +15,7 @@ from commhooks.gradients.source import GradientSource
 logger = logger_of(__name__)
 
 
-class SavedUserState:
+class UserStateCheckpointer:
     """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
 
     Args:

@@ -71,7 +71,7 @@ class JointSave:
         *,
         passes: int | None = None,
         refusal: str = "",
-        torn: bool = False,
+        others_may_be_ahead: bool = False,
     ) -> Failure | None:
         """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks. All ranks should call
         this; if one does not, the others return a failure after the time limit.
@@ -81,7 +81,7 @@ class JointSave:
             limit_s: seconds to wait for the other ranks, and for each piece of a collective.
             passes: the backward passes that this rank has made, where ranks with different numbers must not save.
             refusal: why this rank cannot take part. It does not wait, and no other rank waits for it.
-            torn: with `refusal`: the other ranks may be one step ahead.
+            others_may_be_ahead: with `refusal`: the other ranks may be one step ahead of this one.
 
         Returns:
             None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
@@ -91,7 +91,7 @@ class JointSave:
         try:
             self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
             if refusal:
-                steps = [step, step + 1] if torn else [step]
+                steps = [step, step + 1] if others_may_be_ahead else [step]
                 failure: Failure | None = [self._refuse(f"{self._next_place(each)}/begin", refusal) for each in steps][
                     -1
                 ]

@@ -90,7 +90,7 @@ def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: 
     if len(gradients) == 1:
         whole = gradients[0]
     elif out.dtype == gradients[0].dtype:
-        join(gradients, out)
+        concat_into(gradients, out)
         whole = out
     else:
         whole = torch.cat(list(gradients))
@@ -128,7 +128,7 @@ def all_finite(reduced: torch.Tensor) -> torch.Tensor:
 # ---- pieces, in one or two operators however many they are ---------------------------------------------------------
 
 
-def join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def concat_into(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Copy `pieces` (1-D, of one dtype), one after another, into `out` (1-D, of any dtype)."""
     if len(pieces) == 1:
         out.copy_(pieces[0])
@@ -138,7 +138,7 @@ def join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(torch.cat(list(pieces)))
 
 
-def divide(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+def scatter_into(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     """Copy `whole` (1-D, of any dtype) into `pieces` (1-D, of one dtype), one after another."""
     if len(pieces) == 1:
         pieces[0].copy_(whole)

@@ -24,7 +24,7 @@ from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.torch_private import sparse_values
 from commhooks.options import ConfigT
 
-__all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict", "judged"]
+__all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict", "with_verdict"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,11 +237,11 @@ class Compressor(ABC, Generic[ConfigT]):
         return made
 
 
-def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, judged: bool = True) -> Exchange:
+def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True) -> Exchange:
     """Replace `flat` by its mean over the ranks; for a narrower `wire_dtype` through a buffer of that dtype.
 
     Args:
-        judged: False: the verdict is that the result is finite, without reading it.
+        check_finite: False: yield a true verdict without reading the result.
     """
     # Gradients of sparse embeddings keep their dtype: they send few rows, and gloo sums their values by index.
     wire = flat.div_(world_size)  # before it is narrowed, so that fewer numbers overflow
@@ -250,14 +250,14 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, jud
     reduced: torch.Tensor = yield Send(wire, last=True)
     if reduced is not flat:
         flat.copy_(reduced)
-    if judged:
+    if check_finite:
         yield Verdict(all_finite(sparse_values(reduced) if reduced.is_sparse else reduced))
     else:
         yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
     return None
 
 
-def judged(
+def with_verdict(
     exchange: Exchange,
 ) -> Generator[Send | Verdict, Any, tuple[torch.Tensor | None, torch.Tensor | bool | None]]:
     """`yield from exchange`, for an exchange that is a part of another. Also returns the answer to its verdict."""

@@ -105,12 +105,14 @@ class PowerSGDState:
                 "PowerSGDState for each model"
             )
         self._serves = weakref.ref(model)
-        self._reader = BucketReader(len(binding.names.known()))
+        self._reader = BucketReader(len(binding.names.named_parameters()))
         binding = dataclasses.replace(binding, group=self._group_or(binding.group))
         consensus = self.session.consensus
         if self.session.has_run:  # a second training: what it knows of the parameters stays
             consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
-            consensus.replaced(self.session.compressor)  # perhaps among other ranks, which compare their states
+            consensus.replace_compressor(
+                self.session.compressor
+            )  # perhaps among other ranks, which compare their states
         else:
             consensus.bind(binding)
             form = form_of(function)
@@ -157,7 +159,7 @@ class PowerSGDState:
         counters = {f.name: getattr(session.counters, f.name) for f in dataclasses.fields(Counters)}
         return {
             "options": dataclasses.asdict(self._options),
-            "learned": vars(session.state.apart()),
+            "learned": vars(session.state.compact_copy()),
             "counters": {name: value for name, value in counters.items() if isinstance(value, (int, str))},
             "saved_on": saved_on,
             "names": type(session.consensus.binding.names).__name__,
@@ -217,7 +219,7 @@ class PowerSGDState:
     def use(self, form: Form) -> None:
         """Switch to this form. Allowed only before the first backward pass."""
         if not form.fits(self.session):
-            self.session.consensus.replaced(form.compressor(self._options))
+            self.session.consensus.replace_compressor(form.compressor(self._options))
 
 
 def lowered(

@@ -1,8 +1,8 @@
 """The order in which the exchanges of all buckets run in one backward pass.
 
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
-bucket starts its exchange; then each earlier exchange with a round left takes one step: with two rounds, P of bucket k,
-then Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is
+bucket starts its exchange; then each earlier exchange with a Send left takes one step: with two Sends, P of bucket k,
+then Q of bucket k - 1. The last bucket runs all remaining Sends. The call for bucket k returns while its collective is
 in flight.
 """
 
@@ -28,12 +28,13 @@ class RunningExchange:
     Args:
         task: the exchange, not begun yet.
         flat: the bucket's buffer.
-        issue: starts a collective for this bucket; None: the ranks differ in it, and the exchange stays where it is.
+        issue: starts a collective for this bucket. Returns None if the ranks disagree; the exchange is then not
+            resumed.
 
     Attributes:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
         finite: its verdict on everything received (0-dim bool tensor); set once no collective is left.
-        has_round_left: a collective is pending, and the exchange will issue another one after it.
+        has_send_left: a collective is pending, and the exchange will issue another one after it.
     """
 
     finite: torch.Tensor
@@ -41,7 +42,7 @@ class RunningExchange:
     def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
         self.flat = self.result = flat
         self.future = new_future(flat.device)
-        self.has_round_left = False
+        self.has_send_left = False
         self._task = task
         self._issue = issue
         self._pending: Pending | None = None
@@ -56,14 +57,14 @@ class RunningExchange:
         that ended the pass. Returns the pending collective if that may still write into the bucket."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
-        pending, self._pending, self.has_round_left = self._pending, None, False
+        pending, self._pending, self.has_send_left = self._pending, None, False
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
         """Begin the exchange, or wait for its pending collective and pass it the answer; after its verdict pass it
         `verdict`, the answer for the whole pass. Then issue its next Send."""
         answer = verdict if self._pending is None else self._pending.wait()
-        self._pending, self.has_round_left = None, False
+        self._pending, self.has_send_left = None, False
         step = self._task.advance(answer)
         if isinstance(step, Done):
             self.result = step.result
@@ -71,20 +72,20 @@ class RunningExchange:
             self.finite = step.finite
         else:
             self._pending = self._issue(step)
-            self.has_round_left = self._pending is not None and not step.last
+            self.has_send_left = self._pending is not None and not step.last
             if self._pending is not None and step.meanwhile is not None:
                 step.meanwhile()
 
 
-def finish_rounds(running: Sequence[RunningExchange]) -> None:
-    """Run each exchange up to its verdict, round by round."""
-    has_round_left = True
-    while has_round_left:
-        has_round_left = False
+def finish_sends(running: Sequence[RunningExchange]) -> None:
+    """Run each exchange up to its verdict: one Send of each, in bucket order, until none is left."""
+    has_send_left = True
+    while has_send_left:
+        has_send_left = False
         for each in running:
-            if each.has_round_left:
+            if each.has_send_left:
                 each.advance()
-                has_round_left = True
+                has_send_left = True
     for each in running:
         each.finish()
 
@@ -113,21 +114,21 @@ class BackwardPass:
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket, then advance each earlier one that has a round left."""
+        """Start the exchange of the next bucket, then advance each earlier one that has a Send left."""
         self.running.append(exchange)
         exchange.advance()
         for earlier in self.running[:-1]:
-            if earlier.has_round_left:
+            if earlier.has_send_left:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:
-        """After the last bucket: run all remaining rounds and wait for them. Returns whether everything received is
+        """After the last bucket: run all remaining Sends and wait for them. Returns whether everything received is
         finite (0-dim bool tensor).
 
         Raises:
             HookRunError: on all ranks, if they do not send the same.
         """
-        finish_rounds(self.running)
+        finish_sends(self.running)
         if self.comparison is not None:
             self.comparison.end()
         return torch.stack([each.finite for each in self.running]).all()

@@ -25,7 +25,8 @@ class KnownBucket:
     Attributes:
         plans: one per unit.
         numel_sent: elements that a rank sends once compression has begun, without flags.
-        work, reduce: the workspace, and the exchange `reduce(flat, work, state, step)`; None if nothing in the bucket
+        work: the workspace; None if nothing in the bucket is compressed.
+        make_exchange: returns the exchange for `(flat, work, state, step)`; None if nothing in the bucket
             is compressed.
         used: the layout occurs in the current backward pass, or in the latest one.
     """
@@ -34,7 +35,7 @@ class KnownBucket:
     plans: list[UnitPlan]
     numel_sent: int
     work: Any = None
-    reduce: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
+    make_exchange: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
     used: bool = True
 
     @property
@@ -76,7 +77,7 @@ class KnownBuckets:
     def plans(self) -> list[UnitPlan]:
         """The plans of all known buckets, in the order in which the parameters were registered."""
         plans = [plan for known in self for plan in known.plans]
-        order = {name: place for place, name in enumerate(self._names.known())}
+        order = {name: place for place, name in enumerate(self._names.named_parameters())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
 
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -124,7 +125,7 @@ class KnownBuckets:
         self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
         if compressed:
             made.work = arrangement.workspace(compressor, layout, plans)
-            made.reduce = arrangement.exchange(compressor)
+            made.make_exchange = arrangement.exchange(compressor)
         return made
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:

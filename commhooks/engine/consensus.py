@@ -74,7 +74,7 @@ class Consensus:
     """What all ranks of a session must do alike, and the comparisons that make sure of it.
 
     Attributes:
-        compressor: the compressor in force; a load or its own decision may replace it (`replaced`).
+        compressor: the compressor in force; a load or its own decision may replace it (`replace_compressor`).
         binding: the model and the ranks.
         buckets: the known buckets.
         arrangement: how the ranks share the work.
@@ -116,7 +116,7 @@ class Consensus:
             self.compressor.native = choice.native
             self.buckets.clear()  # their workspaces were made for the other one
 
-    def replaced(self, compressor: Compressor[Any]) -> None:
+    def replace_compressor(self, compressor: Compressor[Any]) -> None:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
         again, and the loaded state is checked and refitted."""
         self.compressor = compressor
@@ -124,7 +124,7 @@ class Consensus:
         if self.choice is not None:
             compressor.native = self.choice.native
         self.agreement = None
-        self._held.torn = False
+        self._held.commit_failed = False
         self.buckets.clear()
         self._seen.clear()
 
@@ -169,7 +169,7 @@ class Consensus:
                 held.state.keep_fields(compressor.state_fields)
                 if compressor.chosen != adaptive.chosen:
                     held.state.drop_local()
-                self.replaced(compressor)
+                self.replace_compressor(compressor)
         if remark and self.buckets.is_logging_rank:
             log_summary(remark)
 
@@ -178,7 +178,7 @@ class Consensus:
         sharded model, compare the step with the other shards, too. If one rank lacks its local tensors, all ranks drop
         theirs."""
         compressor, state = self.compressor, self._held.state
-        names, shard_group = self.binding.names.known(), self.binding.shard_group
+        names, shard_group = self.binding.names.named_parameters(), self.binding.shard_group
         self._held.settle()
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())

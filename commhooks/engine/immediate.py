@@ -55,7 +55,7 @@ def reduce_immediately(
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one
     with contextlib.nullcontext() if counters is None else counters.clocks.measure(flat.device):
         exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
-        task = ExchangeTask(exchange, flat, name, judged=False)
+        task = ExchangeTask(exchange, flat, name, expects_verdict=False)
         step = task.advance(None)
         if comparison is not None:
             if isinstance(step, Send):

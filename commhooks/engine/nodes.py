@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import Reach, Send, gather_rows, start
 from commhooks.comm.nodes import Nodes
-from commhooks.comm.wire import divide, join
+from commhooks.comm.wire import concat_into, scatter_into
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
@@ -48,7 +48,7 @@ class Arrangement:
     Attributes:
         words: describes the nodes, for the summary; "" if there are none.
         complete: every rank has the local tensors (residuals) of all parameters.
-        ranks_per_residual: a residual belongs to the sum of so many ranks' gradients.
+        ranks_per_residual: number of ranks whose summed gradient a residual corrects.
         groups: by `Reach`: returns the process group of such collectives, if not all ranks of the session take part.
             The ranks of a "node" receive different numbers: a pass is committed on all of them or on none.
     """
@@ -221,7 +221,7 @@ class NodeShares:
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
         """The gradients of the bucket, 1-D, in the order of their owners."""
-        join([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
+        concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
@@ -245,7 +245,7 @@ class NodeShares:
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
             gradients, *learned, flags = message.split(self._sizes[owner])
             if self._runs[owner]:
-                divide(gradients, [bucket[begin * size : end * size] for begin, end in self._runs[owner]])
+                scatter_into(gradients, [bucket[begin * size : end * size] for begin, end in self._runs[owner]])
             if owner != self._local_rank and learned:
                 self._learn(self._fields[owner], learned, flags, state)
 
@@ -343,18 +343,18 @@ class Hierarchy(Arrangement):
         for each in others:  # in this order, so that no bit depends on the bucket
             own.add_(each)
 
-        judged = False
+        had_verdict = False
         if own.numel() > 0:
             task, answer = self._between_nodes(compressor, work, state, step), None
             while not isinstance(next_one := task.advance(answer), Done):
                 if isinstance(next_one, Send):
                     next_one.over = "nodes"
                 else:
-                    judged = True
+                    had_verdict = True
                 answer = yield next_one
             if next_one.result is not own:
                 own.copy_(next_one.result)
-        if not judged:
+        if not had_verdict:
             yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
         own.div_(after)
 

@@ -114,7 +114,7 @@ class Session(ExchangeDriver):
                 exchange = self._new_exchange(bucket, self._pass)
                 self._pass.add(exchange)
                 if bucket.is_last:
-                    self._drain(self._pass)
+                    self._finish_pass(self._pass)
         return exchange.future
 
     def end_pass(self) -> None:
@@ -122,7 +122,7 @@ class Session(ExchangeDriver):
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):
-                self._drain(self._pass)
+                self._finish_pass(self._pass)
 
     def close(self) -> None:
         """Free the buffers, and move the learned state to the host, until another training of the model begins."""
@@ -171,8 +171,8 @@ class Session(ExchangeDriver):
             counters.numel_after += known.numel_sent
             if consensus.compares_sends and consensus.is_new(bucket):
                 issue = self._comparing(current, bucket, issue)
-        if current.compressing and known.reduce is not None:
-            exchange = known.reduce(flat, known.work, self.state, step)
+        if current.compressing and known.make_exchange is not None:
+            exchange = known.make_exchange(flat, known.work, self.state, step)
         else:
             exchange = compressor.average(flat, step.world_size)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
@@ -189,8 +189,8 @@ class Session(ExchangeDriver):
         group = current.group if send.over == "all" else self.consensus.arrangement.groups[send.over]()
         return collectives.start(send, group, self.counters, where, self._messages)
 
-    def _drain(self, current: BackwardPass) -> None:
-        """End a pass: run all remaining rounds, then commit."""
+    def _finish_pass(self, current: BackwardPass) -> None:
+        """After the last bucket: run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
         if "node" in consensus.arrangement.groups:  # the ranks of a node receive different shares
             good = good_on_all(good, consensus.arrangement.groups["node"](), "the node")

@@ -25,6 +25,8 @@ Entries = dict[str, dict[str, torch.Tensor]]
 class LearnedState:
     """Tensors by field and by name, independent of the bucket layout. `state["residual"]["layer.weight"]` is one.
 
+    Pickles of `PowerSGDState` hold the attributes by name, so that a renamed one breaks them.
+
     Attributes:
         step: committed synchronised backward passes, the same on every rank.
         nonfinite_steps: passes that were not committed.
@@ -63,7 +65,7 @@ class LearnedState:
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         return self.entries.setdefault(key, {})
 
-    def apart(self) -> "LearnedState":
+    def compact_copy(self) -> "LearnedState":
         """A copy in which no tensor is a slice of a larger storage: pickling a slice would save the whole storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
@@ -114,14 +116,14 @@ class HeldState:
         state: the learned state. It changes in `committing`, and by `overwrite`.
         lock: hold it while writing the learned state, and while reading it from another thread.
         in_commit: True while a commit writes: a save from a signal handler now would mix two steps.
-        torn: the latest commit failed on this rank, and no state was loaded since.
+        commit_failed: the latest commit failed on this rank, and no state was loaded since.
     """
 
     def __init__(self, state: LearnedState, counters: Counters) -> None:
         self.state = state
         self.lock = threading.RLock()
         self.in_commit = False
-        self.torn = False
+        self.commit_failed = False
         self._counters = counters
         self._mark = CommitMark()
         # Passes whose outcome the host has not read: committed count (on the device), passes, compressed?
@@ -148,7 +150,7 @@ class HeldState:
             except BaseException:
                 # The tensors are a mix of this step and the one before: none of them may be saved.
                 self.state.forget_local()
-                self.state.local_missing = self.torn = True
+                self.state.local_missing = self.commit_failed = True
                 raise
             finally:
                 if precision.has_streams(device):
@@ -166,7 +168,7 @@ class HeldState:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
             # After a failed commit the residual started at zero; this commit makes it valid again.
-            self.state.local_missing = self.torn = False
+            self.state.local_missing = self.commit_failed = False
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
             return

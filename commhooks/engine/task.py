@@ -24,13 +24,13 @@ class ExchangeTask:
         exchange: the result of `Compressor.exchange`, not begun yet.
         flat: the bucket's buffer.
         name: of the compressor, for messages.
-        judged: whether it yields a verdict; False for a compressor that is not transactional.
+        expects_verdict: whether it yields a verdict; False for a compressor that is not transactional.
 
     Raises:
         HookRunError: `exchange` is not a generator.
     """
 
-    def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, judged: bool = True) -> None:
+    def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
         if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):
             raise HookRunError(
                 f"the exchange of {name} is a {type(exchange).__name__}, not a generator: it must yield its "
@@ -39,7 +39,7 @@ class ExchangeTask:
         self.exchange = exchange
         self._flat = flat
         self._named = f"the exchange of {name}"
-        self._judged = judged
+        self._expects_verdict = expects_verdict
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
@@ -55,7 +55,7 @@ class ExchangeTask:
         try:
             yielded: Any = self.exchange.send(answer)
         except StopIteration as end:
-            if self._judged and not self._decided:
+            if self._expects_verdict and not self._decided:
                 raise HookRunError(
                     f"{self._named} ended before its verdict: it must yield Verdict(finite) once, "
                     "before it writes its state"
@@ -71,7 +71,7 @@ class ExchangeTask:
             finite: Any = yielded.finite
             if not (isinstance(finite, torch.Tensor) and finite.dim() == 0 and finite.dtype == torch.bool):
                 raise self._wrong_verdict(finite)
-            if not self._judged:
+            if not self._expects_verdict:
                 raise HookRunError(f"{self._named} asks for a verdict, but it is not transactional")
         elif not isinstance(yielded, Send):
             raise HookRunError(f"{self._named} yields a {type(yielded).__name__}; expected Send or Verdict")
@@ -106,7 +106,7 @@ def new_task(
         exchange = compressor.exchange(flat, work, state, step)
     else:
         exchange = compressor.average(flat, step.world_size)
-    return ExchangeTask(exchange, flat, compressor.name, judged=compressor.transactional)
+    return ExchangeTask(exchange, flat, compressor.name, expects_verdict=compressor.transactional)
 
 
 class _NoState:

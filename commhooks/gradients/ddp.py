@@ -15,7 +15,7 @@ from commhooks.errors import AttachError, HookRunError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
-from commhooks.gradients.source import Future, GradientSource, Reducer, described_parameter, sparse_parameters
+from commhooks.gradients.source import Future, GradientSource, HookCallbacks, described_parameter, sparse_parameters
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
@@ -118,30 +118,30 @@ class DDPGradients(GradientSource):
         reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
-        self._reader = BucketReader(len(self.names.known()))
+        self._reader = BucketReader(len(self.names.named_parameters()))
         # All parameters may have been frozen after wrapping.
-        self.device = next(iter([*self.names.known().values(), *ddp_model.module.parameters()])).device
+        self.device = next(iter([*self.names.named_parameters().values(), *ddp_model.module.parameters()])).device
 
     @property
     def module(self) -> torch.nn.Module | None:
         return self._module() if self._ddp_model() is not None else None
 
-    def register(self, reducer: Reducer, state: Any) -> None:
+    def register(self, callbacks: HookCallbacks, state: Any) -> None:
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         try:
-            ddp_model.register_comm_hook(state, _Registered(reducer.name, self._reduce, reducer))
+            ddp_model.register_comm_hook(state, _Registered(callbacks.name, self._reduce, callbacks))
         except RuntimeError as error:
             # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
             raise AttachError(
-                f"this DistributedDataParallel model has a communication hook already, so {reducer.name!r} cannot be: "
-                "DDP takes one hook for life; wrap the model anew to change it"
+                f"this DistributedDataParallel model has a communication hook already, so {callbacks.name!r} cannot "
+                "be: DDP takes one hook for life; wrap the model anew to change it"
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if ddp_model.find_unused_parameters and not ddp_model.static_graph:
             self._used = set()
             note = functools.partial(_note_used, self._used)  # it holds no more than the set
-            handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
+            handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.named_parameters().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
 
     def unregister(self) -> None:
@@ -149,28 +149,28 @@ class DDPGradients(GradientSource):
             "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
         )
 
-    def _reduce(self, reducer: Reducer, state: Any, bucket: dist.GradBucket) -> Future:
+    def _reduce(self, callbacks: HookCallbacks, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook that DDP calls."""
         if self._closed:
             raise HookRunError(
-                f"a backward pass after close() of this hook ({reducer.name!r}), which ended its training: wrap "
+                f"a backward pass after close() of this hook ({callbacks.name!r}), which ended its training: wrap "
                 "the model in a new DistributedDataParallel, and attach a hook to that"
             )
-        found = self._reader.read(bucket, functools.partial(self._end_pass, reducer))
+        found = self._reader.read(bucket, functools.partial(self._end_pass, callbacks))
         if self._used is not None:
             used = self._used
             found.unused = [i for i, p in enumerate(found.parameters) if p.grad is not None and id(p) not in used]
         if found.is_first:
             self._check_join()
-        future = reducer.reduce(found)
+        future = callbacks.reduce(found)
         if found.is_last:
-            reducer.passed()
+            callbacks.on_pass_end()
             if self._used is not None:
                 self._used.clear()
         return future
 
-    def _end_pass(self, reducer: Reducer) -> None:
-        reducer.end_pass()
+    def _end_pass(self, callbacks: HookCallbacks) -> None:
+        callbacks.end_pass()
         if self._used is not None:
             self._used.clear()
 
@@ -196,7 +196,7 @@ class DDPGradients(GradientSource):
         return dict(self._not_ignored())
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.names.known().items()}
+        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def _check_join(self) -> None:
         ddp_model = self._ddp_model()

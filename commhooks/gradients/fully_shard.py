@@ -33,7 +33,7 @@ from commhooks.gradients.source import (
     Extent,
     Future,
     GradientSource,
-    Reducer,
+    HookCallbacks,
     call_after_accumulation,
     described_parameter,
     held_weakly,
@@ -274,7 +274,7 @@ class FullyShardGradients(GradientSource):
             [(shard.name, shard.local) for shard in shards],
             {id(shard.local): names[id(shard.parameter)] for shard in shards},
         )
-        self._reducer: Reducer | None = None
+        self._callbacks: HookCallbacks | None = None
         self._pass: RunningPass | None = None
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
@@ -324,7 +324,7 @@ class FullyShardGradients(GradientSource):
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         return self._shards[name].as_whole(part)
 
-    def register(self, reducer: Reducer, state: Any) -> None:
+    def register(self, callbacks: HookCallbacks, state: Any) -> None:
         model = self.module
         assert model is not None
         for shard in self._shards.values():
@@ -333,9 +333,9 @@ class FullyShardGradients(GradientSource):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
                     "optimizer that steps in the backward pass. Neither can be combined with "
-                    f"{reducer.name!r}: call hook.detach() on the earlier hook, or use an ordinary optimizer"
+                    f"{callbacks.name!r}: call hook.detach() on the earlier hook, or use an ordinary optimizer"
                 )
-        self._reducer = reducer
+        self._callbacks = callbacks
         for unit in self._units():
             try:
                 unit.set_all_reduce_hook(self._on_reduced)
@@ -415,13 +415,13 @@ class FullyShardGradients(GradientSource):
 
     @torch.no_grad()
     def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
-        assert self._reducer is not None
+        assert self._callbacks is not None
         current.check_new(unit)
         self._check_pieces(unit)
         unit.sent = unit.without_padding()
         bucket = Bucket(unit.sent, [shard.local for shard in unit.shards], index=len(current.units), is_last=False)
         current.units.append(unit)
-        unit.average = self._reducer.reduce(bucket)
+        unit.average = self._callbacks.reduce(bucket)
 
     @torch.no_grad()
     def _end(self, current: RunningPass) -> None:
@@ -432,8 +432,8 @@ class FullyShardGradients(GradientSource):
         current.check_filled()
         if not current.units:
             return
-        assert self._reducer is not None
-        self._reducer.end_pass()
+        assert self._callbacks is not None
+        self._callbacks.end_pass()
         current.take_over_averages()
 
     def _check_pieces(self, unit: UnitBuffer) -> None:

@@ -59,7 +59,7 @@ class ParameterNames(Protocol):
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         """The names of a bucket's parameters, in order. `first`: this is the first bucket of a backward pass."""
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def named_parameters(self) -> dict[str, torch.Tensor]:
         """Name -> parameter, for all parameters known so far."""
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
@@ -90,7 +90,7 @@ class ModelNames:
                 "parameters, and attach again"
             ) from None
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def named_parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
 
     def all_names(self, name: str) -> list[str]:
@@ -120,7 +120,7 @@ class PositionalNames:
                 self._counts[kind] += 1
         return [self._parameters[id(parameter)][1] for parameter in parameters]
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def named_parameters(self) -> dict[str, torch.Tensor]:
         return {name: parameter for parameter, name in self._parameters.values()}
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:

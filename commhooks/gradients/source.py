@@ -19,7 +19,7 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 @dataclass
-class Reducer:
+class HookCallbacks:
     """What a source of gradients calls in each backward pass.
 
     Attributes:
@@ -46,9 +46,9 @@ class Reducer:
     def end_pass(self) -> None:
         """No further bucket of this pass will come, and none was marked as the last."""
         self.finish()
-        self.passed()
+        self.on_pass_end()
 
-    def passed(self) -> None:
+    def on_pass_end(self) -> None:
         """A backward pass has ended."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
@@ -134,7 +134,7 @@ class GradientSource(ABC):
         """The user's model; None if it was deleted."""
 
     @abstractmethod
-    def register(self, reducer: Reducer, state: Any) -> None:
+    def register(self, callbacks: HookCallbacks, state: Any) -> None:
         """Have the model call the hook from now on. `state`: what DDP passes to its hook.
 
         Raises:
@@ -163,7 +163,7 @@ class GradientSource(ABC):
 
     def stepped(self) -> Sequence[torch.Tensor]:
         """The parameters that optimizers have, in the order of `names`."""
-        return list(self.names.known().values())
+        return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
         """Called before weights are changed by anything but an optimizer."""
@@ -191,7 +191,7 @@ class GradientSource(ABC):
         return self.names
 
     def extent(self, name: str) -> Extent:
-        shape = tuple(self.names.known()[name].shape)
+        shape = tuple(self.names.named_parameters()[name].shape)
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
@@ -241,8 +241,8 @@ class PlainGradients(GradientSource):
             [(own_name(name), p) for name, p in module.named_parameters() if p.requires_grad], all_names(module)
         )
         self.sparse = sparse_parameters(module)
-        self.device = next(iter([*self.names.known().values(), torch.empty(0)])).device
-        self._reducer: Reducer | None = None
+        self.device = next(iter([*self.names.named_parameters().values(), torch.empty(0)])).device
+        self._callbacks: HookCallbacks | None = None
         self._handles: list[RemovableHandle] = []
         self._task = -1  # the backward pass whose end is waited for
 
@@ -250,9 +250,9 @@ class PlainGradients(GradientSource):
     def module(self) -> torch.nn.Module | None:
         return self._module()
 
-    def register(self, reducer: Reducer, state: Any) -> None:
-        self._reducer = reducer
-        self._handles = call_after_accumulation(self.names.known().values(), self._on_accumulated)
+    def register(self, callbacks: HookCallbacks, state: Any) -> None:
+        self._callbacks = callbacks
+        self._handles = call_after_accumulation(self.names.named_parameters().values(), self._on_accumulated)
         module = self.module
         assert module is not None
         weakref.finalize(module, _keep, self).atexit = False  # it lives as long as the module
@@ -271,7 +271,7 @@ class PlainGradients(GradientSource):
         return {} if self.module is None else dict(self.module.named_parameters())
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.names.known().items()}
+        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def _on_accumulated(self, _: torch.Tensor) -> None:
         if self._task != current_task():
@@ -281,20 +281,20 @@ class PlainGradients(GradientSource):
     @torch.no_grad()
     def _end_pass(self) -> None:
         self._task = -1
-        assert self._reducer is not None
-        found = [parameter for parameter in self.names.known().values() if parameter.grad is not None]
+        assert self._callbacks is not None
+        found = [parameter for parameter in self.names.named_parameters().values() if parameter.grad is not None]
         futures = []
         for place, parameter in enumerate(found):
             grad = parameter.grad
             assert grad is not None
             flat = grad if grad.is_sparse else grad.contiguous().view(-1)
             bucket = Bucket(flat, [parameter], place, is_last=False)
-            futures.append((grad, flat, self._reducer.reduce(bucket)))
+            futures.append((grad, flat, self._callbacks.reduce(bucket)))
         for grad, flat, future in futures:
             reduced = future.wait()
             if not grad.is_sparse and (reduced is not flat or flat.data_ptr() != grad.data_ptr()):
                 grad.copy_(reduced.view(grad.shape))
-        self._reducer.end_pass()
+        self._callbacks.end_pass()
 
 
 def _keep(source: PlainGradients) -> None:

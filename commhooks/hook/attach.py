@@ -21,28 +21,28 @@ from commhooks.engine.kernel_choice import Choice
 from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, reason_first
+from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
-from commhooks.hook.local_steps import LocalStepsHook
+from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.options import HookConfig, check_choice
-from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, explains_arguments, why_not_called
+from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
 logger = logger_of(__name__)
 
 _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
 
 
-@explains_arguments
+@suggests_arguments
 def attach(
     ddp_model: torch.nn.Module,
     hook: HookConfig | Callable[..., Any] | str | None,
@@ -122,7 +122,7 @@ def attach(
     )
 
 
-@reason_first()
+@print_error_on_rank_zero()
 def attach_request(
     model: torch.nn.Module,
     request: HookRequest,
@@ -159,9 +159,9 @@ def attach_request(
         state.bind(binding, source.module, function)
         compressor = state.session.compressor
     choice = check_on_all_ranks(request, compressor, source, loss_scale is not None)
-    if not source.names.known():
+    if not source.names.named_parameters():
         raise AttachError(source.nothing_to_reduce)
-    hook, run, finish = _hook_of(request, compressor, state, function, source, binding, choice)
+    hook, run, finish = _build_hook(request, compressor, state, function, source, binding, choice)
     attached = CommHook(request, hook, source)
     logs = is_logging_rank(source.group, source.shard_group)
     if request.off:  # no backward pass of a hook will log a summary
@@ -196,7 +196,7 @@ def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, 
     return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
 
 
-def _hook_of(
+def _build_hook(
     request: HookRequest,
     compressor: Compressor[Any] | None,
     state: Any,
@@ -205,7 +205,8 @@ def _hook_of(
     binding: Binding,
     choice: Choice,
 ) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """The hook, what reduces a bucket, and what completes a pass whose last bucket was not marked as the last."""
+    """Build the hook. Returns (hook, run, finish): `run(bucket)` reduces one bucket; `finish()` ends a pass in which
+    DDP never flagged a last bucket."""
     if compressor is None:
         assert function is not None
         of_function = FunctionHook(request, source, state, function)
@@ -215,7 +216,9 @@ def _hook_of(
         if compressor.config.delay:  # a thread issues collectives beside those of the model
             own = new_group(range(source.group.size()), source.group)
             binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
+        sizes = {
+            name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
+        }
         outer = OuterSteps(compressor, binding, sizes)
         outer.consensus.compute_with(choice)
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
@@ -231,7 +234,7 @@ def _hook_of(
     session.consensus.compute_with(choice)
     nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
     if nodes is not None:
-        session.consensus.arrangement = Hierarchy(nodes, source.names.known())
+        session.consensus.arrangement = Hierarchy(nodes, source.names.named_parameters())
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
 

@@ -9,9 +9,17 @@ from commhooks.checkpoint.distributed import from_distributed, is_distributed, t
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
 from commhooks.comm.counters import has_clock
 from commhooks.comm.groups import is_logging_rank
-from commhooks.errors import HookConfigError, HookRunError, PayloadError, log_summary, logger_of, reason_first, shown
+from commhooks.errors import (
+    HookConfigError,
+    HookRunError,
+    PayloadError,
+    log_summary,
+    logger_of,
+    print_error_on_rank_zero,
+    shown,
+)
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future, GradientSource, Reducer
+from commhooks.gradients.source import Future, GradientSource, HookCallbacks
 from commhooks.hook.hooks import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
@@ -81,10 +89,10 @@ class CommHook:
         state: Any,
         on_unused: Callable[[str], None] | None,
     ) -> None:
-        """Register `run` and `finish` (see `Reducer`) with the model. `state`: what DDP passes to its hook."""
+        """Register `run` and `finish` (see `HookCallbacks`) with the model. `state`: what DDP passes to its hook."""
         every = self._request.check_every
         check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
-        self._source.register(Reducer(self.name, run, finish, self, check, self._begun), state)
+        self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
         self._unused.callback = on_unused
         if self._hook.status().use is None:
             self._unused.silence()
@@ -170,7 +178,8 @@ class CommHook:
         """
         status, found = self._hook.status(), self._hook.stats()
         c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
-        clocks, timed = c.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
+        parameters = self._source.names.named_parameters().values()
+        clocks, timed = c.clocks, known and all(has_clock(p.device) for p in parameters)
         clocks.collect(wait=True)
         counted: dict[str, Any] = {
             "hook": self.name,
@@ -227,7 +236,7 @@ class CommHook:
                 `dcp.save({"hook": hook})`; *all ranks must call*. Models sharded by `fully_shard` have this form only,
                 with or without residuals.
             gather: with "per_rank", the residuals of all ranks in one payload; *all ranks must call*.
-            joint: False if other ranks may not take part (signal handlers, exceptions): nothing is communicated.
+            joint: False if some ranks might not join this save (signal handlers, exceptions): nothing is communicated.
 
         Returns:
             Plain types and tensors, for `torch.save`. A joint save waits at most `joint_save_limit_s` seconds for the
@@ -242,19 +251,19 @@ class CommHook:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        return self._hook.saved.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
+        return self._hook.checkpointer.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        kept = self._hook.saved.kept_fields(self._source)
+        kept = self._hook.checkpointer.kept_fields(self._source)
         if residual == "drop":
             kept.pop("residual", None)
         agreed_before = self._hook.status().replicas_agree
         form = "mean" if "residual" in kept else "drop"
-        saved = self._hook.saved.save(form, limit_s=self.joint_save_limit_s)
+        saved = self._hook.checkpointer.save(form, limit_s=self.joint_save_limit_s)
         if not agreed_before and self._hook.status().replicas_agree:  # this save has ended a round
             saved = saved | {"exact": False}
             if self._logs and not self._warned_of_copies:
@@ -281,7 +290,7 @@ class CommHook:
         """
         return self._hook.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 
-    @reason_first()
+    @print_error_on_rank_zero()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
         """Load the result of `state_dict`. *All ranks must call* this, before the next backward pass.
 
@@ -318,14 +327,15 @@ class CommHook:
                 "saved with it are those of one of them.",
                 shown(content["hook"]),
             )
-        own = self._hook.saved
+        checkpointer = self._hook.checkpointer
         if content["hook"] == self.name:
-            take_over = own.prepare_load(content, strict)
+            take_over = checkpointer.prepare_load(content, strict)
 
             def resume() -> None:
                 take_over()
                 if self._logs and content["step"] > 0:
-                    log_summary(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
+                    resumed = checkpointer.resumed(content)
+                    log_summary(f"{self.name} resumed at {checkpointer.step_is} {content['step']}{resumed}")
 
             return resume
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
@@ -335,8 +345,8 @@ class CommHook:
                 "hook=... or in the load to begin this one with fresh memory"
             )
         if self._logs:
-            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, own.not_begun_anew)
-        return own.begin_anew
+            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, checkpointer.not_begun_anew)
+        return checkpointer.begin_anew
 
 
 def _at_exit(hook: "weakref.ref[CommHook]") -> None:

@@ -1,13 +1,14 @@
 # ruff: noqa: F401
-"""Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
+"""Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins, which also
+import `commhooks.errors`."""
 
 from commhooks.checkpoint import payload as payload_parts
 from commhooks.checkpoint.payload import cut_off
-from commhooks.errors import check_version, reason_first
+from commhooks.errors import check_version, print_error_on_rank_zero
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
-from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
+from commhooks.hook.hook_folder import HookFolder, nothing_saved
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.report import NAMES, PREFIX, Meter
@@ -17,6 +18,6 @@ from commhooks.request import (
     arguments_in,
     check_arguments,
     check_value,
-    explains_arguments,
     import_path,
+    suggests_arguments,
 )

@@ -1,9 +1,8 @@
 """A hook in a folder of its own, beside a model that was saved with `torch.distributed.checkpoint`: for the plugins."""
 
-import contextlib
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from commhooks.errors import HookRunError, PayloadError
+from commhooks.errors import HookRunError, PayloadError, errors_begin_with
 from commhooks.hook.comm_hook import CommHook
 
 _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh memory"
-
-
-@contextlib.contextmanager
-def located(place: object, remedy: str) -> Iterator[None]:
-    """Let a PayloadError of the body begin with the place of the saved state. `remedy`: what to do if it is damaged."""
-    try:
-        yield
-    except PayloadError as error:
-        damaged = "damaged" in str(error) or "not the state" in str(error)
-        raise PayloadError(f"{place}: {error}" + (f". {remedy}" if damaged else "")) from error
 
 
 def nothing_saved(place: object, why: str, hook: str) -> str:
@@ -101,7 +90,7 @@ class HookFolder:
                 ) from error
             why = (str(reason).splitlines() or [""])[0]  # more would advise to run what is in it
             raise PayloadError(f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}") from error
-        with located(self._path, _REMEDY):
+        with errors_begin_with(self._path, remedy=_REMEDY):
             return hook.prepare_load(content["hook"], strict)
 
 

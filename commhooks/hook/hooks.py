@@ -1,4 +1,5 @@
-"""What is behind a `CommHook`: a compressor that the engine runs, or a user's function."""
+"""The implementations behind the public CommHook: a compressor, a user's function (local steps are in
+local_steps.py)."""
 
 import contextlib
 import dataclasses
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.state import SavedLearnedState
-from commhooks.checkpoint.user_state import SavedUserState
+from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
+from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.comm.counters import Counters
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.cast import AllReduce, Noop
@@ -39,7 +40,7 @@ class Hook(Protocol):
     counters: Counters
 
     @property
-    def saved(self) -> SavedLearnedState | SavedUserState:
+    def checkpointer(self) -> LearnedStateCheckpointer | UserStateCheckpointer:
         """Saves and loads the state of the hook."""
 
     def status(self) -> Status: ...
@@ -76,10 +77,10 @@ class CompressorHook:
         self.learns = session.compressor.transactional
         # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
         plans = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
-        self.saved: SavedLearnedState | SavedUserState = (
-            SavedLearnedState(name, session, source.group, plans)
+        self.checkpointer: LearnedStateCheckpointer | UserStateCheckpointer = (
+            LearnedStateCheckpointer(name, session, source.group, plans)
             if self.learns
-            else SavedUserState(
+            else UserStateCheckpointer(
                 name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
             )
         )
@@ -110,7 +111,7 @@ class CompressorHook:
     def stats(self) -> dict[str, Any]:
         session, compressor = self.session, self.session.compressor
         session.held.settle()
-        found: dict[str, Any] = {"step": self.saved.step}
+        found: dict[str, Any] = {"step": self.checkpointer.step}
         if not self._request.off:
             assert session.consensus.choice is not None
             found["kernel"] = session.consensus.choice.kernel
@@ -165,7 +166,7 @@ class CompressorHook:
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
-        session, names = self.session, set(self._source.names.known())
+        session, names = self.session, set(self._source.names.named_parameters())
         state, arrangement = session.state, session.consensus.arrangement
         with session.held.lock:
             session.held.settle()
@@ -189,7 +190,9 @@ class FunctionHook:
     def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
         self.counters = Counters()
         self.state = state
-        self.saved = SavedUserState(request.name, dict(request.options), self.counters, source.group, state)
+        self.checkpointer = UserStateCheckpointer(
+            request.name, dict(request.options), self.counters, source.group, state
+        )
         self._request, self._source, self._function = request, source, function
 
     def run(self, bucket: Bucket) -> Future:
@@ -205,13 +208,13 @@ class FunctionHook:
         return Status(dict(self._request.options))
 
     def stats(self) -> dict[str, Any]:
-        return {"step": self.saved.step}
+        return {"step": self.checkpointer.step}
 
     def summary(self) -> Summary:
         return Summary()
 
     def warnings(self) -> list[str]:
-        if self.state is None or isinstance(self.state, dist.ProcessGroup) or self.saved.saves_state:
+        if self.state is None or isinstance(self.state, dist.ProcessGroup) or self.checkpointer.saves_state:
             return []
         return [
             f"the state of hook {self._request.name} ({type(self.state).__name__}) has no state_dict and "
@@ -220,7 +223,7 @@ class FunctionHook:
 
     def plan(self) -> ModelPlan:
         name, wire = self._request.name, self._request.wire_dtype
-        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.known().items()]
+        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.named_parameters().items()]
         rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
         narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
         memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
@@ -228,7 +231,7 @@ class FunctionHook:
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
-        yield Residuals({}, 1.0, self._source.names.known())
+        yield Residuals({}, 1.0, self._source.names.named_parameters())
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         return True

@@ -97,7 +97,7 @@ def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, sou
     """What this machine can compute with. It may differ between ranks."""
     if compressor is None:
         return KernelSupport()
-    parameters, learns = source.names.known().values(), compressor.transactional
+    parameters, learns = source.names.named_parameters().values(), compressor.transactional
     devices = {p.device for p in parameters}
     if learns or request.ranks_per_node is not None:
         try:

@@ -20,8 +20,8 @@ from commhooks.errors import logger_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
-from commhooks.local_steps.fragments import layouts, packed, write_back
 from commhooks.local_steps.optimizers import OptimizerSteps
+from commhooks.local_steps.outer_steps import layouts, packed, write_back
 
 logger = logger_of(__name__)
 
@@ -40,7 +40,7 @@ class CommonState:
 
     Args:
         hook: name of the hook, for messages.
-        loss_scale: as of `attach`; its GradScaler is shared, too, if it can be found.
+        loss_scale: as passed to `attach`; its GradScaler is shared, too, if it can be found.
         counters: count what is sent.
         logs: whether this rank logs.
     """
@@ -104,7 +104,7 @@ class CommonState:
     def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
         """Each part of the state by its label in messages: its value, and a function that sets it."""
         found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
-        module, trained = self._source.module, self._source.names.known()
+        module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
         for name, each in module.named_buffers() if module is not None else ():
             found[f"buffer {name}"] = each, functools.partial(_set_buffer, module, name)
@@ -133,7 +133,7 @@ class CommonState:
         _set_buffer(self._source.module, name, value)
 
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
-        names = dict(zip(map(id, self._source.stepped()), self._source.names.known(), strict=True))
+        names = dict(zip(map(id, self._source.stepped()), self._source.names.named_parameters(), strict=True))
         return " ".join(names.get(id(each), str(tuple(each.shape))) for each in parameters)
 
     def _checksums(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -180,7 +180,7 @@ class CommonState:
     @torch.no_grad()
     def differing_weights(self) -> list[str]:
         """The names of the trained weights that are not equal on all ranks."""
-        known = self._source.names.known()
+        known = self._source.names.named_parameters()
         own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
         rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
         return [name for name, same in zip(known, (rows == rows[0]).all(0).tolist(), strict=True) if not same]

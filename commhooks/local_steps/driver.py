@@ -1,7 +1,7 @@
 """The driver of local steps: it counts backward passes and decides when the ranks exchange weights.
 
 A round has `sync_every` backward passes; the passes of one step with a closure (LBFGS) count once. After the last pass
-of a round, or the pass at which a fragment of the weights has its turn (`fragments.py`), an outer step is due. It runs
+of a round, or the pass at which a fragment of the weights is applied (`outer_steps.py`), an outer step is due. It runs
 at the first of these events: the optimizers have stepped all parameters; the next forward pass begins; the next
 backward pass ends (for models whose own forward is not called). It also runs before anything that needs the model as a
 whole: a joint save, and `CommHook.synchronize`.
@@ -28,9 +28,9 @@ from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import OuterSteps, copied, set_weights
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.outer_steps import OuterSteps, copied, set_weights
 
 logger = logger_of(__name__)
 
@@ -41,13 +41,14 @@ class LocalStepsDriver:
     Args:
         name: name of the hook, for messages.
         outer: runs the outer steps.
-        loss_scale: as of `attach`. With a GradScaler a rank may skip a step, and would come late to the outer step. So
-            the ranks agree in each pass before an outer step whether no rank will skip; otherwise the round goes on.
+        loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
+            step. So the ranks agree in each pass before an outer step whether no rank will skip; otherwise the round
+            goes on.
         nodes: the ranks of a node average gradients, which keeps their weights equal; None: no nodes.
 
     Attributes:
         in_round: passes of the running round.
-        apart: whether the ranks have trained since they had equal weights.
+        diverged: whether the ranks have trained since they had equal weights.
         averages: whether the running pass is one of the first `start_iter`, which average gradients.
         still_sent: what DDP still sends in every pass, as messages.
     """
@@ -63,7 +64,7 @@ class LocalStepsDriver:
         self.outer = outer
         self.counters = outer.counters
         self.in_round = 0
-        self.apart = False
+        self.diverged = False
         self.still_sent = source.let_ranks_differ()
         self._name, self._source, self._nodes = name, source, nodes
         self._logs = is_logging_rank(source.group, source.shard_group)
@@ -128,7 +129,7 @@ class LocalStepsDriver:
             self._passes += 1
         self._trained_in_mode = self.module.training
         self._finite.clear()
-        anchor, known = self.outer.state[ANCHOR.key], self._source.names.known()
+        anchor, known = self.outer.state[ANCHOR.key], self._source.names.named_parameters()
         if not self.averages and len(anchor) < len(known):
             # At the start; or after the load of a distributed checkpoint, which does not tell zeros from no entry.
             missing = {n: p for n, p in known.items() if n not in anchor}
@@ -157,7 +158,7 @@ class LocalStepsDriver:
 
     def end_pass(self) -> None:
         """No further bucket of this backward pass will come."""
-        repeated = self._optimizers.passed()
+        repeated = self._optimizers.on_pass_end()
         if (self._due or self._loaded) and not repeated and not self._optimizers.stepping:
             run_after_backward(self._late)
         else:
@@ -172,7 +173,7 @@ class LocalStepsDriver:
         """Count a pass that has ended."""
         if self.averages:
             return
-        self.apart = True
+        self.diverged = True
         if repeated:
             return
         if self.outer.due(self.in_round + 1) and self._all_step():
@@ -187,7 +188,7 @@ class LocalStepsDriver:
             return True
         good = self._on_all_shards(torch.stack(self._finite).all())
         lost = not good and not self._on_all_shards(
-            torch.stack([all_finite(each) for each in self._source.names.known().values()]).all()
+            torch.stack([all_finite(each) for each in self._source.names.named_parameters().values()]).all()
         )
         rows = self._rows(good, lost, what="whether all gradients are finite")
         return bool(rows[:, 0].all() or rows[:, 1].any())
@@ -234,7 +235,7 @@ class LocalStepsDriver:
         if early:
             self.outer.end_round()
         if early or self.outer.advance(self.in_round):
-            self.in_round, self.apart = 0, not (early or self.outer.immediate)
+            self.in_round, self.diverged = 0, not (early or self.outer.immediate)
             self._common.share(optimizers=False)
             self._shared_at[False] = self._passes
         if state.nonfinite_steps > discarded:
@@ -249,13 +250,13 @@ class LocalStepsDriver:
 
     def _go_to_anchor(self) -> None:
         self._source.before_weights_change()
-        set_weights(self._source.names.known(), self.outer.state[ANCHOR.key])
+        set_weights(self._source.names.named_parameters(), self.outer.state[ANCHOR.key])
 
     def load(self, take_over: Callable[[], None]) -> None:
         """Load a state, which `take_over` does."""
         self.outer.forget(until_timeout=True)  # the exchange in flight would count as a step of the loaded state
         take_over()
-        self.in_round, self._due, self.apart = 0, False, False
+        self.in_round, self._due, self.diverged = 0, False, False
         self._shared_at = {False: self._passes, True: self._passes}
         self._loaded = True
         self._optimizers.forget()
@@ -263,7 +264,7 @@ class LocalStepsDriver:
     def _begin_from_loaded(self) -> None:
         """If the model has other weights than the loaded anchor, begin from the model's if they are equal on all ranks,
         else from the anchor."""
-        anchor, known = self.outer.state[ANCHOR.key], self._source.names.known()
+        anchor, known = self.outer.state[ANCHOR.key], self._source.names.named_parameters()
         self._source.before_weights_change()
         same = all(torch.equal(p.detach(), to_logical(anchor[n], p).to(p)) for n, p in known.items() if n in anchor)
         if not self._on_some_rank(not same):
@@ -286,7 +287,7 @@ class LocalStepsDriver:
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
         """See `CommHook.synchronize`. `saver`: the joint saves of this hook; None before the first backward pass."""
         self._differences = []
-        trained = self.apart or self._passes > self._shared_at[optimizers]
+        trained = self.diverged or self._passes > self._shared_at[optimizers]
         if not trained and not (optimizers and self.outer.has_run):
             return True
         if self._thread not in (None, threading.get_ident()):
@@ -316,7 +317,7 @@ class LocalStepsDriver:
         return failure is None
 
     def _share(self, optimizers: bool) -> None:
-        if self.apart:
+        if self.diverged:
             self._outer_step(early=True)
         self._differences = self._common.share(optimizers=optimizers)
         self._shared_at[False] = self._passes
@@ -329,8 +330,8 @@ class LocalStepsDriver:
     def is_exact(self, *, together: bool) -> bool:
         """Whether a run that resumes from the state saved now continues as this run does; logs a warning if not.
         `together`: `synchronize` before the save has succeeded."""
-        if not together and (self.apart or self._passes > self._shared_at[True]):
-            if self.apart:
+        if not together and (self.diverged or self._passes > self._shared_at[True]):
+            if self.diverged:
                 logger.warning(
                     "hook %s was saved by rank %s alone, in the middle of a round, and is marked inexact. A run that "
                     "resumes begins from the saved weights if every rank loads the same ones, else from the weights at "

@@ -21,7 +21,7 @@ class OptimizerSteps:
 
     Args:
         parameters: the parameters of the model.
-        stepped: called after the step with which the optimizers have stepped all parameters since `expect`.
+        stepped: callback: runs once every parameter has been stepped since `expect()`.
 
     Attributes:
         stepping: an optimizer of the model is in its step, and may call a closure with further passes.
@@ -52,7 +52,7 @@ class OptimizerSteps:
         """Wait for no step."""
         self._missing = None
 
-    def passed(self) -> bool:
+    def on_pass_end(self) -> bool:
         """A backward pass has ended. Returns whether it repeated the pass of a step."""
         repeated, self.repeats = self.repeats, self.stepping
         return repeated

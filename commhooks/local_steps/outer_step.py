@@ -20,7 +20,7 @@ import torch
 
 from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
-from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, judged
+from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, with_verdict
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import chosen
 
@@ -82,7 +82,7 @@ def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo
         yield Send(flat.div_(step.world_size), what="differences", last=True)  # 2  g
         good = yield Verdict(all_finite(flat))
     else:
-        _, good = yield from judged(work.wire.exchange(flat, work.wire_work, state, step))
+        _, good = yield from with_verdict(work.wire.exchange(flat, work.wire_work, state, step))
     work.measure(flat, good)
     for name, part in slots:
         # Each operation rounds by itself: fused ones give other bits on other processors.

@@ -204,7 +204,7 @@ def _inexact(folder: str) -> dict[str, Any]:
             session_of(hook).state.step += 1  # votes elsewhere
     dcp.save({"hook": hook}, checkpoint_id=folder)
     _, other = new(2, 2)
-    with log_lines("commhooks.checkpoint.state") as said:
+    with log_lines("commhooks.checkpoint.learned_state") as said:
         dcp.load({"hook": other}, checkpoint_id=folder)
     state = session_of(other).state
     return {"residuals": len(state["residual"]), "missing": state.local_missing, "q": len(state["q"]) > 0, "said": said}

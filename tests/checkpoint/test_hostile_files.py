@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from test_hostile_payloads import Subject, power_sgd, silent, try_to_load
 
-from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import CommHookError, HookRunError, PayloadError
 from commhooks.checkpoint import payload as parts
 from commhooks.hook.hook_folder import HookFolder
@@ -73,7 +73,7 @@ def _accelerate_load(folder: str) -> list[str]:
         before = run.hook.state_dict()
         with Warnings() as warned:
             try:
-                saved_hooks(run.accelerator).load(f"{folder}/{name}")
+                ensure_hook_saver(run.accelerator).load(f"{folder}/{name}")
                 outcomes.append("".join(warned))
             except PayloadError as error:
                 outcomes.append(str(error))
@@ -147,7 +147,7 @@ def _damaged_files(folder: str, count: int) -> list[int]:
     rng, outcomes = random.Random(4), [0, 0]
     paths = sorted(Path(folder).glob("comm_hook*.pt"))
     good = {path: path.read_bytes() for path in paths}
-    saved = saved_hooks(run.accelerator)
+    saved = ensure_hook_saver(run.accelerator)
     with silent():
         for _ in range(count):
             path = rng.choice(paths)

@@ -236,4 +236,4 @@ def test_options_of_candidates_may_hold_themselves() -> None:
         subject = auto()
         payload = copy.deepcopy(subject.good[0])
         payload["notes"]["candidates"][0]["options"]["exclude"] = endless
-        assert "'notes' does not hold a decision" in try_to_load(subject, payload, True, "endless")
+        assert "exclude=[[...]]" in try_to_load(subject, payload, True, "endless")

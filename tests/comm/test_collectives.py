@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Reducer
+from commhooks.gradients.source import HookCallbacks
 from tests.support.models import EVERY_PARAMETER, SHAPES, backward, bits_equal, random_gradients, wrap
 
 RANK = 2
@@ -36,7 +36,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         recorder = self
-        all_reduce, run = dist.all_reduce, Reducer.reduce
+        all_reduce, run = dist.all_reduce, HookCallbacks.reduce
 
         class LateWork:
             def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, number: int) -> None:
@@ -55,7 +55,7 @@ class Recorder:
                 return LateWork(tensor, group, len(recorder.issued_by) - 1)
             return all_reduce(tensor, group=group, async_op=True)
 
-        def recording_run(self: Reducer, bucket: Bucket) -> Any:
+        def recording_run(self: HookCallbacks, bucket: Bucket) -> Any:
             recorder.calls.append(([p.shape for p in bucket.parameters], []))
             future = run(self, bucket)
             recorder.open_at_return.append(set(range(len(recorder.issued_by))) - recorder.complete)
@@ -63,7 +63,7 @@ class Recorder:
 
         self._patches = [
             mock.patch("commhooks.comm.collectives.dist.all_reduce", recording_all_reduce),
-            mock.patch.object(Reducer, "reduce", recording_run),
+            mock.patch.object(HookCallbacks, "reduce", recording_run),
         ]
         for patch in self._patches:
             patch.start()

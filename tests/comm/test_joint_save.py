@@ -100,7 +100,7 @@ def _fails_in_the_middle() -> tuple[Any, Any, bool]:
     run.hook.state_dict(residual="mean")
     run.train(1)
     before = residuals(run.hook)
-    saver = run.hook._hook.saved.joint_save()  # type: ignore[union-attr]
+    saver = run.hook._hook.checkpointer.joint_save()  # type: ignore[union-attr]
     assert saver is not None
     if dist.get_rank() == 1:
         calls = 0
@@ -130,7 +130,7 @@ def _keys_left() -> tuple[int, list[int]]:
     """Keys in the store of the process group after a joint save: the first one, and those that follow failed ones."""
     run = _run()
     store, rank = store_of(dist.group.WORLD), dist.get_rank()
-    saver = run.hook._hook.saved.joint_save()  # type: ignore[union-attr]
+    saver = run.hook._hook.checkpointer.joint_save()  # type: ignore[union-attr]
     assert saver is not None
 
     def after_a_save() -> int:
@@ -218,7 +218,7 @@ def _warned(case: str) -> list[str]:
         if case == "nobody tries":
             run.hook.state_dict(joint=False)
         elif case.startswith("one fails"):
-            saver = run.hook._hook.saved.joint_save()  # type: ignore[union-attr]
+            saver = run.hook._hook.checkpointer.joint_save()  # type: ignore[union-attr]
             assert saver is not None
             if rank == 1:
                 saver.mean = failing  # type: ignore[method-assign]
@@ -278,7 +278,7 @@ def _sharded(failing_ranks: list[int]) -> tuple[bool, list[str], bool]:
 
     for step in range(3):
         backward(model, random_gradients(step))
-    saver = hook._hook.saved.joint_save()  # type: ignore[union-attr]
+    saver = hook._hook.checkpointer.joint_save()  # type: ignore[union-attr]
     assert saver is not None
     if dist.get_rank() in failing_ranks:
         saver.mean = failing  # type: ignore[method-assign]

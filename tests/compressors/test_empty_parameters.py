@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.kind_parameters import ALL
-from tests.support.kinds import AUTO, KINDS, Kind
+from tests.support.kind_parameters import ONE_OF_EACH
+from tests.support.kinds import KINDS, Kind
 from tests.support.models import same_bits
 from tests.support.training import make_model
 
@@ -20,7 +20,7 @@ OTHERS = {
     "local_sgd": Kind("local_sgd", {"sync_every": 2}),
 }
 EVERY = KINDS | OTHERS
-BETWEEN_NODES = [each for each in ALL if KINDS[each.id].hook != AUTO and not KINDS[each.id].layouts_matter]
+BETWEEN_NODES = [each for each in ONE_OF_EACH if not KINDS[each.id].layouts_matter]
 
 
 class _Empty(nn.Module):
@@ -53,7 +53,7 @@ def _trained(name: str, ranks_per_node: int | None) -> dict[bool, list[torch.Ten
     return found
 
 
-@pytest.mark.parametrize("name", [*ALL, *OTHERS])
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, *OTHERS])
 def test_parameters_without_elements(run_ranks: Any, name: str) -> None:
     for found in run_ranks(_trained, name, None):
         with_empty, without = found[True], found[False]

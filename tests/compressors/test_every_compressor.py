@@ -5,6 +5,7 @@ A new compressor is added to `KINDS` and has to keep all of it. One call of the 
 
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -251,6 +252,11 @@ def _compressor(kind: Kind) -> Compressor[Any]:
     return made.with_start(0)
 
 
+def _buckets(step: int, ranks: Iterable[int]) -> list[torch.Tensor]:
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+
+
 def _plain_tensors(name: str) -> list[torch.Tensor]:
     """The engine on tensors over a process group: no DDP, no GradBucket."""
     kind = KINDS[name]
@@ -260,7 +266,7 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
     found = []
     for step in range(5):
-        flat = _random(step, dist.get_rank())
+        (flat,) = _buckets(step, [dist.get_rank()])
         with computing_with(kind.kernel):
             session.run(Bucket(flat, list(parameters.values()))).wait()
         found.append(flat)
@@ -268,34 +274,18 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
     return [*found, *(each for _, each in sorted(session.state["residual"].items()))]
 
 
-def _simulated(name: str, world_size: int) -> list[list[torch.Tensor]]:
-    """The same in one process."""
-    kind = KINDS[name]
-    parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-    with computing_with(kind.kernel):
-        ranks = SimulatedRanks(lambda: _compressor(kind), world_size, parameters)
-    found: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-    for step in range(5):
-        buckets = [_random(step, rank) for rank in range(world_size)]
-        assert ranks.step(buckets)
-        for rank, bucket in enumerate(buckets):
-            found[rank].append(bucket)
-    for rank, state in enumerate(ranks.states):
-        found[rank] += [each for _, each in sorted(state["residual"].items())]
-    return found
-
-
-def _random(step: int, rank: int) -> torch.Tensor:
-    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 @pytest.mark.parametrize("name", IN_32_BITS)
 def test_simulated_ranks_are_real_ones_bit_for_bit(run_ranks: Any, name: str) -> None:
-    with torch.no_grad():
-        simulated = _simulated(name, 2)
-    for real, same in zip(run_ranks(_plain_tensors, name), simulated, strict=True):
-        assert all_same_bits(real, same)
+    kind = KINDS[name]
+    with torch.no_grad(), computing_with(kind.kernel):
+        ranks = SimulatedRanks(
+            lambda: _compressor(kind), 2, {each: torch.zeros(shape) for each, shape in SHAPES.items()}
+        )
+        steps = [_buckets(step, range(2)) for step in range(5)]
+        assert all(map(ranks.step, steps))
+    for rank, real in enumerate(run_ranks(_plain_tensors, name)):
+        kept = [each for _, each in sorted(ranks.states[rank]["residual"].items())]
+        assert all_same_bits(real, [*(buckets[rank] for buckets in steps), *kept])
 
 
 def test_the_example_needs_nothing_else(run_ranks: Any) -> None:

@@ -13,7 +13,7 @@ import commhooks
 from tests.support.ddp_steps import log_lines
 from tests.support.features import fully_shard_on_gloo
 from tests.support.kernels import computing_with
-from tests.support.kind_parameters import ALL
+from tests.support.kind_parameters import ONE_OF_EACH
 from tests.support.kinds import KINDS, START
 from tests.support.models import bits_equal, same_bits
 from tests.support.sharded import (
@@ -24,11 +24,6 @@ from tests.support.sharded import (
     random_gradients,
     whole_gradients,
 )
-
-# A codec and a wrapper of each sort: with DDP all of them are tested in all combinations.
-SORTS = ("fp16", "powerSGD, bf16 wrapper", "batched")
-SORTS += ("int8, native", "int4, no error feedback", "random_k")
-ONE_OF_EACH = [each for each in ALL if each.id in SORTS]
 
 
 def new(name: str, replicas: int = 2, shards: int = 2) -> tuple[nn.Module, commhooks.CommHook]:

@@ -1,4 +1,4 @@
-"""The order in which the buckets of a backward pass take turns, with exchanges of any number of rounds, on no ranks.
+"""The order in which the buckets of a backward pass take turns, with exchanges of any number of Sends, on no ranks.
 
 A collective is issued by being written down, and answered when it is waited for.
 """
@@ -37,22 +37,22 @@ class Log:
 
         return Pending()
 
-    def exchange(self, bucket: int, rounds: str, finite: torch.Tensor) -> Exchange:
-        """An exchange that sends as often as `rounds` has letters."""
+    def exchange(self, bucket: int, sends: str, finite: torch.Tensor) -> Exchange:
+        """An exchange that sends as often as `sends` has letters."""
         try:
-            for i, letter in enumerate(rounds):
+            for i, letter in enumerate(sends):
                 what = f"{letter}{bucket}"
                 meanwhile = lambda what=what: self.lines.append(("meanwhile", what))  # noqa: E731
-                yield Send(torch.zeros(1), what=what, last=i == len(rounds) - 1, meanwhile=meanwhile)
+                yield Send(torch.zeros(1), what=what, last=i == len(sends) - 1, meanwhile=meanwhile)
             good = yield Verdict(finite)
             self.lines.append((f"committed {bucket}", good))
         finally:
             self.lines.append(("closed", str(bucket)))
         return None
 
-    def add(self, rounds: str, finite: torch.Tensor = TRUE) -> None:
+    def add(self, sends: str, finite: torch.Tensor = TRUE) -> None:
         flat, bucket = torch.zeros(1), len(self.current.running)
-        task = ExchangeTask(self.exchange(bucket, rounds, finite), flat, "mine")
+        task = ExchangeTask(self.exchange(bucket, sends, finite), flat, "mine")
         self.current.add(RunningExchange(task, flat, self.issue))
 
     def words(self, kind: str) -> list[Any]:
@@ -70,8 +70,8 @@ def log() -> Log:
 
 def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
     after = []
-    for rounds in ["PQR", "PQ", "A", "PQR"]:
-        log.add(rounds)
+    for sends in ["PQR", "PQ", "A", "PQR"]:
+        log.add(sends)
         after.append(log.words("sent"))
     assert after == [
         ["P0"],

@@ -92,7 +92,7 @@ def _commit_fails() -> list[tuple[bool, bool]]:
             model.reset_iter_state()
         model.zero_grad()
         session = session_of(hook)
-        found.append((session.state.local_missing, session.held.torn))
+        found.append((session.state.local_missing, session.held.commit_failed))
     return found
 
 

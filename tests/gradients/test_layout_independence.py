@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Reducer
+from commhooks.gradients.source import HookCallbacks
 from tests.support.models import bits_equal, mlp
 
 STEPS = 5
@@ -25,15 +25,15 @@ def _train(options: dict[str, Any], ddp_options: dict[str, Any]) -> tuple[dict[s
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     buckets = []
-    original = Reducer.reduce
+    original = HookCallbacks.reduce
 
-    def counting(self: Reducer, bucket: Bucket) -> Any:
+    def counting(self: HookCallbacks, bucket: Bucket) -> Any:
         if bucket.index == 0:
             buckets.append(0)
         buckets[-1] += 1
         return original(self, bucket)
 
-    with mock.patch.object(Reducer, "reduce", counting):
+    with mock.patch.object(HookCallbacks, "reduce", counting):
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
             inputs, targets = torch.randn(2, 4, WIDTH, generator=generator)

@@ -107,6 +107,7 @@ def _several_optimizers(steps: int) -> tuple[Any, Any]:
             each.step()
     if dist.get_rank() == 1:
         optimizers[2].step()
+        del optimizers[1].state[parameters[0]]
     before = [plain(each.state_dict()) for each in optimizers]
     run.hook.synchronize(optimizers=True)
     return before, [plain(each.state_dict()) for each in optimizers]

@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import commhooks
 from commhooks.comm import collectives
 from commhooks.gradients import precision
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch, flat
@@ -230,7 +230,7 @@ def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
     if dist.get_rank() == 1:
         time.sleep(1.0)
     run.train(1)
-    with mock.patch("commhooks.local_steps.fragments.ABANDONED_LIMIT_S", 0.1):
+    with mock.patch("commhooks.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     at_load = run.hook.stats()["step"]
     time.sleep(1.0 if dist.get_rank() == 0 else 0.0)
@@ -271,13 +271,13 @@ def test_an_outer_step_leaves_the_precision_of_products_to_the_training(run_rank
 
 ENDS_EARLY = """
 import time, torch, torch.distributed as dist, commhooks
-from commhooks.local_steps import fragments
+from commhooks.local_steps import outer_steps
 
 def slow(exchange):
     time.sleep(0.3)
     print("arrived", flush=True)
 
-fragments._Exchange._exchange = slow
+outer_steps._Exchange._exchange = slow
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=2, delay=1))

@@ -26,11 +26,12 @@ from commhooks import HookConfigError, PowerSGD
 from commhooks.request import HookRequest
 from commhooks.tools.common import parse_options
 from lightning_commhooks import CommHookDDP
+from tests.support import warm
 from tests.support.features import whole_numbers_in_config_classes
 from tests.support.lightning_support import Model, cli_config
 
 NUMBER_OF_STEPS, FRACTION = "a number of steps, 0 or more", "a fraction of the run strictly between 0 and 1"
-OK = object()
+OK = ...
 # Option, what is given, what it becomes (OK: it stays what it is), or what the error says is expected.
 VALUES: list[tuple[str, Any, Any]] = [
     ("matrix_approximation_rank", 8, OK),
@@ -89,7 +90,7 @@ def _from_a_flag(name: str, value: Any, folder: Path) -> Any:
     return HookRequest.parse("powerSGD", hook_options=options).config
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), VALUES, ids=lambda x: repr(x)[:30])
+@pytest.mark.parametrize(("name", "value", "expected"), VALUES)
 def test_all_channels_take_and_refuse_the_same(name: str, value: Any, expected: Any, tmp_path: Path) -> None:
     channels: list[Callable[..., Any]] = [_from_python, _from_a_name, _from_yaml]
     if isinstance(value, str):
@@ -205,7 +206,8 @@ def test_lightning_cli() -> None:
     """In a process of its own, as a command line is: after many other tests of one process jsonargparse has been seen
     to read the step 7 as 7.0, which is refused."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=280)
+    python = warm.python("lightning.pytorch", "accelerate")
+    done = subprocess.run([python, __file__], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     first, second, third = json.loads(done.stdout.splitlines()[-1])
     assert first == [repr(PowerSGD(**CLI_CASES[0]))] * 2

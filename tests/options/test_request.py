@@ -85,7 +85,7 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
     *(("powerSGD", {"ranks_per_node": x}, f"ranks_per_node={x!r}; {_RANKS}") for x in (0, "all", 2.5, "0")),
     ("diloco", {"hook_options": {"wire": "in8"}}, "DiLoCo: wire='in8'; expected one of 'float32', 'int8', 'int4' (did"),
     ("diloco", {"hook_options": {"exclude": [""]}}, "DiLoCo: exclude=['']; expected patterns that are not empty"),
-    ("auto", {"hook_options": {"quality": "sme"}}, "Auto: quality='sme'; expected one of 'same', 'close' (did you"),
+    ("auto", {"hook_options": {"quality": "sme"}}, "Auto: quality='sme'; expected one of 'same', 'close'"),
     # combinations
     (commhooks.PowerSGD(), {"hook_options": {"a": 2}}, "with PowerSGD(...): hook_options is for hooks given by name"),
     (callable_hook, {"hook_options": {"a": 1}}, "with the callable callable_hook: hook_options is for hooks given by"),
@@ -105,7 +105,7 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("hook", "given", "sentence"), SENTENCES, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("hook", "given", "sentence"), SENTENCES)
 def test_a_request_that_cannot_work(hook: Any, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(HookConfigError) as raised:
         HookRequest.parse(hook, **given)
@@ -117,6 +117,9 @@ def test_text_of_the_environment_becomes_what_it_says() -> None:
     given = {"strict": "no", "total_steps": "40", "check_every": "7", "ranks_per_node": "2"}
     request = HookRequest.parse("powerSGD", **given)
     assert (request.strict, request.total_steps, request.check_every, request.ranks_per_node) == (False, 40, 7, 2)
+    assert CommHookCheckpoint(strict="no").strict is False  # type: ignore[arg-type]
+    options = {"start_powerSGD_iter": "0.5"}
+    assert CommHookKwargs(hook="powerSGD", hook_options=options, total_steps="40").request.total_steps == 40  # type: ignore[arg-type]
 
 
 def test_without_a_hook_the_arguments_of_one_are_kept_as_ignored() -> None:

@@ -128,7 +128,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         assert f"{package}/py.typed" in names
     assert {name for name in names if name.endswith(".py")} == sources().keys()
     in_c = {path for ending in ("c", "h") for path in (REPOSITORY / "commhooks").rglob(f"*.{ending}")}
-    assert {path.parent.parent.name for path in in_c} == {"compressors", "powersgd", "quantized"}
+    assert {path.parent.name for path in in_c} == {"native"}
     assert {path.relative_to(REPOSITORY).as_posix() for path in in_c} <= set(names)  # compiled where they are used
 
 

@@ -37,6 +37,8 @@ from typing import Any
 
 _servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
 SHARED = "COMMHOOKS_WARM_SERVERS"
+_ALWAYS = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "omegaconf", "pytest")
+"""What commhooks and the tests import themselves."""
 
 
 def python(*modules: str, server: int = 0) -> str:
@@ -52,7 +54,7 @@ def python(*modules: str, server: int = 0) -> str:
         folder = _servers[server][1]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(folder / "socket"))
-        data = json.dumps({"modules": ["torch", "torch._dynamo", *modules]}).encode()
+        data = json.dumps({"modules": [*_ALWAYS, *modules]}).encode()
         connection.sendall(len(data).to_bytes(8, "big") + data)
         answer = connection.makefile().read()
     assert answer == "ready", answer

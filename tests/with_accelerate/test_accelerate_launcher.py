@@ -97,27 +97,13 @@ def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
 @pytest.mark.parametrize("way", ["section", "variable"])
 def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary: Path, tmp_path: Path) -> None:
     arguments = ["--config_file", "other.yaml", "-m", "--lr=0.1", "two words", "--", "-x"]  # all of them the script's
-    if way == "section":
-        command = [
-            *OURS,
-            f"--config_file={config}",
-            "-m",
-            "tests.with_accelerate.launched_script",
-            str(tmp_path),
-            *arguments,
-        ]
-        status, output = run(command, temporary)
-    else:
+    command, environ = [*OURS, f"--config_file={config}", "-m", "tests.with_accelerate.launched_script"], {}
+    if way == "variable":
         config.write_text(ACCELERATE)
         (tmp_path / "hook.yaml").write_text(HOOK)
-        command = [
-            *STOCK,
-            f"--config_file={config}",
-            str(Path(__file__).with_name("launched_script.py")),
-            str(tmp_path),
-            *arguments,
-        ]
-        status, output = run(command, temporary, **{VARIABLE: str(tmp_path / "hook.yaml")})
+        command = [*STOCK, f"--config_file={config}", str(Path(__file__).with_name("launched_script.py"))]
+        environ = {VARIABLE: str(tmp_path / "hook.yaml")}
+    status, output = run([*command, str(tmp_path), *arguments], temporary, **environ)
     assert status == 0, output
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -168,6 +154,15 @@ def test_a_message_after_the_run(uses: str, says: str, config: Path, temporary: 
     assert last.startswith("accelerate-commhooks launch: " + says.format(script=script, config=config) + SENTENCE)
     assert "CommHookTrainer" in last
     assert left_behind(temporary) == []
+    assert left_behind(temporary) == []
+
+
+def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
+    assert status == 7 and "exitcode  : 7" in output and SENTENCE not in output, output
+    assert left_behind(temporary) == []
 
 
 @pytest.mark.parametrize(
@@ -198,14 +193,6 @@ def test_a_hook_that_does_nothing(
     text = f"hook 'powerSGD' {says}"
     assert output.count(f"commhooks: {text}") == 1 and output.count(text) == 2, output
     assert output.splitlines()[-1].startswith(f"accelerate-commhooks launch: {text}"), output
-    assert left_behind(temporary) == []
-
-
-def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("import sys\nsys.exit(7)\n")
-    status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
-    assert status == 7 and "exitcode  : 7" in output and SENTENCE not in output, output
     assert left_behind(temporary) == []
 
 
@@ -245,28 +232,22 @@ def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any)
 # ---- before anything is started --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "says"),
-    [
-        (ACCELERATE + "comm_hook_config: {hook: powerSDG}\n", [], "did you mean 'powerSGD'"),
-        (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "has no setting 'wraper'"),
-        (ACCELERATE, [], "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set"),
-        (
-            ACCELERATE.replace("num_processes: 2", "num_processes: ${oc.env:HOME}") + SECTION,
-            [],
-            "num_processes: ${oc.env:HOME}: Accelerate resolves no interpolations, which work in comm_hook_config",
-        ),
-        (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "yaml: distributed_type: DEEPSPEED: Accelerate"),
-        (ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION, [], "AMAZON_SAGEMAKER"),
-        (SECTION, [], "accelerate.yaml has settings of the hook only, and this command needs Accelerate's own"),
-    ],
-)
-def test_refused(text: str, flags: list[str], says: str, tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
+REFUSED = {
+    ACCELERATE + "comm_hook_config: {hook: powerSDG}\n": "did you mean 'powerSGD'",
+    ACCELERATE: "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set",
+    ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
+    ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION: "AMAZON_SAGEMAKER",
+    SECTION: "accelerate.yaml has settings of the hook only, and this command needs Accelerate's own",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
     config = tmp_path / "accelerate.yaml"
     config.write_text(text)
-    assert main(["launch", "--config_file", str(config), *flags, "no_such_script.py"]) == 2
+    assert main(["launch", "--config_file", str(config), "no_such_script.py"]) == 2
     err = capfd.readouterr().err
-    assert says in err and "accelerate-commhooks launch: error: " in err
+    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err
     assert left_behind(in_this_process) == []
 
 
@@ -300,14 +281,6 @@ def test_the_default_configuration_file(tmp_path: Path, in_this_process: Path, c
     (tmp_path / "script.py").write_text(READS)
     with default_file("distributed_type: 'NO'\nnum_processes: 1\n" + SECTION):
         assert main(["launch", str(tmp_path / "script.py")]) == 0, capfd.readouterr().err
-
-
-def test_the_help_says_what_it_adds(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["launch", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert stopped.value.code == 0 and text.startswith("usage: accelerate-commhooks launch ")
-    assert "The section comm_hook_config of the configuration file" in text and "--num_processes" in text
 
 
 def test_without_accelerate_it_is_one_line() -> None:

@@ -26,7 +26,7 @@ from tests.support.training import batch, flat, make_model
 
 pytestmark = fully_shard_on_gloo
 
-STEPS = 8
+STEPS = 4
 SETUPS: dict[str, dict[str, Any]] = {
     "float32": {},
     "not resharded, autocast": {"reshard": False, "mixed_precision": "bf16"},

@@ -1,8 +1,10 @@
 """Exceptions, Ctrl-C and signals on one rank or on all: Lightning's own emergency checkpoints, with a hook's state."""
 
+import functools
 import os
 import signal
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from commhooks import PowerSGD
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, in_signal_handler
 from tests.support import lightning_support as support
-from tests.support.lightning_fits import Slurm, about_hooks, fit
+from tests.support.lightning_fits import SAVED_AT, Slurm, about_hooks, fit
 from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
@@ -153,3 +155,68 @@ def test_the_requeue_signal_at_different_steps_and_in_mid_backward(run_ranks: An
     for rank in run_ranks(_interrupted, str(tmp_path), "requeue", at, SHORT_LIMIT_S, init=False):
         assert rank["seconds"] < 2 * SHORT_LIMIT_S + 5
     _check_saved_and_resumed(run_ranks, tmp_path / "hpc_ckpt_1.ckpt", STOPS_AT)
+
+
+# ------------------------------------------------------------------------------------------- is this a signal handler?
+
+
+class _Kept:
+    """Something that a caller holds in a variable."""
+
+
+def test_looking_for_a_handler_keeps_nothing_of_the_callers_alive() -> None:
+    def sweep(first: int, second: int) -> bool:
+        kept = _Kept()
+        weak = weakref.ref(kept)
+        in_signal_handler()
+        del kept
+        return weak() is None
+
+    assert sweep(1, 2)
+
+
+def test_signal_handlers_of_every_kind_are_known() -> None:
+    seen: list[bool] = []
+
+    def plain(*_: Any) -> None:
+        seen.append(in_signal_handler())
+
+    class Object:
+        def __call__(self, *_: Any) -> None:
+            seen.append(in_signal_handler())
+
+        def method(self, *_: Any) -> None:
+            seen.append(in_signal_handler())
+
+    def once(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        plain()
+
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        for handler in (plain, Object(), Object().method, functools.partial(plain, 1), once):
+            assert not in_signal_handler()
+            signal.signal(signal.SIGUSR2, handler)
+            os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert seen == [True] * 5
+
+
+class _SavesByHand(pl.Callback):
+    """Saves by calling the function that handles SIGTERM."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def save(*_: Any) -> None:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.global_step}.ckpt")
+
+        before = signal.signal(signal.SIGTERM, save)
+        if trainer.global_step == SAVED_AT:
+            save(signal.SIGTERM, None)
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_no_handled_signal_saves_exactly(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(fit, str(tmp_path), epochs=4, callbacks=[_SavesByHand()])
+    payload = torch.load(tmp_path / f"{SAVED_AT}.ckpt", weights_only=True)[CHECKPOINT_KEY]
+    assert (payload["exact"], payload["residual"], payload["step"]) == (True, "mean", SAVED_AT)

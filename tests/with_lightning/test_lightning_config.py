@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks
-from commhooks import BF16Compress, FP16Compress, HookConfigError, PowerSGD
+from commhooks import BF16Compress, HookConfigError, PowerSGD
 from lightning_commhooks import CommHookDDP
 from tests.support import lightning_support as support
 from tests.support.lightning_support import Data, Model, assert_equal, cli_config, data, trainer, weights
@@ -115,13 +115,6 @@ def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
 def test_every_keyword_of_ddp_is_known_and_none_means_none() -> None:
     names = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
     CommHookDDP("powerSGD", **dict.fromkeys(names), ddp_comm_hook=None, ddp_comm_state=None, ddp_comm_wrapper=None)
-
-
-def test_the_strategy_is_configuration_only() -> None:
-    strategy = CommHookDDP(FP16Compress(), bucket_cap_mb=3)
-    assert strategy.comm_hook is None
-    copy = pickle.loads(pickle.dumps(strategy))
-    assert copy.comm_hook is None and copy.save_residual == "mean"
 
 
 def _pickled_after_fit(root: str) -> Any:
@@ -275,9 +268,3 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
 
 def _joined(text: str) -> str:
     return " ".join(text.split())
-
-
-def test_cli_lists_the_callback_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _cli(["--trainer.callbacks.help", "lightning_commhooks.CommHookCheckpoint"], run=False)
-    assert "Optional[Literal['mean', 'per_rank', 'drop']]" in _joined(capsys.readouterr().out)

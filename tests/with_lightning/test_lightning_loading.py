@@ -1,6 +1,5 @@
 """What a Trainer with CommHookDDP loads: other checkpoints, other hooks; nothing leaks from one call into the next."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.strategies import DDPStrategy
 
 from commhooks import PayloadError, PowerSGD
-from tests.support import lightning_support as support
 from tests.support.lightning_fits import HOOK, SAVED_AT, fit, path_at, residuals
 from tests.support.lightning_support import (
-    STEPS_PER_EPOCH,
     Model,
     Watch,
     assert_equal,
@@ -26,33 +22,12 @@ from tests.support.lightning_support import (
 from tests.support.workers import RanksFailed
 
 
-def _from_plain_ddp(root: str) -> dict[str, Any]:
-    plain = functools.partial(DDPStrategy, bucket_cap_mb=support.SEVERAL_BUCKETS_MB)
-    fit(root, save=True, epochs=2, make=plain)
-    ours = fit(root, ckpt_path=path_at(root, SAVED_AT), seed=1, save=True)
-    back = fit(root, ckpt_path=path_at(root, 2 * SAVED_AT), seed=1, make=plain, epochs=5)
-    return {"ours": ours, "back": back}
-
-
-def test_a_checkpoint_of_plain_ddp_and_back(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_from_plain_ddp, str(tmp_path))
-    for rank in ranks:
-        assert rank["ours"]["start"] == [0]
-        assert rank["ours"]["stats"]["compressed_steps"] == STEPS_PER_EPOCH
-        assert_equal(rank["ours"]["final"], ranks[0]["ours"]["final"])
-        assert rank["back"]["warnings"] == []
-    (warning,) = ranks[0]["ours"]["warnings"]
-    assert "holds no state of a communication hook" in warning
-    assert ranks[1]["ours"]["warnings"] == []
-
-
 def _from_another(root: str, kind: str, strict: bool | None) -> dict[str, Any]:
     saver = {"hook": "allreduce"} if kind == "hook" else {}
     fit(root, save=True, epochs=2, **saver)
     model = Model(seed=1, extra=kind == "model")
     model.strict_loading = False
-    rank = 1 if kind == "rank" else 2
-    hook = PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=rank)
+    hook = PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
     return fit(root, ckpt_path=path_at(root, SAVED_AT), model=model, hook=hook, strict=strict)
 
 
@@ -97,16 +72,6 @@ def test_a_damaged_file_is_named_and_a_truncated_one_called_cut_off(run_ranks: A
     assert texts["cut"].startswith(f"{tmp_path}/cut.ckpt cannot be read: it is cut off after ")
     assert texts["empty"].startswith(f"{tmp_path}/empty.ckpt cannot be read: it is empty: ")
     assert "trust" not in texts["cut"] + texts["empty"]
-
-
-def test_another_rank_keeps_step_start_and_residuals(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_from_another, str(tmp_path), "rank", None)
-    for rank in ranks:
-        assert rank["start"] == [SAVED_AT]
-        assert rank["hook state"]["options"]["start_powerSGD_iter"] == STEPS_PER_EPOCH  # the saved one wins
-        assert rank["hook state"]["parameters"]["net.2.weight"]["q"].shape[0] == 1
-        assert_equal(rank["final"], ranks[0]["final"])
-        assert not rank["warnings"]
 
 
 def _validate_then_fit(root: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What `CommHookMonitor` logs, read back from real TensorBoard and CSV files."""
+"""What `CommHookMonitor` logs, and when."""
 
-import csv
 import math
 import pickle
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commhooks import HookConfigError
 from commhooks.report import NAMES
@@ -24,6 +23,21 @@ from tests.support.lightning_support import Model, assert_equal, data, strategy,
 
 OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")  # metrics that PowerSGD has not
 ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
+RESIDUALS = {"commhooks/residual_norm", "commhooks/residual_over_gradient"}
+Values = dict[str, dict[int, float]]  # name -> step -> value
+
+
+class Recorder(DummyLogger):
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: Values = defaultdict(dict)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        for name, value in metrics.items():
+            assert step is not None and not (name.startswith("commhooks/") and step in self.values[name]), name
+            self.values[name][step] = value
 
 
 class LoggingModel(Model):
@@ -46,37 +60,14 @@ class Truth(pl.Callback):
         hook = trainer.strategy.comm_hook
         matrices = {name: p for name, p in pl_module.named_parameters() if p.dim() == 2}
         residuals = session_of(hook).state["residual"]
-        scale = session_of(hook).state.loss_scale
-        self.rows.append(
-            {
-                **hook.stats(),
-                "gradient": math.hypot(*(float(p.grad.norm()) for p in matrices.values())),
-                "residual": math.hypot(*(float(residuals[n].norm()) / scale for n in matrices)) if residuals else None,
-            }
-        )
+        gradient = math.hypot(*(float(p.grad.norm()) for p in matrices.values()))
+        residual = math.hypot(*(float(residuals[n].norm()) for n in matrices)) if residuals else None
+        self.rows.append({**hook.stats(), "gradient": gradient, "residual": residual})
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.shown.append(trainer.progress_bar_metrics.get("hook_x"))
-        assert not any("/" in name or len(name) > 8 for name in trainer.progress_bar_metrics)
-
-
-def tensorboard_values(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def csv_values(file: Path) -> dict[str, list[tuple[int, float]]]:
-    found: dict[str, list[tuple[int, float]]] = {}
-    with file.open() as opened:
-        for row in csv.DictReader(opened):
-            for name, text in row.items():
-                if text and name != "step":
-                    found.setdefault(name, []).append((int(row["step"]), float(text)))
-    return found
-
-
-def loggers(root: str) -> list[Any]:
-    return [TensorBoardLogger(root, name="tb", version=0), CSVLogger(root, name="csv", version=0)]
+        shown = trainer.progress_bar_metrics
+        self.shown.append(None if "hook_x" not in shown else float(shown["hook_x"]))
+        assert not any("/" in name or len(name) > 8 for name in shown)
 
 
 def fit(
@@ -88,37 +79,32 @@ def fit(
     fits: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """Two epochs of four steps with both loggers, and what rank 0 wrote into them."""
-    truth = Truth()
+    """Two epochs of four steps with two loggers, and what this rank wrote into them."""
+    truth, recorders = Truth(), [Recorder(), Recorder()]
     watched = [truth] if "strategy" not in options else []
     options = {"max_epochs": 2, "log_every_n_steps": 2, "strategy": strategy()} | options
     t, model = trainer(root, callbacks=[*filter(None, [monitor]), *watched], **options), model or LoggingModel()
     if log:
-        t.loggers = loggers(root)
+        t.loggers = recorders  # type: ignore[assignment]
     with support.caught_warnings() as texts:
         for each in range(fits):
             t.fit_loop.max_epochs = 2 * (each + 1)
             t.fit(model, data())
+    assert recorders[0].values == recorders[1].values
     hook = getattr(t.strategy, "comm_hook", None)
-    tb, rows = Path(root, "tb", "version_0"), Path(root, "csv", "version_0", "metrics.csv")
     return {
         "weights": weights(model),
-        "tb": tensorboard_values(tb) if tb.exists() and dist.get_rank() == 0 else {},
-        "csv": csv_values(rows) if rows.exists() and dist.get_rank() == 0 else {},
+        "logged": dict(recorders[0].values),
         "truth": truth.rows,
-        "shown": [None if value is None else float(value) for value in truth.shown],
+        "shown": truth.shown,
         "handshakes": hook.stats()["handshakes"] if hook is not None else None,
         "warnings": [text for text in texts if "CommHookMonitor" in text],
     }
 
 
-def several(root: str, *cases: str) -> dict[str, Any]:
-    """Several cases in one task, each with a folder of its own."""
-    return {name: CASES[name](f"{root}/{name}") for name in cases}
-
-
-def steps_of(values: dict[str, list[tuple[int, float]]], name: str) -> list[int]:
-    return [step for step, _ in values[name]]
+def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return summed.then(lambda future: future.value()[0] / dist.get_world_size())
 
 
 CASES: dict[str, Any] = {
@@ -142,9 +128,8 @@ CASES: dict[str, Any] = {
 }
 
 
-def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return summed.then(lambda future: future.value()[0] / dist.get_world_size())
+def several(root: str, *cases: str) -> dict[str, Any]:
+    return {name: CASES[name](f"{root}/{name}") for name in cases}
 
 
 @pytest.fixture(scope="module")
@@ -159,39 +144,32 @@ def test_the_training_is_the_same(ranks: list[dict[str, Any]]) -> None:
         assert rank["all"]["handshakes"] == rank["without"]["handshakes"]
 
 
-def test_both_loggers_hold_all_values(ranks: list[dict[str, Any]]) -> None:
-    """On every second step, with the steps of what the module logs; the same in both files."""
-    got, rows = ranks[0]["all"], ranks[0]["all"]["truth"]
-    assert ranks[1]["all"]["tb"] == ranks[1]["all"]["csv"] == {}
-    values = got["tb"]
+def test_loggers_get_all_values(ranks: list[dict[str, Any]]) -> None:
+    """On every second step, with the steps of what the module logs."""
+    values, rows = ranks[0]["all"]["logged"], ranks[0]["all"]["truth"]
+    assert not ALL & ranks[1]["all"]["logged"].keys()
     assert {name for name in values if name.startswith("commhooks/")} == ALL
-    assert values.keys() - {"epoch"} == got["csv"].keys() - {"epoch"}
-    for name, points in got["csv"].items():
-        if name != "epoch":
-            assert steps_of(values, name) == [step for step, _ in points]
-            assert [v for _, v in values[name]] == pytest.approx([v for _, v in points], rel=1e-6)
-    assert steps_of(values, "loss") == [1, 3, 5, 7]
-    late = ("residual_norm", "residual_over_gradient")
-    for name in ALL:
-        begun = [3, 5, 7] if name.removeprefix("commhooks/") in late else [1, 3, 5, 7]
-        assert steps_of(values, name) == begun, name
-    assert dict(values["commhooks/compressed_steps"]) == {1: 0, 3: 2, 5: 4, 7: 6}
+    for name in {"loss", *ALL}:
+        assert list(values[name]) == ([3, 5, 7] if name in RESIDUALS else [1, 3, 5, 7]), name
+    assert values["commhooks/compressed_steps"] == {1: 0, 3: 2, 5: 4, 7: 6}
     before = {"bytes_sent": 0, "bytes_uncompressed": 0, "codec_s": 0.0, "waiting_s": 0.0}
     for step in (1, 3, 5, 7):
-        at = {name: dict(points).get(step) for name, points in values.items()}
         row = rows[step]
-        assert at["commhooks/bytes_sent"] == row["bytes_sent"]
         since = {name: row[name] - before[name] for name in before}
-        assert at["commhooks/bytes_per_pass"] == pytest.approx(since["bytes_sent"] / 2)
         rate = since["bytes_uncompressed"] / since["bytes_sent"]
-        assert at["commhooks/compression_rate"] == pytest.approx(rate)
         assert rate == 1 if step == 1 else rate > 1.2
-        assert at["commhooks/codec_ms"] == pytest.approx(500 * since["codec_s"], rel=1e-5)
-        assert at["commhooks/waiting_ms"] == pytest.approx(500 * since["waiting_s"], rel=1e-5)
-        assert at["commhooks/gradient_norm"] == pytest.approx(row["gradient"], rel=1e-5)
+        expected = {
+            "bytes_sent": row["bytes_sent"],
+            "bytes_per_pass": since["bytes_sent"] / 2,
+            "compression_rate": rate,
+            "codec_ms": 500 * since["codec_s"],
+            "waiting_ms": 500 * since["waiting_s"],
+            "gradient_norm": row["gradient"],
+        }
         if step > 1:
-            assert at["commhooks/residual_norm"] == pytest.approx(row["residual"], rel=1e-5)
-            assert at["commhooks/residual_over_gradient"] == pytest.approx(row["residual"] / row["gradient"], rel=1e-5)
+            expected["residual_norm"] = row["residual"]
+            expected["residual_over_gradient"] = row["residual"] / row["gradient"]
+        assert {name: values[f"commhooks/{name}"][step] for name in expected} == pytest.approx(expected, rel=1e-5)
         before = {name: row[name] for name in before}
 
 
@@ -202,7 +180,7 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
         assert shown[1] == 1 and shown[-1] > 1.2
         assert all(float(f"{value:.3g}") == pytest.approx(value, rel=1e-6) for value in shown[1:])
         assert ranks[1][name]["shown"] == [None] * 8
-    assert ranks[0]["no logger"]["tb"] == {} and ranks[0]["no progress bar"]["shown"] == [None] * 8
+    assert ranks[0]["no progress bar"]["shown"] == [None] * 8
 
 
 @pytest.mark.parametrize(
@@ -217,62 +195,55 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
     ],
 )
 def test_once_every_n_steps(ranks: list[dict[str, Any]], case: str, steps: list[int]) -> None:
-    values = ranks[0][case]["tb"]
+    values = ranks[0][case]["logged"]
     ours = {name for name in values if name.startswith("commhooks/")}
-    for name in ours - {"commhooks/residual_norm", "commhooks/residual_over_gradient"}:
-        assert steps_of(values, name) == steps, name
+    assert {name: list(values[name]) for name in ours - RESIDUALS} == dict.fromkeys(ours - RESIDUALS, steps)
     if case == "user's":
         assert ours == {"commhooks/gradient_norm"}
     elif case == "fp16":
-        no_residual = {"compressed_steps", "nonfinite_steps", "residual_norm", "residual_over_gradient"}
-        assert ours == ALL - {f"commhooks/{name}" for name in no_residual}
-        assert {rate for _, rate in values["commhooks/compression_rate"]} == {2}
+        assert ours == ALL - RESIDUALS - {"commhooks/compressed_steps", "commhooks/nonfinite_steps"}
+        assert set(values["commhooks/compression_rate"].values()) == {2}
     else:
         assert ours == ALL
     if case == "fit twice":  # every fit has a hook of its own
-        assert [n for _, n in values["commhooks/compressed_steps"]] == [2, 6, 2, 6]
-        per_pass = [n for _, n in values["commhooks/bytes_per_pass"]]
+        assert list(values["commhooks/compressed_steps"].values()) == [2, 6, 2, 6]
+        per_pass = list(values["commhooks/bytes_per_pass"].values())
         assert per_pass[:2] == per_pass[2:] and per_pass[0] > per_pass[1]
 
 
 def test_gradients_are_measured_before_clipping_and_after_unscaling(ranks: list[dict[str, Any]]) -> None:
-    clipped = [norm for _, norm in ranks[0]["clipping"]["tb"]["commhooks/gradient_norm"]]
-    assert len(clipped) == 8 and min(clipped) > 0.01
-    plain = dict(ranks[0]["all"]["tb"]["commhooks/gradient_norm"])
-    scaled = ranks[0]["scaler"]["tb"]
-    assert dict(scaled["commhooks/gradient_norm"])[1] == pytest.approx(plain[1], rel=0.1)  # float16 against float32
-    ratio = dict(ranks[0]["all"]["tb"]["commhooks/residual_over_gradient"])
-    assert dict(scaled["commhooks/residual_over_gradient"])[3] == pytest.approx(ratio[3], rel=0.1)
+    clipped, plain, scaled = (ranks[0][case]["logged"] for case in ("clipping", "all", "scaler"))
+    assert len(clipped["commhooks/gradient_norm"]) == 8 and min(clipped["commhooks/gradient_norm"].values()) > 0.01
+    for name, step in (("gradient_norm", 1), ("residual_over_gradient", 3)):  # float16 against float32
+        name = f"commhooks/{name}"
+        assert scaled[name][step] == pytest.approx(plain[name][step], rel=0.1)
 
 
-def test_another_strategy_is_told_of_once(ranks: list[dict[str, Any]]) -> None:
+def test_another_strategy_is_warned_about_once(ranks: list[dict[str, Any]]) -> None:
     got = ranks[0]["other strategy"]
     assert len(got["warnings"]) == 1 and "DDPStrategy" in got["warnings"][0]
-    assert not any(name.startswith("commhooks/") for name in got["tb"])
+    assert not any(name.startswith("commhooks/") for name in got["logged"])
     for name in CASES:
         assert name == "other strategy" or ranks[0][name]["warnings"] == []
         assert ranks[1][name]["warnings"] == []
 
 
-def without_fit(root: str) -> tuple[list[str], dict[str, Any]]:
+def without_fit(root: str) -> tuple[list[str], set[str]]:
     """`validate` and `test` before and without a fit."""
-    monitor = CommHookMonitor(1)
-    model = LoggingModel()
-    model.test_step = model.validation_step  # type: ignore[method-assign]
+    monitor, recorder, model = CommHookMonitor(1), Recorder(), LoggingModel()
+    model.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
     with support.caught_warnings() as texts:
         for each in (strategy(), DDPStrategy()):
             t = trainer(root, callbacks=[monitor], strategy=each)
-            t.loggers = loggers(root)
+            t.loggers = [recorder]
             t.validate(model, data(), verbose=False)
+            recorder.values.pop("val_loss")
             t.test(model, data(), verbose=False)
-    written = tensorboard_values(Path(root, "tb", "version_0")) if dist.get_rank() == 0 else {"val_loss": []}
-    return [text for text in texts if "CommHookMonitor" in text], written
+    return [text for text in texts if "CommHookMonitor" in text], set(recorder.values) - {"epoch"}
 
 
 def test_validate_and_test_only(run_ranks: Any, tmp_path: Path) -> None:
-    for warned, written in run_ranks(without_fit, str(tmp_path)):
-        assert warned == [] and "val_loss" in written
-        assert not any(name.startswith("commhooks/") for name in written)
+    assert run_ranks(without_fit, str(tmp_path)) == [([], set())] * 2
 
 
 def test_it_is_pickled_with_the_trainer() -> None:

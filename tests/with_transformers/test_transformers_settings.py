@@ -30,7 +30,7 @@ def test_ddp_arguments_and_a_handler_of_the_users(run_ranks: Any, tmp_path: Path
 
 
 LATE = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 8}}
-DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 3}}
+DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 9}}
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,9 @@ DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 3}}
     [
         (LATE, "hook 'powerSGD' begins at step 8, but this training ends at step 4, so that it has no effect. Set "),
         (LATE | {"total_steps": 20}, "hook 'powerSGD' has compressed nothing in 4 backward passes: it begins at step"),
-        (DILOCO, None),
-        (DILOCO | {"hook_options": {"sync_every": 9}}, None),  # the round ends with the training
+        (DILOCO, None),  # the round ends with the training
     ],
-    ids=["late", "late in a longer run", "diloco", "diloco, one round"],
+    ids=["late", "late in a longer run", "diloco"],
 )
 def test_a_hook_that_does_nothing(run_ranks: Any, tmp_path: Path, hook: dict[str, Any], warned: str | None) -> None:
     (lines, norm), (others, _) = run_ranks(_short, tmp_path, hook)
@@ -168,7 +167,6 @@ def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hook", "text"),
     [
-        ({"hook": "powerSGD", "train_datset": 2}, "has no argument 'train_datset' (did you mean 'train_dataset'?)"),
         ({"hook": "powerSDG"}, "unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
         (

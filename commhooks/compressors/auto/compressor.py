@@ -133,7 +133,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
         """While nothing is compressed, reading all gradients once more would be the only cost."""
-        return average(flat, self.wire_dtype_for(flat.dtype), world_size, judged=self._inner.transactional)
+        return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether any candidate compresses the parameter."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.comm.wire import divide, join, largest_gradient, pack_factor, put_projection
+from commhooks.comm.wire import concat_into, largest_gradient, pack_factor, put_projection, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, Workspace
 
@@ -70,79 +70,81 @@ class AcceleratorKernel:
 
     # ---- the steps -------------------------------------------------------------------------------------------------
 
-    def form_p(self, now: BucketPass) -> None:
-        self._load_deltas(now)
-        self._put_flags(now)
-        self._add_residuals(now)
-        self.q.unit_rows(self._starting_q(now))
-        for block, delta in zip(self.blocks, now.deltas, strict=True):
+    def form_p(self, bucket: BucketPass) -> None:
+        self._load_deltas(bucket)
+        self._put_flags(bucket)
+        self._add_residuals(bucket)
+        self.q.unit_rows(self._starting_q(bucket))
+        for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.q, delta.transpose(1, 2), out=block.p)
-        pack_factor(self.p.flat, now.first.packed, now.step.world_size)
+        pack_factor(self.p.flat, bucket.first.packed, bucket.step.world_size)
 
-    def orthonormalize(self, now: BucketPass) -> None:
+    def orthonormalize(self, bucket: BucketPass) -> None:
         """P of a matrix without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient
         is zero."""
-        now.used = self.used(now)
-        self.p.orthonormalise(now.first.packed, now.used)
+        bucket.used = self.used(bucket)
+        self.p.orthonormalise(bucket.first.packed, bucket.used)
 
-    def form_q(self, now: BucketPass) -> None:
-        for block, delta in zip(self.blocks, now.deltas, strict=True):
+    def form_q(self, bucket: BucketPass) -> None:
+        for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.p, delta, out=block.q)
-        put_projection(self.q.flat, now.last.packed, now.step.world_size, rank=max(x.rank for x in self.work.matrices))
+        put_projection(
+            self.q.flat, bucket.last.packed, bucket.step.world_size, rank=max(x.rank for x in self.work.matrices)
+        )
 
-    def form_remainder(self, now: BucketPass) -> None:
+    def form_remainder(self, bucket: BucketPass) -> None:
         """delta - P Q^T in place, while Q is on its way: the next residuals."""
-        for block, delta in zip(self.blocks, now.deltas, strict=True) if self.work.error_feedback else ():
+        for block, delta in zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ():
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
-    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+    def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         good = torch.as_tensor(good, device=self.work.layout.device)
         if self.work.error_feedback:
-            self.keep_residuals(now, good)
-        q = self.q.flat.copy_(now.last.packed)
-        learned = self._learned_q.bind(now.q, functools.partial(self._draw_q, now))[:-1]
-        keep = (good & now.used).index_select(0, self.q.matrix_of)
+            self.keep_residuals(bucket, good)
+        q = self.q.flat.copy_(bucket.last.packed)
+        learned = self._learned_q.bind(bucket.q, functools.partial(self._draw_q, bucket))[:-1]
+        keep = (good & bucket.used).index_select(0, self.q.matrix_of)
         torch.where(keep, q, learned, out=learned)
         q.add_(torch.where(finite, 0.0, float("nan")))
-        for block, delta in zip(self.blocks, now.deltas, strict=True):
+        for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.p.transpose(1, 2), block.q, out=delta)
             if block.delta is not None:
-                gradients = now.gradients[block.members]
-                divide(delta.view(-1)[: sum(map(len, gradients))], gradients)
+                gradients = bucket.gradients[block.members]
+                scatter_into(delta.view(-1)[: sum(map(len, gradients))], gradients)
 
     # ---- what batched PowerSGD does in another way ------------------------------------------------------------------
 
-    def used(self, now: BucketPass) -> torch.Tensor:
+    def used(self, bucket: BucketPass) -> torch.Tensor:
         """Per matrix whether it has a gradient on some rank."""
-        return now.first.flags > 0
+        return bucket.first.flags > 0
 
-    def find_largest(self, now: BucketPass) -> None:
-        for block, delta in zip(self.blocks, now.deltas, strict=True):
+    def find_largest(self, bucket: BucketPass) -> None:
+        for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.linalg.vector_norm(delta, float("inf"), dim=(1, 2), out=block.largest)
 
-    def keep_residuals(self, now: BucketPass, good: torch.Tensor) -> None:
-        for delta, residual in zip(now.deltas, self.bound_residuals(now), strict=True):
+    def keep_residuals(self, bucket: BucketPass, good: torch.Tensor) -> None:
+        for delta, residual in zip(bucket.deltas, self.bound_residuals(bucket), strict=True):
             torch.where(good, delta, residual, out=residual)
 
     # ---- delta and residual ----------------------------------------------------------------------------------------
 
-    def _load_deltas(self, now: BucketPass) -> None:
-        """Set `now.deltas`, one per block."""
-        now.deltas = []
+    def _load_deltas(self, bucket: BucketPass) -> None:
+        """Set `bucket.deltas`, one per block."""
+        bucket.deltas = []
         for block in self.blocks:
-            gradients = now.gradients[block.members]
+            gradients = bucket.gradients[block.members]
             if block.delta is None:
-                now.deltas.append(gradients[0].view(block.shape))
+                bucket.deltas.append(gradients[0].view(block.shape))
                 continue
-            now.deltas.append(block.delta)
+            bucket.deltas.append(block.delta)
             flat, filled = block.delta.view(-1), sum(map(len, gradients))
             if filled < len(flat):
                 flat[filled:].zero_()
-            join(gradients, flat[:filled])
+            concat_into(gradients, flat[:filled])
 
-    def _put_flags(self, now: BucketPass) -> None:
-        flags = now.first.flags
-        self.find_largest(now)
+    def _put_flags(self, bucket: BucketPass) -> None:
+        flags = bucket.first.flags
+        self.find_largest(bucket)
         has_gradient = self.largest != 0
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(self.work.layout.dtype).max:
@@ -150,20 +152,20 @@ class AcceleratorKernel:
         else:
             flags.copy_(has_gradient)
 
-    def _add_residuals(self, now: BucketPass) -> None:
-        factor = now.step.residual_factor
-        if not self.work.error_feedback or not any(slot.name in now.residuals for slot in self.work.slots):
+    def _add_residuals(self, bucket: BucketPass) -> None:
+        factor = bucket.step.residual_factor
+        if not self.work.error_feedback or not any(slot.name in bucket.residuals for slot in self.work.slots):
             return
-        self._residuals.gather(now.residuals)
-        for delta, residual in zip(now.deltas, self._residual_of, strict=True):
+        self._residuals.gather(bucket.residuals)
+        for delta, residual in zip(bucket.deltas, self._residual_of, strict=True):
             if isinstance(factor, float):
                 delta.add_(residual, alpha=factor)
             else:
                 delta.addcmul_(residual, factor)
 
-    def bound_residuals(self, now: BucketPass) -> list[torch.Tensor]:
+    def bound_residuals(self, bucket: BucketPass) -> list[torch.Tensor]:
         """Per block the residuals, as its delta; their pieces become the entries of the learned state."""
-        self._residuals.bind(now.residuals)
+        self._residuals.bind(bucket.residuals)
         return self._residual_of
 
     @functools.cached_property
@@ -197,16 +199,16 @@ class AcceleratorKernel:
             begin += x.rank * x.m
         return NamedViews(names, new_packed(begin, self.work.dtype, self.work.layout.device))
 
-    def _starting_q(self, now: BucketPass) -> torch.Tensor:
+    def _starting_q(self, bucket: BucketPass) -> torch.Tensor:
         """The Q to start from, packed."""
-        fill = functools.partial(self._draw_q, now)
+        fill = functools.partial(self._draw_q, bucket)
         if self.work.warm_start:
-            return self._learned_q.gather(now.q, fill)
+            return self._learned_q.gather(bucket.q, fill)
         drawn = [fill(i).flatten() for i in range(len(self.work.matrices))]
         return torch.cat([*drawn, torch.zeros(1, dtype=self.work.dtype)]).to(self.work.layout.device)
 
-    def _draw_q(self, now: BucketPass, i: int) -> torch.Tensor:
-        return self.work.draw_q(self.work.matrices[i], now.step.number)
+    def _draw_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
+        return self.work.draw_q(self.work.matrices[i], bucket.step.number)
 
 
 def by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:

@@ -38,27 +38,27 @@ class BatchedCpuKernel(CpuKernel):
         super().__init__(work, products)
         self.largest = None  # of the whole bucket
 
-    def add_residuals(self, now: BucketPass) -> None:
+    def add_residuals(self, bucket: BucketPass) -> None:
         for slot in self.work.slots:
-            if slot.name in now.residuals:
-                self._part(now, slot).add_(now.residuals[slot.name], alpha=float(now.step.residual_factor))
+            if slot.name in bucket.residuals:
+                self._part(bucket, slot).add_(bucket.residuals[slot.name], alpha=float(bucket.step.residual_factor))
 
-    def form_q(self, now: BucketPass) -> None:
-        for slot in self.used(now)[1]:
-            self._part(now, slot).zero_()
-        super().form_q(now)
+    def form_q(self, bucket: BucketPass) -> None:
+        for slot in self.used(bucket)[1]:
+            self._part(bucket, slot).zero_()
+        super().form_q(bucket)
 
-    def residuals_to_write(self, now: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
-        self.products.split(places, now.deltas, now.deltas, None)
+    def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
+        self.products.reconstruct(places, bucket.deltas, bucket.deltas, None)
         for slot in self.work.slots:  # the padding after the last slot keeps no residual
             if slot not in idle:
-                self.residual(now, slot).copy_(self._part(now, slot))
+                self.residual(bucket, slot).copy_(self._part(bucket, slot))
         return None
 
-    def _part(self, now: BucketPass, slot: Slot) -> torch.Tensor:
+    def _part(self, bucket: BucketPass, slot: Slot) -> torch.Tensor:
         """The part of one parameter in delta, 1-D."""
         begin = slot.offset - self.work.slots[0].offset
-        return now.deltas[0].view(-1)[begin : begin + slot.numel]
+        return bucket.deltas[0].view(-1)[begin : begin + slot.numel]
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
@@ -74,35 +74,35 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         parts = [*(slot.numel for slot in work.slots), self._size - work.layout.numel]
         self.parts = torch.tensor(parts).to(work.layout.device)
 
-    def find_largest(self, now: BucketPass) -> None:
+    def find_largest(self, bucket: BucketPass) -> None:
         for slot, out in zip(self.work.slots, self.largest, strict=True):
             if slot.numel:
-                gradient = now.deltas[0].view(-1)[slot.offset : slot.stop]
+                gradient = bucket.deltas[0].view(-1)[slot.offset : slot.stop]
                 torch.linalg.vector_norm(gradient, float("inf"), out=out)
             else:
                 out.zero_()
 
-    def used(self, now: BucketPass) -> torch.Tensor:
-        used = now.first.flags > 0
+    def used(self, bucket: BucketPass) -> torch.Tensor:
+        used = bucket.first.flags > 0
         elements = torch.cat([used, used.new_zeros(1)]).repeat_interleave(self.parts, output_size=self._size)
-        now.used_elements = elements.view(self.blocks[0].shape)
+        bucket.used_elements = elements.view(self.blocks[0].shape)
         return used.any().view(1)
 
-    def form_q(self, now: BucketPass) -> None:
-        now.deltas[0].mul_(now.used_elements)
-        super().form_q(now)
+    def form_q(self, bucket: BucketPass) -> None:
+        bucket.deltas[0].mul_(bucket.used_elements)
+        super().form_q(bucket)
 
-    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
-        super().split(now, good, finite)
-        (gradient,) = now.gradients
-        gradient.mul_(now.used_elements.view(-1)[: len(gradient)])
+    def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+        super().reconstruct(bucket, good, finite)
+        (gradient,) = bucket.gradients
+        gradient.mul_(bucket.used_elements.view(-1)[: len(gradient)])
 
-    def keep_residuals(self, now: BucketPass, good: torch.Tensor) -> None:
-        ((delta, residual),) = zip(now.deltas, self.bound_residuals(now), strict=True)
-        factor = chosen(good, now.step.residual_factor, 1.0)
+    def keep_residuals(self, bucket: BucketPass, good: torch.Tensor) -> None:
+        ((delta, residual),) = zip(bucket.deltas, self.bound_residuals(bucket), strict=True)
+        factor = chosen(good, bucket.step.residual_factor, 1.0)
         if not is_one(factor):
             residual.mul_(factor)
-        torch.where(good & now.used_elements, delta, residual, out=residual)  # the padding keeps no residual
+        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # the padding keeps no residual
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):

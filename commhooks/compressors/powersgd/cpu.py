@@ -36,98 +36,98 @@ class CpuKernel:
         self._sent_q = list(zip(q, _pieces(work.last.packed, q), ranks, strict=True))
         self._largest_gradient = largest_gradient(work.buffer.dtype)
 
-    def form_p(self, now: BucketPass) -> None:
-        work, products, flags, largest = self.work, self.products, now.first.flags, self.largest
+    def form_p(self, bucket: BucketPass) -> None:
+        work, products, flags, largest = self.work, self.products, bucket.first.flags, self.largest
         if largest is None:
-            gradients = [slot.of(now.flat) for slot in work.slots]
+            gradients = [slot.of(bucket.flat) for slot in work.slots]
             put_flags(gradients, flags)
             for gradient, flag in zip(gradients, flags, strict=True):
                 put_overflow(gradient, flag)
-        self._load_gradients(now)
-        residuals = self.add_residuals(now) if work.error_feedback else None
-        known = now.q if work.warm_start else {}
-        q = [known[x.name] if x.name in known else work.draw_q(x, now.step.number) for x in work.matrices]
+        self._load_gradients(bucket)
+        residuals = self.add_residuals(bucket) if work.error_feedback else None
+        known = bucket.q if work.warm_start else {}
+        q = [known[x.name] if x.name in known else work.draw_q(x, bucket.step.number) for x in work.matrices]
         # Only the space that Q spans matters, and without scaling P would grow with the square of the gradient.
         products.unit_rows(q, self._refill_q)
-        products.form_p(now.deltas, residuals, float(now.step.residual_factor))
+        products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
         if largest is not None:
             flags.copy_((largest > 0).double().masked_fill_(largest > self._largest_gradient, float("nan")))
         for p, out in self._sent_p:
-            pack_factor(p, out, now.step.world_size)
+            pack_factor(p, out, bucket.step.world_size)
 
-    def orthonormalize(self, now: BucketPass) -> None:
-        arrived = [factor.to(self.work.dtype) for factor in now.first.factors]
+    def orthonormalize(self, bucket: BucketPass) -> None:
+        arrived = [factor.to(self.work.dtype) for factor in bucket.first.factors]
         self.products.orthonormalize(arrived, self._refill_p)
 
-    def form_q(self, now: BucketPass) -> None:
-        self.products.form_q(now.deltas)
+    def form_q(self, bucket: BucketPass) -> None:
+        self.products.form_q(bucket.deltas)
         for q, out, rank in self._sent_q:
-            put_projection(q, out, now.step.world_size, rank=rank)
+            put_projection(q, out, bucket.step.world_size, rank=rank)
 
-    def form_remainder(self, now: BucketPass) -> None:
-        """Nothing: `split` forms it with the gradient, so that it reads delta once."""
+    def form_remainder(self, bucket: BucketPass) -> None:
+        """Nothing: `reconstruct` forms it with the gradient, so that it reads delta once."""
 
-    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+    def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         work, products = self.work, self.products
         residuals: Tensors | None = None
         idle: list[Slot] = []
         if good:
-            places, idle = self.used(now)
-            mean_q = [self._keep_q(now, i) for i in places]
+            places, idle = self.used(bucket)
+            mean_q = [self._keep_q(bucket, i) for i in places]
             if work.error_feedback and places:
-                residuals = self.residuals_to_write(now, places, idle)
+                residuals = self.residuals_to_write(bucket, places, idle)
         else:
             places, mean_q = list(range(len(work.matrices))), products.q
             nan_if_bad = torch.where(finite, 0.0, float("nan")).to(work.dtype)
-            for mine, arrived in zip(mean_q, now.last.factors, strict=True):
+            for mine, arrived in zip(mean_q, bucket.last.factors, strict=True):
                 mine.copy_(arrived).add_(nan_if_bad)
-        products.split(places, [now.deltas[i] for i in places], residuals, mean_q)
+        products.reconstruct(places, [bucket.deltas[i] for i in places], residuals, mean_q)
         for i in () if work.in_bucket else places:
-            now.gradients[i].copy_(now.deltas[i].view(-1)[: len(now.gradients[i])])
-        factor = float(now.step.residual_factor)
+            bucket.gradients[i].copy_(bucket.deltas[i].view(-1)[: len(bucket.gradients[i])])
+        factor = float(bucket.step.residual_factor)
         for slot in idle:  # their residuals wait, and follow the loss scale
-            if slot.name in now.residuals and factor != 1:
-                now.residuals[slot.name].mul_(factor)
-            slot.of(now.flat).zero_()
+            if slot.name in bucket.residuals and factor != 1:
+                bucket.residuals[slot.name].mul_(factor)
+            slot.of(bucket.flat).zero_()
 
     # ---- what batched PowerSGD does in another way ---------------------------------------------------------------
 
-    def add_residuals(self, now: BucketPass) -> Residuals | None:
+    def add_residuals(self, bucket: BucketPass) -> Residuals | None:
         """The residuals that the products should add to the deltas; None if that is done here."""
-        return [now.residuals.get(slot.name) for slot in self.work.slots]
+        return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
-    def residuals_to_write(self, now: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
+    def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
         """Where the products should write the residuals of the matrices at `places`; None if that is done here."""
-        return [self.residual(now, self.work.slots[i]) for i in places]
+        return [self.residual(bucket, self.work.slots[i]) for i in places]
 
     # ---- parts of the steps --------------------------------------------------------------------------------------
 
-    def _load_gradients(self, now: BucketPass) -> None:
-        """Set `now.deltas`, per matrix n x m."""
-        now.deltas = []
-        for own, gradient, x in zip(self.own_deltas, now.gradients, self.work.matrices, strict=True):
+    def _load_gradients(self, bucket: BucketPass) -> None:
+        """Set `bucket.deltas`, per matrix n x m."""
+        bucket.deltas = []
+        for own, gradient, x in zip(self.own_deltas, bucket.gradients, self.work.matrices, strict=True):
             if own is not None:
                 own.view(-1)[: len(gradient)].copy_(gradient)
                 own.view(-1)[len(gradient) :].zero_()
-            now.deltas.append(gradient.view(x.n, x.m) if own is None else own)
+            bucket.deltas.append(gradient.view(x.n, x.m) if own is None else own)
 
-    def used(self, now: BucketPass) -> tuple[list[int], list[Slot]]:
+    def used(self, bucket: BucketPass) -> tuple[list[int], list[Slot]]:
         """The places of matrices with a gradient on some rank, and the parameters without one on any rank."""
-        used = (now.first.flags > 0).tolist()
+        used = (bucket.first.flags > 0).tolist()
         places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
         return places, [] if all(used) else [slot for slot, has in zip(self.work.slots, used, strict=True) if not has]
 
-    def _keep_q(self, now: BucketPass, i: int) -> torch.Tensor:
-        name, arrived = self.work.matrices[i].name, now.last.factors[i]
-        if name not in now.q:
-            now.q[name] = torch.empty_like(arrived, dtype=self.work.dtype)
-        return now.q[name].copy_(arrived)
+    def _keep_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
+        name, arrived = self.work.matrices[i].name, bucket.last.factors[i]
+        if name not in bucket.q:
+            bucket.q[name] = torch.empty_like(arrived, dtype=self.work.dtype)
+        return bucket.q[name].copy_(arrived)
 
-    def residual(self, now: BucketPass, slot: Slot) -> torch.Tensor:
+    def residual(self, bucket: BucketPass, slot: Slot) -> torch.Tensor:
         """The memory for the residual of a parameter."""
-        if slot.name not in now.residuals:
-            now.residuals[slot.name] = torch.zeros(slot.numel, dtype=self.work.dtype)
-        return now.residuals[slot.name]
+        if slot.name not in bucket.residuals:
+            bucket.residuals[slot.name] = torch.zeros(slot.numel, dtype=self.work.dtype)
+        return bucket.residuals[slot.name]
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -149,7 +149,7 @@ class TorchProducts:
 
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`: results, and operands of what follows.
-        pieces: the factors as they are divided and clamped at once: P, Q, and their rank.
+        pieces: groups packed in one call: (P, Q, rank).
         largest: per matrix the largest absolute value of its gradient, float64, found by `form_p`; NaN does not count.
             None: these products do not find it.
     """
@@ -186,7 +186,9 @@ class TorchProducts:
         for p, q, delta in zip(self._p, self._q, deltas, strict=True):
             torch.mm(p, delta, out=q)
 
-    def split(self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None) -> None:
+    def reconstruct(
+        self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None
+    ) -> None:
         """residual = delta - P Q^T if there are residuals, then delta = P mean_Q^T if there is a mean Q, for the
         matrices at `places`. The lists hold a tensor for each place."""
         for k, i in enumerate(places):
@@ -325,7 +327,9 @@ class NativeProducts:
         self._matrices.point(delta=deltas)
         self._matrices.run("form_q")
 
-    def split(self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None) -> None:
+    def reconstruct(
+        self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None
+    ) -> None:
         table = self._matrices.only(places)
         table.point(delta=deltas, residual=residuals, mean_q=mean_q)
         table.run("split")
@@ -369,6 +373,6 @@ def results_of(dtype: torch.dtype) -> bytes:
         products.orthonormalize([arrived], lambda i: numbers)
         products.form_q([delta])
         results += [first, arrived, products.p[0], products.q[0]]
-        products.split([0], [delta], [residual], [first])
+        products.reconstruct([0], [delta], [residual], [first])
         results += [residual, delta]
     return b"".join(each.numpy().tobytes() for each in results)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from commhooks.comm.wire import all_finite, divide, put_plain
+from commhooks.comm.wire import all_finite, put_plain, scatter_into
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.powersgd.options import PowerSGD
@@ -23,42 +23,44 @@ from commhooks.gradients.layout import BucketLayout, Slot
 
 def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, step: StepInfo) -> Exchange:
     """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`."""
-    kernel, now = work, BucketPass(flat, work.work, state, step)
-    kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
-    now.put_uncompressed()
-    yield Send(now.first.buffer, what="P")  # 2. the mean of P
-    kernel.orthonormalize(now)  # 3.
-    kernel.form_q(now)  # 4. Q = delta^T P
-    remainder = functools.partial(kernel.form_remainder, now)
-    yield Send(now.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. the mean of Q
-    finite = all_finite(now.work.buffer)
+    kernel, bucket = work, BucketPass(flat, work.work, state, step)
+    kernel.form_p(bucket)  # 1. delta = gradient + residual; P = delta Q
+    bucket.put_uncompressed()
+    yield Send(bucket.first.buffer, what="P")  # 2. the mean of P
+    kernel.orthonormalize(bucket)  # 3.
+    kernel.form_q(bucket)  # 4. Q = delta^T P
+    remainder = functools.partial(kernel.form_remainder, bucket)
+    yield Send(bucket.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. the mean of Q
+    finite = all_finite(bucket.work.buffer)
     good = yield Verdict(finite)
-    if now.plain:
-        divide(now.first.plain, now.plain)
-    kernel.split(now, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
+    if bucket.plain:
+        scatter_into(bucket.first.plain, bucket.plain)
+    # good: the whole pass is finite on all ranks; finite: this bucket is. If only another bucket is bad, write the mean
+    # but learn nothing.
+    kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
     return None
 
 
 class LowRankKernel(Protocol):
-    """The computations of a step, for all matrices of a bucket: `CpuKernel`, with branches; `AcceleratorKernel`, which
-    the host never asks, with masks. `work`: the buffers."""
+    """The computations of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values;
+    `AcceleratorKernel` uses masks, so the host never synchronises with the device. `work`: the buffers."""
 
     work: "Workspace"
 
-    def form_p(self, now: "BucketPass") -> None:
+    def form_p(self, bucket: "BucketPass") -> None:
         """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
         gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
 
-    def orthonormalize(self, now: "BucketPass") -> None:
+    def orthonormalize(self, bucket: "BucketPass") -> None:
         """P = an orthonormal basis of the mean P."""
 
-    def form_q(self, now: "BucketPass") -> None:
+    def form_q(self, bucket: "BucketPass") -> None:
         """Q = delta^T P, into the last message. A parameter without a gradient on any rank takes no part."""
 
-    def form_remainder(self, now: "BucketPass") -> None:
+    def form_remainder(self, bucket: "BucketPass") -> None:
         """What can be computed while Q is on its way."""
 
-    def split(self, now: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+    def reconstruct(self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         """gradient = P Q^T with the mean Q, into the bucket; and, where `good`, the mean Q and
         residual = delta - P Q^T with this rank's own Q. A parameter without a gradient on any rank keeps its residual:
         DDP may drop the result for it, and a residual sent in it would be lost. Where `finite` is false, gradients

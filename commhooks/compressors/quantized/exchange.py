@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from commhooks.comm.wire import divide, put_flags, put_plain
+from commhooks.comm.wire import put_flags, put_plain, scatter_into
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.native import library
@@ -51,7 +51,7 @@ def quantised_exchange(flat: torch.Tensor, work: "Workspace", state: State, step
     good = yield Verdict(averaged.finite)
     kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
     if plain:
-        divide(averaged.plain, plain)
+        scatter_into(averaged.plain, plain)
     return None
 
 

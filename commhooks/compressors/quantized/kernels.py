@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from commhooks.comm.wire import divide, join
+from commhooks.comm.wire import concat_into, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
@@ -234,7 +234,7 @@ class NativeKernel:
         self._numbers = flat
         if self._copy is not None:
             self._numbers = self._copy
-            join([slot.of(flat) for slot in self._slots], self._copy)
+            concat_into([slot.of(flat) for slot in self._slots], self._copy)
         start = address(self._numbers, self._table.dtype, self._end)
         torch.add(self._in_numbers, start, out=self._in_bucket)
         self._read = [residuals.get(slot.name) if self._error_feedback else None for slot in self._slots]
@@ -242,6 +242,7 @@ class NativeKernel:
         self._factor = float(factor)
 
     def quantise(self) -> None:
+        # ranks=1, rank=0, stride=0: quantise only; otherwise average the arrived shares first.
         self._table.run("quantise", self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others)
 
     def average(self, arrived: torch.Tensor) -> None:
@@ -265,7 +266,7 @@ class NativeKernel:
             if not has:
                 self._numbers[start : start + slot.numel].zero_()
         if self._copy is not None:
-            divide(self._copy, [slot.of(flat) for slot in self._slots])
+            scatter_into(self._copy, [slot.of(flat) for slot in self._slots])
 
     def _kept(self, slot: Slot, used: bool, residuals: Residuals, factor: LossScale) -> torch.Tensor | None:
         """The memory for a residual; None if the old one stays."""

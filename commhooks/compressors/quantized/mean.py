@@ -1,7 +1,7 @@
 """The mean over the ranks, quantised on the way.
 
-Delta is what a rank has to give: its numbers plus what was lost of earlier ones. Delta is cut into blocks, and each
-block has an owner among the ranks, which averages it.
+Delta is the input plus the residual of earlier steps. It is cut into blocks. Each block has an owner among the ranks,
+which averages it.
 """
 
 from collections.abc import Generator, Sequence

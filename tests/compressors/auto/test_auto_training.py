@@ -215,7 +215,7 @@ def _different_decisions(differ: str) -> str:
     compressor = session.compressor
     assert isinstance(compressor, AutoCompressor)
     other = {"what": decided("int4"), "when": decided(phase="resting", watch=Watch(9, 17))}[differ]
-    session.consensus.replaced(compressor._with(other if dist.get_rank() else decided("int8")))
+    session.consensus.replace_compressor(compressor._with(other if dist.get_rank() else decided("int8")))
     with pytest.raises(HookRunError) as caught:
         run.train(1)
     return str(caught.value)
@@ -305,7 +305,7 @@ def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     excluded = {plan.name for plan in plans[0] if "excluded" in plan.reason}
     assert excluded == ({"0.weight", "0.bias"} if alone.state_fields else set())
     # No residual can belong to what is excluded, whichever candidate comes next.
-    infos = [ParameterInfo.of(name, p, names, chosen.config) for name, p in names.known().items()]
+    infos = [ParameterInfo.of(name, p, names, chosen.config) for name, p in names.named_parameters().items()]
     assert chosen.may_compress(infos) == [False, False, True, False]
 
 

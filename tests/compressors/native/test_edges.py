@@ -98,8 +98,8 @@ def _low_rank() -> int:
         products.form_p([delta], [residual], 0.7)
         products.orthonormalize([own(rank, n).zero_()], lambda i, refill=refill_p: refill)
         products.form_q([delta])
-        products.split([0], [delta], [residual], [own(rank, m)])
-        products.split([0], [delta], None, [own(rank, m)])
+        products.reconstruct([0], [delta], [residual], [own(rank, m)])
+        products.reconstruct([0], [delta], None, [own(rank, m)])
         calls += 6
     return calls
 

@@ -46,7 +46,7 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     rows = [each.clone() for each in products.p]
     products.orthonormalize(rows, refill)
     products.form_q(delta)
-    products.split(range(len(shapes)), delta, residual, mean_q)
+    products.reconstruct(range(len(shapes)), delta, residual, mean_q)
     return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
 
@@ -98,32 +98,18 @@ class _Team:
 
 def test_as_many_threads_as_torch_uses(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     threads(1)
-    alone = _all_steps(torch.float32, 4)
-    team = _Team()
+    alone, team = _all_steps(torch.float32, 4), _Team()
     monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
     assert _same(_all_steps(torch.float32, 4), alone) and team.asked == []
     threads(3)
-    assert kernel_tables.team(2**62)[1] == 3
-    assert _same(_all_steps(torch.float32, 4), alone)
-    assert len(team.asked) >= 4 and set(team.asked) == {3}
-
-
-def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    team = _Team()
-    monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
-    threads(4)
-    products = NativeProducts([(100, 600, 1)], torch.float32)
+    products = NativeProducts([(100, 600, 1)], torch.float32)  # small work wakes no threads
     products.q[0].fill_(1)
     products.form_p([torch.ones(100, 600)], None, 1.0)
-    assert team.asked == [] and products.p[0][0, 99] == 600
-
-
-def test_where_torch_has_another_openmp(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    threads(2)
-    usual = _all_steps(torch.float32, 1)
-    monkeypatch.setattr(kernel_tables, "_entry_point", lambda: None)
-    assert kernel_tables.team(2**62)[1] == 1
-    assert _same(_all_steps(torch.float32, 1), usual)
+    assert team.asked == [] and products.p[0][0, 99] == 600 and kernel_tables.team(2**62)[1] == 3
+    assert _same(_all_steps(torch.float32, 4), alone)
+    assert len(team.asked) >= 4 and set(team.asked) == {3}
+    monkeypatch.setattr(kernel_tables, "_entry_point", lambda: None)  # another OpenMP
+    assert _same(_all_steps(torch.float32, 4), alone) and kernel_tables.team(2**62)[1] == 1
 
 
 def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:

@@ -6,7 +6,6 @@ import torch
 from commhooks import Int4Compress, Int8Compress
 from commhooks.registry import compressor_of
 from tests.compressors.quantized.quantized_oracle import OracleRanks
-from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import masks, same_bits
 from tests.support.simulation import SimulatedRanks
@@ -25,7 +24,7 @@ SHAPES = {
     "quiet": (5, 8),
 }
 CONFIGS = {"int8": Int8Compress, "int4": Int4Compress}
-WAYS = [pytest.param("native", marks=needs_compiler), "torch", "as on an accelerator"]
+WAYS = ["torch", "as on an accelerator"]  # the native kernel has the bits of torch: test_native_bits.py
 LEVELS = {"int8": 127, "int4": 7}
 COMPRESSED = ("part", "whole", "more", "many", "quiet")
 QUIET_AT = 2
@@ -46,7 +45,7 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tens
 
 def _simulated(hook: str, world_size: int, dtype: torch.dtype, way: str) -> SimulatedRanks:
     config = CONFIGS[hook](block_size=BLOCK)
-    with computing_with("native" if way == "native" else "torch"):
+    with computing_with("torch"):
         return SimulatedRanks(lambda: compressor_of(config)(config), world_size, _parameters(dtype))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import commhooks
 from commhooks.compressors.native.tables import address
-from commhooks.compressors.quantized import all_reduce as module
+from commhooks.compressors.quantized import standalone as module
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import same_bits
 

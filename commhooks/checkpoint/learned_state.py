@@ -45,7 +45,7 @@ class Contribution:
     shares: bool = False
 
 
-class SavedLearnedState:
+class LearnedStateCheckpointer:
     """Saves and loads the learned state of a session on this rank.
 
     Args:
@@ -88,13 +88,15 @@ class SavedLearnedState:
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:
             # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
-            torn = session.held.in_commit
-            if not torn:
+            mid_commit = session.held.in_commit
+            if not mid_commit:
                 body.enter_context(session.held.settled())
             if residual == "drop":
-                local = Contribution(exact=not torn)
+                local = Contribution(exact=not mid_commit)
             else:
-                local = self._residuals_for(residual, torn=torn, gather=gather, joint=joint, limit_s=limit_s)
+                local = self._residuals_for(
+                    residual, mid_commit=mid_commit, gather=gather, joint=joint, limit_s=limit_s
+                )
             return self._payload(local)
 
     def _payload(self, local: Contribution) -> dict[str, Any]:
@@ -298,7 +300,9 @@ class SavedLearnedState:
         if not self._session.state.local:
             return {}
         names, config = source.whole, compressor.config
-        infos = [ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.known().items()]
+        infos = [
+            ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.named_parameters().items()
+        ]
         infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
@@ -329,15 +333,17 @@ class SavedLearnedState:
                 ", ".join(dropped),
             )
 
-    def _residuals_for(self, residual: str, *, torn: bool, gather: bool, joint: bool, limit_s: float) -> Contribution:
+    def _residuals_for(
+        self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
+    ) -> Contribution:
         """The residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves its own.
 
         Args:
-            torn: a commit is writing the state at this moment.
+            mid_commit: a commit is writing the state at this moment.
         """
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
-        missing = "they were being written at that moment" if torn else missing
+        missing = "they were being written at that moment" if mid_commit else missing
         # A loaded payload without residuals concerns all ranks, a commit that failed only this one.
         failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
         if residual == "per_rank" and not gather:
@@ -362,8 +368,8 @@ class SavedLearnedState:
             failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
         else:
             # A commit that failed on this rank may have succeeded on the others, which are one step ahead then.
-            torn = torn or self._session.held.torn
-            failure = saver.run(state.step, collect, limit_s, refusal=missing, torn=torn)
+            ahead = mid_commit or self._session.held.commit_failed
+            failure = saver.run(state.step, collect, limit_s, refusal=missing, others_may_be_ahead=ahead)
         if failure is not None:
             return self._inexact(failure)
         if alike:
@@ -421,11 +427,11 @@ class SavedLearnedState:
             session.held.settle()
             # At once: a signal handler that saves never finds a part of it.
             vars(session.state).update(vars(state))
-            session.consensus.replaced(compressor)
+            session.consensus.replace_compressor(compressor)
 
     @property
     def _parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._session.consensus.binding.names.known()
+        return self._session.consensus.binding.names.named_parameters()
 
     def _compressed(self, compressor: Compressor[Any]) -> dict[str, UnitPlan]:
         """The plan of each compressed parameter; empty for a compressor of whole buckets."""

@@ -1,5 +1,5 @@
-"""The fragments of the weights: which one is exchanged when, at once or while the training goes on (Douillard et al.:
-Streaming DiLoCo, 2025, section 2)."""
+"""The outer steps of a model: which fragment of the weights is exchanged when, at once or while the training goes on
+(Douillard et al.: Streaming DiLoCo, 2025, section 2)."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.backward_pass import RunningExchange, finish_rounds
+from commhooks.engine.backward_pass import RunningExchange, finish_sends
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
@@ -30,8 +30,9 @@ BUFFER_BYTES = 64 * 2**20
 class OuterSteps(ExchangeDriver):
     """Runs the outer steps of one model. All ranks must call each method after the same passes.
 
-    Fragment k of P has its turn after (k + 1) H / P passes of a round of H: its weights become the new anchor. It is
-    sent `delay` passes earlier; no two turns overlap.
+    A round of H passes is split among P fragments. Fragment k is applied after (k + 1) * H / P passes: its anchor takes
+    the outer step, and its weights are reset to that anchor, plus what the training has added since the exchange
+    started. Its exchange starts `delay` passes earlier; exchanges of different fragments never overlap.
 
     Args:
         compressor: its exchange is an outer step.
@@ -50,12 +51,12 @@ class OuterSteps(ExchangeDriver):
         self._distance, self._delay = config.sync_every // config.fragments, config.delay
         self._buffers: dict[int, list[Workspace]] = {}
         self._messages = PointToPoint()
-        self._turn = 0  # the fragment whose turn comes next
+        self._turn = 0  # the fragment that is applied next
         self._in_flight: _Exchange | None = None
         self._measured: list[torch.Tensor] = []
 
     def due(self, passes: int) -> bool:
-        """Whether a fragment must be sent or has its turn after so many passes of the round."""
+        """Whether a fragment must be sent or applied after so many passes of the round."""
         turn = (self._turn + 1) * self._distance
         return passes >= (turn - self._delay if self._in_flight is None else turn)
 
@@ -76,7 +77,8 @@ class OuterSteps(ExchangeDriver):
         """End the round early: finish the exchange in flight, then exchange all weights."""
         self._arrive()
         self._turn = 0
-        whole = self._fragment(0) if len(self._fragments) == 1 else self._made(self.consensus.binding.names.known())
+        parameters = self.consensus.binding.names.named_parameters()
+        whole = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)
         self._in_flight = _Exchange(self, whole, in_thread=False)
         self._arrive()
 
@@ -122,7 +124,7 @@ class OuterSteps(ExchangeDriver):
 
     def _fragment(self, number: int) -> list[Workspace]:
         if number not in self._buffers:
-            known = self.consensus.binding.names.known()
+            known = self.consensus.binding.names.named_parameters()
             self._buffers[number] = self._made({name: known[name] for name in self._fragments[number]})
         return self._buffers[number]
 
@@ -170,7 +172,7 @@ class _Exchange:
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:
                 each.advance()
-            finish_rounds(self._running)
+            finish_sends(self._running)
             if self._running:
                 self._finite = torch.stack([each.finite for each in self._running]).all()
 

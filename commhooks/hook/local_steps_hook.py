@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.state import SavedLearnedState
+from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.hooks import Residuals
@@ -23,7 +23,7 @@ class LocalStepsHook:
 
     def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
         self.driver, self.counters = driver, driver.counters
-        self.saved = _SavedRounds(request.name, source, driver)
+        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
         self._request, self._source, self._outer = request, source, driver.outer
 
     def status(self) -> Status:
@@ -41,7 +41,7 @@ class LocalStepsHook:
             use,
             counts_bytes=True,
             counts_outcomes=True,
-            replicas_agree=not self.driver.apart,
+            replicas_agree=not self.driver.diverged,
             run_number=self._outer.consensus.nonce,
         )
 
@@ -50,7 +50,7 @@ class LocalStepsHook:
         norm, cosine = self._outer.norm_and_cosine()
         assert self._outer.consensus.choice is not None
         return {
-            "step": self.saved.step,
+            "step": self.checkpointer.step,
             "kernel": self._outer.consensus.choice.kernel,
             "step_in_round": self.driver.in_round,
             "outer_gradient_norm": norm,
@@ -90,13 +90,13 @@ class LocalStepsHook:
         yield Residuals({}, 1.0, {plan.name for plan in plans if plan.compressed and keeps(plan.name)})
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
-        return self.driver.synchronize(self.saved.joint_save(), limit_s, optimizers=optimizers)
+        return self.driver.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
 
     def close(self) -> None:
         self.driver.close()
 
 
-class _SavedRounds(SavedLearnedState):
+class _LocalStepsCheckpointer(LearnedStateCheckpointer):
     """Saves at the end of a round, when weights and optimizers are the same on all ranks."""
 
     step_is = "round"
@@ -119,5 +119,5 @@ class _SavedRounds(SavedLearnedState):
         self._driver.load(super().begin_anew)
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.known().items()}
+        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.named_parameters().items()}
         return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}

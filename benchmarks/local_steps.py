@@ -288,7 +288,7 @@ def integers(x: torch.Tensor, levels: int, size: int) -> torch.Tensor:
 
 
 def ternary(x: torch.Tensor) -> torch.Tensor:
-    """Three levels, a scale per 64 values: those above 0.7 times the mean magnitude, by their mean (Li and Liu, 2016)."""
+    """Three levels, a scale per 64 values: those above 0.7 times the mean magnitude, by their mean (Li, Liu, 2016)."""
     b = blocks(x, 64)
     large = b.abs() > 0.7 * b.abs().mean(1, keepdim=True)
     scale = (b.abs() * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
@@ -386,6 +386,9 @@ SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "mome
 LOCAL = ["every=5", "every=5 wire=int4", "every=16 wire=int4", "every=30", "every=30 wire=int4"]
 SETTINGS += [f"{words} inner={lr}" for words in (EXACT, "begin=1.0", *LOCAL) for lr in (1.4, 2.0, 2.8)]
 SETTINGS += [f"every=5{wire} outer_lr=1.4" for wire in ("", " wire=int4")]
+# Which outer learning rate needs no other inner one?
+KINDS = ["", "task=digits ", "task=digits lr=0.003 ", "task=digits optimizer=sgd ", "task=digits optimizer=muon "]
+SETTINGS += [f"{k}every={h} outer_lr={r} wire=int4" for k in KINDS for h in (5, 10, 16, 30) for r in ("1", *RULES)]
 
 
 def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def registries_as_before() -> Iterator[None]:
-    """What is registered in the body is forgotten after it. Does not import commhooks by itself."""
+    """What is registered in the body is forgotten after it, with the example that registers it, which would not do so
+    again. Does not import commhooks by itself."""
     module = sys.modules.get("commhooks.registry")
     before = None if module is None else (dict(module.COMPRESSORS), dict(module.FACTORIES))
     try:
@@ -15,6 +16,9 @@ def registries_as_before() -> Iterator[None]:
     finally:
         module = sys.modules.get("commhooks.registry")
         if module is not None:
+            for each in list(module.COMPRESSORS.values()):
+                if each.__module__.startswith("examples."):
+                    sys.modules.pop(each.__module__, None)
             compressors, factories = before or ({each.Config.hook_name: each for each in module.BUILT_IN}, {})
             for table, content in ((module.COMPRESSORS, compressors), (module.FACTORIES, factories)):
                 table.clear()

@@ -16,10 +16,10 @@ def registries_as_before() -> Iterator[None]:
     finally:
         module = sys.modules.get("commhooks.registry")
         if module is not None:
-            for each in list(module.COMPRESSORS.values()):
-                if each.__module__.startswith("examples."):
-                    sys.modules.pop(each.__module__, None)
             compressors, factories = before or ({each.Config.hook_name: each for each in module.BUILT_IN}, {})
+            for name, each in module.COMPRESSORS.items():
+                if name not in compressors and each.__module__.startswith("examples."):
+                    sys.modules.pop(each.__module__, None)
             for table, content in ((module.COMPRESSORS, compressors), (module.FACTORIES, factories)):
                 table.clear()
                 table.update(content)

@@ -1,5 +1,5 @@
 """The implementations behind the public CommHook: a compressor, a user's function (local steps are in
-local_steps.py)."""
+local_steps_hook.py)."""
 
 import contextlib
 import dataclasses

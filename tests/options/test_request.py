@@ -86,6 +86,7 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
     ("diloco", {"hook_options": {"wire": "in8"}}, "DiLoCo: wire='in8'; expected one of 'float32', 'int8', 'int4' (did"),
     ("diloco", {"hook_options": {"exclude": [""]}}, "DiLoCo: exclude=['']; expected patterns that are not empty"),
     ("auto", {"hook_options": {"quality": "sme"}}, "Auto: quality='sme'; expected one of 'same', 'close'"),
+    ("auto", {"hook_options": {"quality": "sme"}}, "(did you mean 'same'?)"),
     # combinations
     (commhooks.PowerSGD(), {"hook_options": {"a": 2}}, "with PowerSGD(...): hook_options is for hooks given by name"),
     (callable_hook, {"hook_options": {"a": 1}}, "with the callable callable_hook: hook_options is for hooks given by"),

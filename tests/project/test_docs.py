@@ -145,7 +145,7 @@ def test_the_doctors_threshold_is_the_one_on_the_page():
 
 @pytest.mark.parametrize(
     "kind",
-    [commhooks.ParameterInfo, commhooks.UnitPlan, commhooks.StepInfo],
+    [commhooks.ParameterInfo, commhooks.UnitPlan, commhooks.Send, commhooks.StepInfo],
     ids=lambda kind: kind.__name__,
 )
 def test_the_fields_are_explained(kind):

@@ -1,12 +1,13 @@
 """The Makefile where Python or the device is not what it needs, and what it installs for whom."""
 
+import ast
 import re
 import sys
 
 import pytest
 
 from tests.support import warm
-from tests.support.repository import make
+from tests.support.repository import REPOSITORY, make
 
 
 def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
@@ -48,3 +49,15 @@ def test_without_a_device_it_fails_with_a_sentence(target):
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith(("This torch (", "torch ")) and "CUDA" in sentence
     assert all(line.startswith("make: ***") for line in rest)
+
+
+def test_the_demo_imports_what_it_installs():
+    imported = set()
+    for name in ("clean_env", "demo", "digits", "lightning_digits"):
+        for node in ast.walk(ast.parse((REPOSITORY / "examples" / f"{name}.py").read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+    ours = {"clean_env", "digits", "lightning_commhooks"}
+    assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
+

@@ -1,11 +1,12 @@
-"""The private names in docs/versions.md exist, and what happens without them.
+"""The private names in docs/versions.md: the code uses these and no others, and they exist.
 
 What torch's names do is in test_torch_private.py.
 """
 
+import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,66 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.gradients import torch_private
 from tests.support.ddp_steps import process_group_of_one
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY, sources
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)
+OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.")
+TREES = {file: ast.parse(text) for file, text in sources().items()}
+
+
+def _last(name: str) -> str:
+    return re.findall(r"\w+", name)[-1]
+
+
+def _is_private(name: object) -> bool:
+    return isinstance(name, str) and re.match(r"_[A-Za-z]", name) is not None
+
+
+def _own() -> set[str]:
+    """The private names that the packages give to their own things."""
+    found = {"_C"}  # torch's, of which the names behind it count
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return found
+
+
+def _used() -> Iterator[tuple[str, str]]:
+    """File and name of every use of a private name that is not of these packages."""
+    own = _own()
+    listed = {_last(name) for name in LISTED}
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch._C":
+                yield file, node.attr  # private, whatever its name
+            elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+                of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                if node.attr not in own or node.attr in listed and not of_self:
+                    yield file, node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "_needed"):
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+                if _is_private(name) or name is not None and ast.unparse(node.args[0]) == "torch._C":
+                    yield file, name
+            elif isinstance(node, ast.arg) and _is_private(node.arg):
+                yield file, node.arg
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(PACKAGES):
+                yield from ((file, name.name) for name in node.names if _is_private(name.name))
+
+
+def test_the_code_uses_what_is_listed():
+    found = {
+        (file, name) for file, name in _used() if (file, name) != ("accelerate_commhooks/handler.py", "_getframe")
+    }
+    assert {name for _, name in found} == {_last(name) for name in LISTED}
+    assert len(LISTED) == len(set(LISTED)) == len({_last(name) for name in LISTED})
+    of_torch = {_last(name) for name in LISTED if name.startswith(OF_TORCH)}
+    assert {file for file, name in found if name in of_torch} == {"commhooks/gradients/torch_private.py"}
 
 
 def _ddp() -> DistributedDataParallel:
@@ -99,6 +156,10 @@ def test_a_torch_that_lacks_a_needed_name_is_told_on_import():
         ImportError, match=rf"torch\._C\._no_such, a private name that torch {re.escape(torch.__version__)} lacks"
     ):
         torch_private._needed(torch._C, "_no_such")
+    needed = set(re.findall(r"_needed\([\w.]+, \"(\w+)\"", inspect.getsource(torch_private)))
+    rows = re.findall(r"^\| `([^`]+)` \|.*\| (.*) \|$", TEXT, re.MULTILINE)
+    told = {_last(name) for name, then in rows if then == "the same" or "import commhooks" in then}
+    assert told == needed
 
 
 def test_without_the_other_names_nothing_is_refused():

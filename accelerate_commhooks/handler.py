@@ -228,7 +228,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if not (shards and self.off):
             check_leaves_something(accelerator)
         accelerator.ddp_handler = self
-        ensure_hook_saver(accelerator)  # Also without a hook: a later save must remove the files of an earlier one.
+        ensure_hook_saver(accelerator)
         if shards:
             override_prepare(accelerator, self)
         if accelerator.distributed_type is DistributedType.NO:
@@ -279,8 +279,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica, in place of a hook
         from an earlier `prepare`. Every rank must call this."""
         request = self.request
-        ensure_hook_saver(accelerator)  # Also without a hook: a later save must remove the files of an earlier one.
         if request.off:
+            ensure_hook_saver(accelerator)
             if self._settings is not None:
                 self._settings.message("")
             return
@@ -345,16 +345,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._hooked = [each for each in self._hooked if each.hook is not None]
         if self._hooked and callable(getattr(request.hook_state, "state_dict", None)):
             raise AttachError(
-                f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
+                f"hook_state ({type(request.hook_state).__name__}) is one object, and is used by another model. "
                 "Give each model a handler of its own, or make states by a factory: "
                 "commhooks.register_hook(name, factory)"
             )
-        scale = message = None
+        scale = message = saver = None
         if accelerator is not None:
             weak = weakref.ref(accelerator)
             # Looked up at each call, because the scaler may be set later.
             scale = ScaleOf(lambda: getattr(weak(), "scaler", None), accelerator.device)
-            ensure_hook_saver(accelerator)  # Also without a hook: a later save must remove the files of an earlier one.
+            saver = ensure_hook_saver(accelerator)
         if self._settings is not None:
             message = self._settings.message
         hook = attach_request(
@@ -371,8 +371,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             return
         hooked = HookedModel(model, hook, request.strict)
         self._hooked.append(hooked)
-        if accelerator is not None:
-            ensure_hook_saver(accelerator).add(model, hooked)
+        if saver is not None:
+            saver.add(model, hooked)
         else:
             logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
 

@@ -85,7 +85,9 @@ _SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDi
 
 
 def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
-    """Return the `HookSaver` of `accelerator`; the first call makes it, which registers it for saving and loading."""
+    """Return the `HookSaver` of `accelerator`; the first call makes it, which registers it for saving and loading.
+
+    Needed without a hook, too: its saves remove the files of a hook that an earlier run has left."""
     saver = _SAVERS.get(accelerator)
     if saver is None:
         saver = _SAVERS[accelerator] = HookSaver(accelerator)

@@ -95,7 +95,7 @@ class CommHookDDP(DDPStrategy):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if callable(getattr(self._request.hook_state, "state_dict", None)) and self._hooks:
             raise HookConfigError(
-                f"hook_state ({type(self._request.hook_state).__name__}) is one object, and serves another model "
+                f"hook_state ({type(self._request.hook_state).__name__}) is one object, and is used by another model "
                 "already. Make a state for each model by a factory: commhooks.register_hook(name, factory)"
             )
         model = super().setup_module(module)

@@ -28,14 +28,14 @@ PIECE_NUMEL = 1 << 22
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a joint save has failed; of the ranks that know, one is to log it."""
+    """Says why a joint save failed, and whether this rank logs it: one of the ranks that know does."""
 
     reason: str
     logged_here: bool
 
 
 class JointSave:
-    """Joint saves of one session. Every rank of the group makes one, with the same `nonce`.
+    """Runs the joint saves of one session. Every rank of the group makes one, with the same `nonce`.
 
     Args:
         group: returns the group of the ranks that save; raises HookRunError once it was destroyed.

@@ -69,7 +69,7 @@ class StepInfo:
 
 
 class Compressor(ABC, Generic[ConfigT]):
-    """How a bucket of gradients is averaged over the ranks. One object serves one model.
+    """How a bucket of gradients is averaged over the ranks. One object for each model.
 
     Attributes:
         Config: the class of its options; `Config.hook_name` is the name of the hook.

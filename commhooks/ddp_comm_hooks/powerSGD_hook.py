@@ -70,7 +70,7 @@ class PowerSGDState:
         if not isinstance(start_powerSGD_iter, int):
             raise HookConfigError(
                 f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of steps (int). "
-                "A fraction of the run can be given to commhooks.attach, which is told the length of the run"
+                "A fraction of the run can be given to commhooks.attach, which takes the length of the run"
             )
         self._new_session(options, LearnedState(), Counters())
         _as_torch.info("PowerSGD config: %s", options)
@@ -101,7 +101,7 @@ class PowerSGDState:
         other = self._serves() if self._serves is not None else None
         if other is not None and other is not model:
             raise AttachError(
-                "this PowerSGDState already serves another model: its memory is that of one model's gradients; make a "
+                "this PowerSGDState is already used by another model, whose gradients it remembers; make a "
                 "PowerSGDState for each model"
             )
         self._serves = weakref.ref(model)
@@ -211,8 +211,8 @@ class PowerSGDState:
             self._adapt_pickled_state()
         if not form.fits(session):
             raise HookRunError(
-                "this PowerSGDState already serves another hook (powerSGD_hook, batched_powerSGD_hook, or one of them "
-                "in another wrapper): make a PowerSGDState of its own for each hook"
+                "this PowerSGDState is already used by another hook (powerSGD_hook, batched_powerSGD_hook, or one of "
+                "them in another wrapper): make a PowerSGDState of its own for each hook"
             )
         return session.run(self._reader.read(bucket, session.end_pass))
 

@@ -67,7 +67,7 @@ class Hook(Protocol):
 
 
 class CompressorHook:
-    """A compressor. The engine's session, which reduces the buckets, is bound to the model."""
+    """Implements `Hook` for a compressor. The engine's session reduces the buckets."""
 
     def __init__(self, request: HookRequest, source: GradientSource, session: Session) -> None:
         name, config = request.name, session.compressor.config
@@ -185,7 +185,7 @@ class CompressorHook:
 
 
 class FunctionHook:
-    """A user's function `(state, bucket) -> Future`. Its traffic is unknown."""
+    """Implements `Hook` for a user's function `(state, bucket) -> Future`, whose traffic is unknown."""
 
     def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
         self.counters = Counters()

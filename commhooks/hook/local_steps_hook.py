@@ -19,7 +19,7 @@ from commhooks.request import HookRequest
 
 
 class LocalStepsHook:
-    """The third kind of hook, beside `CompressorHook` and `FunctionHook`."""
+    """Implements `Hook` for local steps: reports what `LocalStepsDriver` does, and saves it."""
 
     def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
         self.driver, self.counters = driver, driver.counters

@@ -206,6 +206,24 @@ def test_a_save_in_mid_commit(run_ranks: Any) -> None:
     assert run_ranks(_saved_in_mid_commit) == [(False, "none")] * 2
 
 
+def _one_step_ahead() -> tuple[Any, float]:
+    """Rank 0 saves while its commit writes; rank 1 has ended the same commit."""
+    run = _run()
+    session = session_of(run.hook)
+    if dist.get_rank() == 0:
+        session.held.in_commit = True
+    else:
+        session.state.step += 1
+    began = time.monotonic()
+    return _describe(run.hook.state_dict()), time.monotonic() - began
+
+
+def test_nobody_waits_for_a_rank_that_saves_in_mid_commit(run_ranks: Any) -> None:
+    results = run_ranks(_one_step_ahead)
+    assert [described for described, _ in results] == [INEXACT] * 2
+    assert max(waited for _, waited in results) < LIMIT_S / 2
+
+
 def _warned(case: str) -> list[str]:
     """What is logged on this rank by a save that cannot be joint."""
     run = _run()

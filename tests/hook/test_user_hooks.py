@@ -224,7 +224,7 @@ def test_one_state_for_two_models_is_refused() -> None:
     state = commhooks.PowerSGDState(None, 2, 0)
     with process_group_of_one():
         first = Run.new(hook=commhooks.powerSGD_hook, hook_state=state).train(1)
-        with pytest.raises(commhooks.AttachError, match="already serves another model"):
+        with pytest.raises(commhooks.AttachError, match="is already used by another model"):
             Run.new(hook=commhooks.powerSGD_hook, hook_state=state)
         assert first.hook.stats()["step"] == 1
 

@@ -60,4 +60,3 @@ def test_the_demo_imports_what_it_installs():
             imported |= {name.partition(".")[0] for name in names}
     ours = {"clean_env", "digits", "lightning_commhooks"}
     assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
-

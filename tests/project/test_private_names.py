@@ -72,9 +72,7 @@ def _used() -> Iterator[tuple[str, str]]:
 
 
 def test_the_code_uses_what_is_listed():
-    found = {
-        (file, name) for file, name in _used() if (file, name) != ("accelerate_commhooks/handler.py", "_getframe")
-    }
+    found = {(file, name) for file, name in _used() if (file, name) != ("accelerate_commhooks/handler.py", "_getframe")}
     assert {name for _, name in found} == {_last(name) for name in LISTED}
     assert len(LISTED) == len(set(LISTED)) == len({_last(name) for name in LISTED})
     of_torch = {_last(name) for name in LISTED if name.startswith(OF_TORCH)}

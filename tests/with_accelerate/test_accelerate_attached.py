@@ -193,7 +193,7 @@ def _shared_state() -> None:
     other = Learned()
     twice = CommHookKwargs(hook=_own_hook, hook_state=other)
     first = Training(twice).train(1)
-    with pytest.raises(AttachError, match=r"hook_state \(Learned\) is one object, and serves another model already"):
+    with pytest.raises(AttachError, match=r"hook_state \(Learned\) is one object, and is used by another model"):
         Training(twice)
     assert twice.attached_hooks == [first.hook]
 

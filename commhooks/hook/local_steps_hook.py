@@ -1,4 +1,4 @@
-"""Local steps behind a `CommHook`: what `LocalStepsDriver` reports, saves and loads."""
+"""Local steps (DiLoCo, local SGD) behind a `CommHook`."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.hooks import Residuals
+from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.plan import ModelPlan, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
@@ -19,7 +19,7 @@ from commhooks.request import HookRequest
 
 
 class LocalStepsHook:
-    """Implements `Hook` for local steps: reports what `LocalStepsDriver` does, and saves it."""
+    """Implements `Hook` for local steps. `LocalStepsDriver` runs them."""
 
     def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
         self.driver, self.counters = driver, driver.counters
@@ -98,12 +98,12 @@ class LocalStepsHook:
 
 
 class _LocalStepsCheckpointer(LearnedStateCheckpointer):
-    """Saves at the end of a round, when weights and optimizers are the same on all ranks."""
+    """Ends the round before a save, so that all ranks have equal weights and optimizers."""
 
     step_is = "round"
 
     def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
-        # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
+        # A bound method would keep this object, and with it the learned state, in a reference cycle.
         plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
         super().__init__(hook, driver.outer, source.group, plans)
         self._driver = driver

@@ -1,8 +1,5 @@
-"""Check in `attach` that all ranks attach the same hook to the same model, and that each of them can run it.
-
-Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds unrelated
-numbers.
-"""
+"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise
+collectives of different sizes would meet: gloo aborts, NCCL waits for its timeout or adds unrelated numbers."""
 
 import dataclasses
 import itertools
@@ -46,19 +43,18 @@ def check_arrangement(request: HookRequest, source: GradientSource) -> None:
 def check_on_all_ranks(
     request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
 ) -> KernelChoice:
-    """Compare requests, models and plans over the ranks that average together, and choose the kernel with which all of
-    them compute. Compare the requests with those of the ranks that hold other shards. All ranks of the model must call
-    this.
+    """Compare requests, models and plans over the ranks that average together, and requests over all shards. Returns
+    the kernel with which all ranks compute. All ranks of the model must call this.
 
     Args:
         compressor: None for a user's function.
-        loss_scale: whether this rank gives one.
+        loss_scale: whether this rank passes a loss scale.
 
     Raises:
-        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if the
-            group does not number its ranks from 0; the message names the ranks and the differences or reasons.
+        AttachError: on all ranks, if the requests or models differ, if some ranks cannot run the hook, or if the group
+            does not number its ranks from 0; the message names the ranks.
         HookConfigError: no rank can run the hook.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+        HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     group, shard_group, device = source.group, source.shard_group, source.device
     support = kernel_support(request, compressor, source)
@@ -94,7 +90,7 @@ def check_on_all_ranks(
 
 
 def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource) -> KernelSupport:
-    """What this machine can compute with. It may differ between ranks."""
+    """Find out with which kernels this machine can compute; ranks may differ."""
     if compressor is None:
         return KernelSupport()
     parameters, learns = source.names.named_parameters().values(), compressor.transactional
@@ -110,7 +106,7 @@ def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, sou
 
 
 def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """Lines that are equal on two ranks if their requests are: the hook, and a setting each. `options`: the options in
+    """Describe the request in lines that are equal on two ranks if their requests are. `options`: the options in
     force."""
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
@@ -134,7 +130,7 @@ def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
 
 
 def _different_hooks(lines: list[list[str]]) -> str:
-    """What differs, and nothing else: the hooks, or else their settings."""
+    """The message names only what differs: the hooks, or else the settings."""
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
     ranks: dict[str, list[str]] = {}

@@ -80,16 +80,16 @@ old notes from new notes."""
 
 CLOSED_LIMIT_S = 0.5
 TIMED_OUT_LIMIT_S = 2.0
-"""How long to wait for notes. Ranks whose connection was closed leave a note at once; ranks that were busy when the
+"""How long to wait for notes. Ranks whose connection was closed leave a note at once; a rank that was busy when the
 collective of another rank timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
 
-    Returns their numbers in the default group; empty if they are unknown, as on a rank that has gone on after an earlier
-    failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three times
-    `TIMED_OUT_LIMIT_S` after a timeout."""
+    Returns their numbers in the default group; empty if they are unknown, as on a rank that has gone on after an
+    earlier failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three
+    times `TIMED_OUT_LIMIT_S` after a timeout."""
     if group.size() == 1 or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
     if group in _LOST:

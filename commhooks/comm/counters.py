@@ -129,8 +129,8 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 def event_on(device: torch.device) -> Any:
     """Record a timing event on the current stream of `device`."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 

@@ -134,7 +134,7 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
         if windows[-1] and sum(sizes[each] for each in windows[-1]) + sizes[name] > WINDOW_NUMEL:
             windows.append([])
         windows[-1].insert(0, name)
-    owners = {}
+    owners: dict[str, int] = {}
     total = [0] * ranks_per_node
     for window in windows:
         parts: list[list[str]] = [[] for _ in range(ranks_per_node)]

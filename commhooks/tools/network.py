@@ -1,6 +1,6 @@
 """`commhooks network`: measure the network between the ranks, and predict what a step of training spends on it.
 
-The model of the network is that of docs/planning.md: a message costs its latency, a byte the inverse of the bandwidth,
+The model of the network is that of docs/commands.md: a message costs its latency, a byte the inverse of the bandwidth,
 and the ranks of a machine share its network card.
 """
 

@@ -19,7 +19,7 @@ from commhooks.gradients.torch_private import sparse_values
 logger = logger_of(__name__)
 
 Op = Literal["sum", "max", "gather", "all_to_all"]
-Reach = Literal["all", "node", "nodes"]
+Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 
 
@@ -47,9 +47,9 @@ class Send:
     "gather" each rank gets all of `tensor`."""
     into: torch.Tensor | None = None
     """With `splits`: memory for the result; None: new memory."""
-    over: Reach = "all"
-    """Which ranks take part. Set by the engine if the ranks form nodes: the ranks of this "node", or the ranks with
-    this local rank on all "nodes"."""
+    over: Scope = "all"
+    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
+    "inter_node" for the ranks with this local rank on all nodes."""
     reduces: bool = field(init=False)
     """The result is `tensor` itself, reduced in place."""
 
@@ -276,7 +276,7 @@ def start(
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
     except RuntimeError as error:
         raise collective_error(what, group, error) from error
-    if counters is not None and send.over != "node":
+    if counters is not None and send.over != "intra_node":
         counters.sent(counted)
     elif counters is not None:
         counters.bytes_inside_nodes += counted

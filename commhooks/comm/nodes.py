@@ -23,27 +23,27 @@ class Nodes:
     """Nodes with equal numbers of ranks, as this rank sees them.
 
     Attributes:
-        local_rank: the rank in `node`.
+        local_rank: the rank in `intra_node`.
         count: how many nodes there are.
     """
 
-    def __init__(self, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
-        self.local_rank, self.ranks_per_node, self.count = node.rank(), node.size(), across.size()
-        self._node, self._across = held_weakly(node), held_weakly(across)
+    def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
+        self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
+        self._intra_node, self._inter_node = held_weakly(intra_node), held_weakly(inter_node)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"between {self.count} nodes of {self.ranks_per_node} ranks, each as one rank"
 
     @property
-    def node(self) -> dist.ProcessGroup:
+    def intra_node(self) -> dist.ProcessGroup:
         """The ranks of this node."""
-        return self._node()
+        return self._intra_node()
 
     @property
-    def across(self) -> dist.ProcessGroup:
+    def inter_node(self) -> dist.ProcessGroup:
         """The ranks with this local rank, one per node, in the order of the nodes."""
-        return self._across()
+        return self._inter_node()
 
 
 # The nodes of each group, by their members. A second training uses the nodes of the first: in torch 2.13 a group cannot

@@ -9,7 +9,7 @@ import torch
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.nodes import Arrangement
+from commhooks.engine.reduction import FlatReduction
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.layout import Bucket, BucketLayout, read_layout
@@ -89,12 +89,12 @@ class KnownBuckets:
         return {name for known in self if known.used for name in known.compressed}
 
     def find(
-        self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, *, first: bool
+        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, *, first: bool
     ) -> KnownBucket:
         """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
 
         Args:
-            arrangement: how the ranks share the work.
+            reduction: how the ranks reduce it, with nodes or without.
             first: this is the first bucket of its backward pass.
 
         Raises:
@@ -107,25 +107,25 @@ class KnownBuckets:
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket)
-            found = self._buckets[key] = self._made(bucket, compressor, arrangement, first)
+            found = self._buckets[key] = self._made(bucket, compressor, reduction, first)
         found.used = True
         return found
 
-    def _made(self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, first: bool) -> KnownBucket:
+    def _made(self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, first: bool) -> KnownBucket:
         names = self._names.of_bucket(list(bucket.parameters), first)
         layout = read_layout(bucket.flat, bucket.parameters, names)
         infos = [
             ParameterInfo.of(slot.name, slot.parameter, self._names, compressor.config, layout.sparse)
             for slot in layout.slots
         ]
-        plans = arrangement.plans(compressor, compressor.plan(infos))
+        plans = reduction.plans(compressor, compressor.plan(infos))
         made = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
         self._fit_state(made, infos, compressor)
         with_residual, compressed = self._state["residual"] if self._state.local else {}, made.compressed
         self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
         if compressed:
-            made.work = arrangement.workspace(compressor, layout, plans)
-            made.make_exchange = arrangement.exchange(compressor)
+            made.work = reduction.workspace(compressor, layout, plans)
+            made.make_exchange = reduction.exchange(compressor)
         return made
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:

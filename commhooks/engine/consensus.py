@@ -19,8 +19,8 @@ from commhooks.comm.groups import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.buckets import KnownBuckets
-from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
-from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
+from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, log_summary, logger_of
@@ -77,7 +77,7 @@ class Consensus:
         compressor: the compressor in force; a load or its own decision may replace it (`replace_compressor`).
         binding: the model and the ranks.
         buckets: the known buckets.
-        arrangement: how the ranks share the work.
+        reduction: how the ranks reduce a bucket, with nodes or without.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, the same on all ranks; None before the first backward pass.
         compares_sends: the ranks compare what they send for a bucket that `is_new`, because the compressor is a user's
@@ -89,8 +89,8 @@ class Consensus:
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
         self.compressor = compressor
         self.compares_sends = _is_users(compressor)
-        self.arrangement: Arrangement = FLAT
-        self.choice: Choice | None = None
+        self.reduction: FlatReduction = FLAT
+        self.choice: KernelChoice | None = None
         self.nonce: int | None = None
         self._held = held
         self._counters = counters
@@ -109,7 +109,7 @@ class Consensus:
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
 
-    def compute_with(self, choice: Choice) -> None:
+    def compute_with(self, choice: KernelChoice) -> None:
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
         if self.compressor.native != choice.native:
@@ -190,11 +190,11 @@ class Consensus:
         if chosen is None:
             support = KernelSupport.of(compressor, device, [flat.dtype])
         else:
-            support = KernelSupport(chosen.kernel)
+            support = KernelSupport(chosen.name)
         local = agreement_key(*sorted(name for key in state.local for name in state[key]))
         numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 
-        def agree() -> tuple[list[list[int]], Choice]:
+        def agree() -> tuple[list[list[int]], KernelChoice]:
             what = "the comparison of the ranks' state (load on every rank, or on none)"
             own = torch.tensor(numbers, dtype=torch.int64, device=device)
             table: list[list[int]] = gather_rows(own, group, self._counters, what).tolist()
@@ -207,8 +207,8 @@ class Consensus:
         self.buckets.is_logging_rank = logs = is_logging_rank(group, shard_group)
         if chosen is None:
             self.compute_with(choice)
-            for remark in choice.remarks(compressor.display_name) if logs else ():
-                logger.warning("%s", remark)
+            for warning in choice.warnings(compressor.display_name) if logs else ():
+                logger.warning("%s", warning)
         if self.nonce is None:
             self.nonce = table[0][3]
         if any(row[2] for row in table):
@@ -219,8 +219,8 @@ class Consensus:
                     "from residuals of zero. Step and Q are kept.",
                     compressor.display_name,
                 )
-        if not self.arrangement.complete or len({row[5] for row in table}) > 1:
-            self.arrangement.redistribute_residuals(state, names, group)
+        if self.reduction.nodes is not None or len({row[5] for row in table}) > 1:
+            self.reduction.redistribute_residuals(state, names, group)
         self.agreement = Agreement(compressor.start_step, compressor.needs_exact_step)
         return self.agreement
 
@@ -267,15 +267,16 @@ class SendComparison:
         self._group, self._device, self._counters = group, device, counters
         self._name = consensus.compressor.name
         # Ranks that exchange something else, and must fail together with these.
-        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
-        self._others = [each() for each in apart if each is not None]
+        nodes, shards = consensus.reduction.nodes, consensus.binding.shard_group
+        node = None if nodes is None else nodes.intra_node
+        self._others = [each for each in (node, shards) if each is not None]
         self._sends_of: collections.Counter[int] = collections.Counter()
         self._problem = ""
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
         """`start(send)`, the next Send of `bucket`, if all ranks send the same; None if they do not."""
         # What the ranks of a node send each other is the engine's own.
-        return start(send) if send.over == "node" or self.agree(bucket, send) else None
+        return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
     def agree(self, bucket: int, send: Send) -> bool:
         """Whether all ranks send the same as the next Send of `bucket`, and have done so before."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import Reach, Send, new_future
+from commhooks.comm.collectives import Scope, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.consensus import SendComparison
@@ -34,7 +34,7 @@ def reduce_immediately(
     bucket: Bucket,
     group: dist.ProcessGroup,
     counters: Counters | None = None,
-    over: Reach = "all",
+    over: Scope = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
     """Start the exchange of one bucket. All ranks of `group` must call this, in the same order.

@@ -21,7 +21,6 @@ from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
-from commhooks.engine.nodes import FLAT
 from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
@@ -47,7 +46,7 @@ class ExchangeDriver:
 
     Attributes:
         held: guards the learned state.
-        consensus: what all ranks do alike: compressor, kernel, arrangement.
+        consensus: what all ranks do alike: compressor, kernel, reduction.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Session(ExchangeDriver):
             HookConfigError: the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
-        if not consensus.compressor.transactional and consensus.arrangement is FLAT:
+        if not consensus.compressor.transactional and consensus.reduction.nodes is None:
             if bucket.is_first:
                 self.counters.begin_pass()
             self.counters.gradients(bucket.nbytes)
@@ -150,7 +149,7 @@ class Session(ExchangeDriver):
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        group = consensus.arrangement.groups.get("all", binding.group)()
+        group = binding.group()
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
         return BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
@@ -160,7 +159,7 @@ class Session(ExchangeDriver):
         compressor = consensus.compressor
         if current.running and current.running[0].flat.device != flat.device:
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
-        known = consensus.buckets.find(bucket, compressor, consensus.arrangement, first=not current.running)
+        known = consensus.buckets.find(bucket, compressor, consensus.reduction, first=not current.running)
         counters.gradients(bucket.nbytes)
         step = current.step
         issue: Issue = functools.partial(self._send, current, bucket.index)
@@ -180,20 +179,24 @@ class Session(ExchangeDriver):
     def _comparing(self, current: BackwardPass, bucket: Bucket, issue: Issue) -> Issue:
         """`issue`, after a comparison of what the ranks send."""
         if current.comparison is None:
-            exchanging = self.consensus.arrangement.groups.get("nodes", lambda: current.group)()
+            nodes = self.consensus.reduction.nodes
+            exchanging = current.group if nodes is None else nodes.inter_node
             current.comparison = SendComparison(self.consensus, exchanging, bucket.flat.device, self.counters)
         return functools.partial(current.comparison.issue, bucket.index, issue)
 
     def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
         where = f"bucket {bucket} at step {current.step_label}"
-        group = current.group if send.over == "all" else self.consensus.arrangement.groups[send.over]()
+        group, nodes = current.group, self.consensus.reduction.nodes
+        if nodes is not None and send.over != "all":
+            group = nodes.intra_node if send.over == "intra_node" else nodes.inter_node
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
         """After the last bucket: run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
-        if "node" in consensus.arrangement.groups:  # the ranks of a node receive different shares
-            good = good_on_all(good, consensus.arrangement.groups["node"](), "the node")
+        nodes = consensus.reduction.nodes
+        if nodes is not None:  # its ranks receive different shares
+            good = good_on_all(good, nodes.intra_node, "the node")
         if consensus.binding.shards is not None:
             good = good_on_all(good, consensus.binding.shards(), "all shards")
         with self.held.committing(good.device):

@@ -62,7 +62,7 @@ class ExchangeTask:
                 ) from None
             return Done(self._flat if end.value is None else self._checked_result(end.value))
         # The engine's own Sends inside a node may follow.
-        if self._decided and not (isinstance(yielded, Send) and yielded.over == "node"):
+        if self._decided and not (isinstance(yielded, Send) and yielded.over == "intra_node"):
             raise HookRunError(
                 f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
             )

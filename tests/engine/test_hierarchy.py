@@ -222,7 +222,7 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
     names, group = session.consensus.binding.names.named_parameters(), session.consensus.binding.group()
-    session.consensus.arrangement.redistribute_residuals(session.state, names, group)
+    session.consensus.reduction.redistribute_residuals(session.state, names, group)
     return residuals(run.hook)
 
 

@@ -1,4 +1,4 @@
-"""How the ranks share the work on a bucket: all do the same, or they form nodes.
+"""How the ranks reduce a bucket: each rank compresses all of it, or hierarchically, with nodes, a share of it.
 
 With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
 each node: the rank with a certain local rank. For one bucket:
@@ -11,21 +11,20 @@ So each rank compresses its share of the parameters only, and keeps residuals fo
 
 With a compressor that keeps residuals, an owner works on the sum of its node, not on the mean, and divides the result
 at the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero: the
-mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. A compressor
-without residuals gets the node's mean, which overflows float16 later.
+mean over all ranks means the same as without nodes, and checkpoints do not depend on the nodes. A compressor without
+residuals gets the node's mean, which overflows float16 later.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import Reach, Send, gather_rows, start
+from commhooks.comm.collectives import Send, gather_rows, start
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import concat_into, scatter_into
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
@@ -39,24 +38,21 @@ from commhooks.gradients.precision import compute_dtype
 
 Field = tuple[StateField, UnitPlan]
 Splits = tuple[Sequence[int], Sequence[int]]
-"""How many elements go to each rank, and come from each."""
+"""How many elements go to each rank, and how many come from each rank."""
 
 
-class Arrangement:
-    """Every rank compresses every bucket, and sends to all others.
+class FlatReduction:
+    """Every rank compresses every bucket, and exchanges it with all other ranks.
 
     Attributes:
-        words: describes the nodes, for the summary; "" if there are none.
-        complete: every rank has the local tensors (residuals) of all parameters.
+        nodes: None; `HierarchicalReduction` has them.
+        description: of the nodes, for the summary; "" if there are none.
         ranks_per_residual: number of ranks whose summed gradient a residual corrects.
-        groups: by `Reach`: returns the process group of such collectives, if not all ranks of the session take part.
-            The ranks of a "node" receive different numbers: a pass is committed on all of them or on none.
     """
 
-    words: str = ""
-    complete: bool = True
+    nodes: Nodes | None = None
+    description: str = ""
     ranks_per_residual: int = 1
-    groups: Mapping[Reach, Callable[[], dist.ProcessGroup]] = MappingProxyType({})
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
@@ -67,17 +63,17 @@ class Arrangement:
         return list(plans)
 
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """The workspace of `exchange` for buckets of this layout, in which something is compressed."""
+        """Allocate the workspace of `exchange` for buckets of this layout, in which something is compressed."""
         return compressor.workspace(layout, plans)
 
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """Bytes needed on this rank; see `Compressor.memory_plan`."""
+        """Compute the bytes needed on this rank; see `Compressor.memory_plan`."""
         return compressor.memory_plan(plans, buckets)
 
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
-        """The function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
+        """Return the function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
         return compressor.exchange
 
     def redistribute_residuals(
@@ -102,12 +98,7 @@ class Arrangement:
         tensors[name] = mean
 
 
-class EqualInNodes(Arrangement):
-    """The ranks of a node hold equal tensors, and each averages them with one rank of every other node."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self.words = nodes.words
-        self.groups = {"all": lambda: nodes.across, "nodes": lambda: nodes.across, "node": lambda: nodes.node}
+FLAT = FlatReduction()
 
 
 def gather_held(
@@ -123,9 +114,6 @@ def gather_held(
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device)
-
-
-FLAT = Arrangement()
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
@@ -167,8 +155,8 @@ def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, 
     return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
 
-class NodeShares:
-    """The workspace of one bucket where ranks form nodes. The buffers are allocated once.
+class HierarchicalWorkspace:
+    """The buffers for one bucket where ranks form nodes, allocated once.
 
     Args:
         compressor: averages between the nodes.
@@ -265,20 +253,18 @@ class NodeShares:
             _bytes(known[plan.key]).copy_(new)
 
 
-class Hierarchy(Arrangement):
+class HierarchicalReduction(FlatReduction):
     """Each rank compresses its share of every bucket, for its node.
 
     Args:
         parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
     """
 
-    complete = False
+    nodes: Nodes
 
     def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.nodes = nodes
-        self.words = nodes.words
+        self.nodes, self.description = nodes, nodes.description
         self.ranks_per_residual = nodes.ranks_per_node
-        self.groups = {"node": lambda: nodes.node, "nodes": lambda: nodes.across}
         self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
 
     def keeps(self, name: str) -> bool:
@@ -293,8 +279,10 @@ class Hierarchy(Arrangement):
             for plan in plans
         ]
 
-    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
-        return NodeShares(compressor, layout, plans, self._owners, self.nodes)
+    def workspace(
+        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]
+    ) -> HierarchicalWorkspace:
+        return HierarchicalWorkspace(compressor, layout, plans, self._owners, self.nodes)
 
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
@@ -320,11 +308,16 @@ class Hierarchy(Arrangement):
 
     def exchange(
         self, compressor: Compressor[Any]
-    ) -> Callable[[torch.Tensor, NodeShares, LearnedState, StepInfo], Exchange]:
+    ) -> Callable[[torch.Tensor, HierarchicalWorkspace, LearnedState, StepInfo], Exchange]:
         return functools.partial(self._shared_exchange, compressor)
 
     def _shared_exchange(
-        self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
+        self,
+        compressor: Compressor[Any],
+        flat: torch.Tensor,
+        work: HierarchicalWorkspace,
+        state: LearnedState,
+        step: StepInfo,
     ) -> Exchange:
         own = work.own
         gradients = work.by_owner(flat)
@@ -334,7 +327,7 @@ class Hierarchy(Arrangement):
             op="all_to_all",
             splits=work.to_owners,
             into=work.gradients,
-            over="node",
+            over="intra_node",
         )
         count = self.nodes.ranks_per_node
         before, after = (1, count) if state.local else (count, 1)
@@ -348,7 +341,7 @@ class Hierarchy(Arrangement):
             task, answer = self._between_nodes(compressor, work, state, step), None
             while not isinstance(next_one := task.advance(answer), Done):
                 if isinstance(next_one, Send):
-                    next_one.over = "nodes"
+                    next_one.over = "inter_node"
                 else:
                     had_verdict = True
                 answer = yield next_one
@@ -360,7 +353,12 @@ class Hierarchy(Arrangement):
 
         results = work.results(state)
         yield Send(
-            results, what="the node's averages", op="gather", splits=work.from_owners, into=work.averages, over="node"
+            results,
+            what="the node's averages",
+            op="gather",
+            splits=work.from_owners,
+            into=work.averages,
+            over="intra_node",
         )
         work.take(flat, state)
         return None
@@ -382,25 +380,28 @@ class Hierarchy(Arrangement):
             tensors[name] = mean * self.nodes.ranks_per_node
 
     def _between_nodes(
-        self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
+        self, compressor: Compressor[Any], work: HierarchicalWorkspace, state: LearnedState, step: StepInfo
     ) -> ExchangeTask:
         """The exchange of this rank's share of a bucket."""
-        own, mine = work.own, StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.across.rank())
+        own, mine = (
+            work.own,
+            StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank()),
+        )
         if not compressor.transactional:
             return new_task(compressor, True, own, None, NO_STATE, mine)
         return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Add up, at its owner, the node's tensors of each parameter of which other ranks have one, from a checkpoint
-        of another arrangement."""
-        held = gather_held(tensors, parameters, self.nodes.node)
+        of a run with other nodes."""
+        held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
                 continue
             total = tensors.pop(name, None)
             if total is None:
                 total = zeros_for(parameter)
-            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.node, None).wait()
+            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.intra_node, None).wait()
             if self.keeps(name):
                 tensors[name] = total
 

@@ -208,7 +208,7 @@ def _other_weights(apart: bool) -> Any:
     loaded = run.weights()
     with log_lines("commhooks") as lines:
         run.ddp(batch(0, 0)[0])
-    return anchor, loaded, run.weights(), [line for line in lines if "has other weights than those" in line]
+    return anchor, loaded, run.weights(), [line for line in lines if "differ from the common weights" in line]
 
 
 @pytest.mark.parametrize(("apart", "says"), [(False, "the weights of the model"), (True, "the common ones")])

@@ -42,7 +42,7 @@ def users_hook(state: _Sum, bucket: Any) -> Any:
 
 def _model(kind: str) -> torch.nn.Module:
     """`make_model` and what may have become of it."""
-    model = make_model(torch.float64 if kind == "float64" else torch.float32)
+    model = make_model(getattr(torch, kind) if kind in ("float64", "bfloat16") else torch.float32)
     if kind == "added":
         model.append(torch.nn.Linear(10, 10))
     elif kind == "renamed":
@@ -107,6 +107,7 @@ RIGHT: dict[str, dict[str, Any]] = SAME_BITS | {
     "rank 4": {"hook_options": {"matrix_approximation_rank": 4}},
     "bf16 wrapper": {"wrapper": "bf16"},
     "float64": {"kind": "float64"},
+    "bfloat16": {"kind": "bfloat16"},
 }
 
 

@@ -34,7 +34,7 @@ SAMPLED_EVERY = 64
 
 
 @dataclass
-class Workspace:
+class OuterStepWorkspace:
     """A buffer of weights, and what its outer steps need.
 
     Attributes:
@@ -63,7 +63,7 @@ def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, flo
     """The norm of delta, and its cosine with the delta before; None where undefined. Waits for an accelerator.
 
     Args:
-        measured: `Workspace.measured` of all buffers of an outer step.
+        measured: `OuterStepWorkspace.measured` of all buffers of an outer step.
     """
     if not measured:
         return None, None
@@ -71,7 +71,9 @@ def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, flo
     return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 
-def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, lr: float, mu: float) -> Exchange:
+def outer_step(
+    flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
+) -> Exchange:
     """Replace the weights in `flat` by the new anchor. If a number is not finite on any rank, the round is discarded:
     the anchor and the momentum stay, and the weights are set to the old anchor.
 

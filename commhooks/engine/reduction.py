@@ -1,4 +1,4 @@
-"""How the ranks reduce a bucket: each rank compresses all of it, or hierarchically, with nodes, a share of it.
+"""Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically, with nodes.
 
 With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
 each node: the rank with a certain local rank. For one bucket:
@@ -104,8 +104,8 @@ FLAT = FlatReduction()
 def gather_held(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[list[bool]]:
-    """For each rank of `group` and each of `parameters`, whether `tensors` has an entry on that rank. All ranks of the
-    group must call this."""
+    """Find out, for each rank of `group` and each parameter, whether `tensors` has an entry on that rank. All ranks of
+    the group must call this."""
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
     held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
@@ -117,8 +117,8 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
-    """The owner of each parameter, a local rank. The parameters are given out from the largest to the smallest, each to
-    the rank with the fewest elements so far. The result depends on the model only, not on its buckets.
+    """Choose the owner of each parameter, a local rank: from the largest parameter to the smallest, the rank with the
+    fewest elements so far. The result depends on the model only, not on its buckets.
 
     Args:
         sizes: name -> number of elements.
@@ -132,12 +132,11 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
 
 
 def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int) -> list[list[UnitPlan]]:
-    """The plans of each owner's parameters."""
     return [[plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)]
 
 
 def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
-    """The learned tensors of these plans that are equal on all ranks: the owner sends them to its node."""
+    """List the learned tensors of these plans that are equal on all ranks. An owner sends them to its node."""
     replicated = [each for each in compressor.state_fields if each.replicated]
     compressed = [plan for plan in plans if plan.compressed]
     # Not every unit has every field.
@@ -145,12 +144,12 @@ def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) ->
 
 
 def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
-    """Bytes of the parts of an owner's message to each rank: gradients, fields, and a flag for each field."""
+    """Bytes of the parts of an owner's message: gradients, fields, and a flag per field."""
     return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
 
 
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
-    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of each owner."""
+    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of all owners."""
     count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
     return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
@@ -165,11 +164,10 @@ class HierarchicalWorkspace:
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
-        work: the compressor's workspace for the share; None if nothing in it is compressed.
+        work: the compressor's workspace for the share; None if nothing in the share is compressed.
         compresses: whether anything in the share is compressed.
-        to_owners, from_owners: for `by_owner` (elements) and `results` (bytes).
-        gradients, averages: buffers for what arrives from the ranks of the node: gradients of the own share, and the
-            `results` of all shares.
+        to_owners, from_owners: the splits of `by_owner` (elements) and `results` (bytes).
+        gradients, averages: receive the node's gradients of the own share, and the `results` of all shares.
     """
 
     def __init__(
@@ -208,13 +206,13 @@ class HierarchicalWorkspace:
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
-        """The gradients of the bucket, 1-D, in the order of their owners."""
+        """Copy the gradients of the bucket into a message (1-D), in the order of their owners."""
         concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """The message of this rank to all ranks of the node (uint8): `own`, the replicated tensors that the compressor
-        has learned for it, and for each of those tensors a flag that says whether it exists."""
+        """Write the message of this rank to its node (uint8): `own`, the replicated tensors that the compressor has
+        learned for it, and a flag per tensor, 1 if the tensor exists."""
         fields = self._fields[self._local_rank]
         pieces = self._results.split(self._sizes[self._local_rank])
         pieces[0].copy_(self.own.view(torch.uint8))
@@ -227,7 +225,7 @@ class HierarchicalWorkspace:
         return self._results
 
     def take(self, flat: torch.Tensor, state: LearnedState) -> None:
-        """Write the results of all ranks of the node, from `averages`, into the bucket and into the learned state."""
+        """Copy the results of all ranks of the node from `averages` into the bucket and into the learned state."""
         size = flat.element_size()
         bucket = flat.view(torch.uint8)
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
@@ -254,7 +252,7 @@ class HierarchicalWorkspace:
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, for its node.
+    """Each rank compresses its share of every bucket, on behalf of its node.
 
     Args:
         parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
@@ -287,7 +285,8 @@ class HierarchicalReduction(FlatReduction):
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """`factors` includes what the other owners of the node have learned, `copies` the messages inside the node."""
+        """`factors` includes the tensors that other owners of the node have learned, `copies` the messages inside the
+        node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
         own = compressor.memory_plan(
@@ -382,7 +381,6 @@ class HierarchicalReduction(FlatReduction):
     def _between_nodes(
         self, compressor: Compressor[Any], work: HierarchicalWorkspace, state: LearnedState, step: StepInfo
     ) -> ExchangeTask:
-        """The exchange of this rank's share of a bucket."""
         own, mine = (
             work.own,
             StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank()),
@@ -392,8 +390,8 @@ class HierarchicalReduction(FlatReduction):
         return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Add up, at its owner, the node's tensors of each parameter of which other ranks have one, from a checkpoint
-        of a run with other nodes."""
+        """Sum the node's tensors of each parameter at its owner, if ranks other than the owner have one: they have
+        loaded the checkpoint of a run with other nodes."""
         held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
@@ -407,7 +405,7 @@ class HierarchicalReduction(FlatReduction):
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """The slots, in the order of the bucket, as intervals; adjacent ones are joined."""
+    """The slots, in the order of the bucket, as intervals; adjacent intervals are joined."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot.offset:
@@ -418,7 +416,7 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
-    """The layout of `own`, in which these slots lie one after another."""
+    """The layout of `own`, the slots one after another."""
     offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
     moved = [Slot(slot.name, slot.parameter, at, slot.numel) for slot, at in zip(slots, offsets, strict=False)]
     return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)

@@ -39,7 +39,7 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
 
 def _both(kind: str, ranks_per_node: int, masked: bool) -> dict[str, Any]:
     # gloo has messages on the CPU only
-    messages = mock.patch.object(PointToPoint, "serve", return_value=False) if masked else contextlib.nullcontext()
+    messages = mock.patch.object(PointToPoint, "applies_to", return_value=False) if masked else contextlib.nullcontext()
     with masks(masked), messages:
         flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
         for run in (flat, nodes):

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import commhooks
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run
 

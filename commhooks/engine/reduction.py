@@ -211,7 +211,7 @@ class HierarchicalWorkspace:
             self._runs = [_runs(each) for each in slots]
         else:
             ends = itertools.accumulate(equal_parts(layout.numel, count), initial=0)
-            self._runs = [[(begin, end)] if begin < end else [] for begin, end in itertools.pairwise(ends)]
+            self._runs = [[part] for part in itertools.pairwise(ends)]
         self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
         # Which tensors of this rank's message exist, on the host and on the device.
         self._exist = [False] * len(self._fields[local])

@@ -1,6 +1,6 @@
-"""The arithmetic of the quantised mean: with torch's operations on any device, and with the C kernel on the CPU.
+"""The arithmetic of the quantised mean: with torch on any device, and with the C kernel on the CPU.
 
-Both do the same operations in the same order, so that not one bit differs.
+Both perform the same operations in the same order: the bits are equal.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 _PIECE = 2**20
-"""Elements that the host works on at once, so that intermediate results stay in its cache."""
+"""On the CPU, elements processed at once, so that intermediate results stay in the cache."""
 
 
 # ---- blocks and their codes, with torch --------------------------------------------------------------------------
@@ -27,13 +27,13 @@ _PIECE = 2**20
 def quantise(
     code: BlockCode, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest_scale: float
 ) -> None:
-    """Write `codes` and `scales`, and replace `blocks` by what is lost: blocks - codes * scales. Numbers beyond
-    `code.levels` times `largest_scale` are clamped, and the rest of them is lost."""
+    """Write `codes` and `scales`, and replace `blocks` by the rounding error: blocks - codes * scales. Numbers beyond
+    `code.levels` times `largest_scale` are clamped; the rest is part of the rounding error."""
     scales.copy_(_scales(code, blocks, largest_scale))
     divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)
     for at in _pieces(blocks):
         whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
-        # Not addcmul_: whether it rounds the product first depends on the processor. What arrives is rounded.
+        # Not addcmul_: whether it rounds the product first depends on the processor. Decoding rounds it.
         blocks[at].sub_(whole * scales[at].unsqueeze(1))
         if code.bits == 8:
             codes[at].view(torch.int8).copy_(whole)
@@ -59,7 +59,7 @@ def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torc
     top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
     top.add_(top * 0)  # inf becomes NaN
     top.div_(code.levels).clamp_(max=largest_scale)  # NaN stays NaN
-    # A denormal scale has few digits, and some devices take it for zero: such a block is not sent.
+    # A denormal scale has few digits, and some devices treat it as zero: such a block is sent as zeros.
     return torch.where(top < torch.finfo(blocks.dtype).tiny, 0, top)
 
 
@@ -80,13 +80,13 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class TorchKernel:
-    """A `BlockKernel` of torch's operations, on any device. On an accelerator the host never waits for it.
+    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits for the device.
 
     Args:
         slots: the tensors whose blocks are averaged.
 
     Attributes:
-        delta: `blocks + 1` rows; the last one is zero. The end of the last block of each of `slots` is zero, too.
+        delta: `blocks + 1` rows; the last one is zero. Padding at the end of a slot's last block is zero, too.
         residuals: of `slots`, in blocks; None without error feedback.
     """
 
@@ -105,7 +105,7 @@ class TorchKernel:
         self._of_slots = self.delta[:-1]
         blocks = torch.tensor(starts).diff() // code.block_size
         self._slot_of_block = torch.arange(len(slots)).repeat_interleave(blocks).to(device)
-        self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the number of ranks
+        self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the world size
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
         delta = self._of_slots.view(-1)
@@ -158,7 +158,7 @@ class TorchKernel:
             slot.of(flat).copy_(mean.view(-1)[start : start + slot.numel])
 
     def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
-        """`used`: which blocks belong to a tensor with a flag (bool, `n x 1`); None: all, as far as the host knows."""
+        """`used`: the blocks of tensors with a flag (bool, `n x 1`); None: the host has read that all have one."""
         if good is False or self.residuals is None:
             return
         lost = self._of_slots
@@ -178,13 +178,12 @@ class TorchKernel:
 
 
 class NativeKernel:
-    """A `BlockKernel` on the CPU. Delta is never a tensor: the C kernel forms it block by block where the gradient is,
-    in the buffer or in a copy if the buffer has 16 bits, and leaves there what is lost.
+    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer (in a copy if the buffer
+    has 16 bits) block by block, and leaves the rounding error there.
 
     Args:
         slots: the tensors, in the order of the blocks.
         dtype: of the buffer.
-        error_feedback: keep residuals.
     """
 
     def __init__(
@@ -199,14 +198,14 @@ class NativeKernel:
             *self._starts, _ = itertools.accumulate((slot.numel for slot in slots), initial=0)
         self._end = max(start + slot.numel for start, slot in zip(self._starts, slots, strict=True))
         self._numbers = torch.empty(0)
-        """The buffer or the copy: gradients, then what is lost of delta, then the averages."""
+        """The buffer or its copy: first gradients, then rounding errors, then averages."""
         self._read: list[torch.Tensor | None] = []
         self._residuals_at: list[int] = []
         self._factor = 1.0
         self._make_table()
 
     def _make_table(self) -> None:
-        """A row per piece, those that this rank averages first. Offsets are in bytes."""
+        """Make a table with a row per piece, the pieces of this rank's share first. Offsets are in bytes."""
         messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
         sizes, offsets = [], []
         pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
@@ -269,7 +268,6 @@ class NativeKernel:
             scatter_into(self._copy, [slot.of(flat) for slot in self._slots])
 
     def _kept(self, slot: Slot, used: bool, residuals: Residuals, factor: LossScale) -> torch.Tensor | None:
-        """The memory for a residual; None if the old one stays."""
         if slot.name not in residuals:
             residuals[slot.name] = torch.zeros(slot.numel, dtype=self._table.dtype)
         elif not used and not is_one(factor):
@@ -281,20 +279,19 @@ class NativeKernel:
             0 if each is None else address(each, self._table.dtype, slot.numel)
             for slot, each in zip(self._slots, residuals, strict=True)
         ]
-        if starts != self._residuals_at:  # they stay where they are, unless a parameter has no gradient
+        if starts != self._residuals_at:  # they rarely move: when a parameter has no gradient, or after a load
             self._residuals_at = starts
             of_pieces = torch.tensor(starts).index_select(0, self._tensor)
             self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
 
     def _point_to_arrived(self, rows: slice, start: int | torch.Tensor) -> None:
-        """Codes and scales are read from the messages at `start`."""
         self._arrived_codes[rows] = self._codes_at[rows] + start
         self._arrived_scales[rows] = self._scales_at[rows] + start
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """What the C kernel computes from fixed numbers, for `library.build`. All builds of the sources should agree; one
-    whose compiler joins multiplications and additions nevertheless does not."""
+    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should agree, except if a
+    compiler contracts multiplications and additions despite its flags."""
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
         blocks = code.blocks_of(numel)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from tests.support.compilers import HAS_COMPILER, needs_compiler
 from tests.support.ddp_steps import replicas_equal, residuals
 from tests.support.features import complex_on_gloo

@@ -1,10 +1,11 @@
 """The hooks int8_compress and int4_compress: a quantised all-reduce with error feedback.
 
     delta = gradient + residual
-    the mean of delta over the ranks, quantised on the way, is the averaged gradient (`mean.py`)
-    what rounding lost on this rank is its new residual
+    gradient = the quantised mean of delta over the ranks (`mean.py`)
+    residual = the rounding error of this rank
 
-The server's error feedback in the owner's residual is that of DoubleSqueeze (Tang, Yu, Lian, Zhang, Liu: ICML 2019).
+The owner of a block adds the rounding error of the mean to its residual, as the server does in DoubleSqueeze (Tang, Yu,
+Lian, Zhang, Liu: ICML 2019).
 """
 
 import dataclasses
@@ -29,11 +30,11 @@ from commhooks.gradients.precision import compute_dtype
 AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
-def quantised_exchange(flat: torch.Tensor, work: "Workspace", state: State, step: StepInfo) -> Exchange:
-    """See `Compressor.exchange`. Works on any device; on an accelerator the host never waits for it.
+def quantised_exchange(flat: torch.Tensor, work: "BucketBlocks", state: State, step: StepInfo) -> Exchange:
+    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
 
-    What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
-    its averaged gradient is zero.
+    A block with a number that is not finite becomes NaN on every rank. A parameter without a gradient on any rank keeps
+    its residual, and its averaged gradient is zero.
 
     Args:
         state: "residual" per parameter, flat in memory order.
@@ -49,24 +50,24 @@ def quantised_exchange(flat: torch.Tensor, work: "Workspace", state: State, step
     kernel.load(flat, residuals, factor)  # delta = gradient + residual
     averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
-    kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
+    kernel.store(averaged, flat, residuals, factor, good)  # residual = rounding error; gradient = mean
     if plain:
         scatter_into(averaged.plain, plain)
     return None
 
 
-class Workspace:
-    """The buffers for quantising the buckets of one layout.
+class BucketBlocks:
+    """The workspace of the quantised hooks: the compressed parameters of one bucket layout, and their kernel.
 
     Args:
         plans: one per slot of the layout, in order.
-        wire_dtype: in which uncompressed elements travel.
+        wire_dtype: of uncompressed elements.
         natively: compute with the C kernel.
 
     Attributes:
         slots: the compressed parameters.
         sizes: elements of each parameter in the bucket.
-        place_of_compressed, place_of_plain: which of them are compressed, and which are not.
+        place_of_compressed, place_of_plain: indices of the compressed and the uncompressed parameters.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Workspace:
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
-        """The kernel for the ranks of this step, which are the same in every step."""
+        """Return the kernel. It is made in the first step, because only a step knows the number of ranks."""
         made = self._kernel
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             made = self._kernel = self._new_kernel(step.world_size, step.rank)
@@ -114,8 +115,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """A gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts bytes:
-    codes and scales, with the padding of the last block. A flag of one byte says whether there is a gradient."""
+    """Plans a gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts
+    bytes: codes and scales, with the padding of the last block. One flag, a byte, marks a gradient that is not zero."""
 
     blocks: int = 0
     bits: int = 0
@@ -133,7 +134,7 @@ class BlockPlan(UnitPlan):
 
 
 class QuantizedCompressor(Compressor[AnyQuantized]):
-    """A quantised all-reduce with error feedback: an all-to-all and an all-gather per bucket."""
+    """Base of both widths: a quantised all-reduce by an all-to-all and an all-gather per bucket."""
 
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
@@ -155,7 +156,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         return library.build(device, results_of)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Matrices are quantised where that takes fewer bytes than the dtype in which they would travel."""
+        """Quantise a matrix if that takes fewer bytes than its wire dtype."""
         parameter, code = info.parameter, self.code
         if parameter.dim() < 2:
             return BlockPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
@@ -174,8 +175,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             block_size=code.block_size,
         )
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        return Workspace(
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> BucketBlocks:
+        return BucketBlocks(
             layout,
             plans,
             self.code,
@@ -185,9 +186,12 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         )
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies`: with torch delta in blocks, and the padding of the residuals; with the C kernel delta, where the
-        gradients have 16 bits. `packed`: codes and scales as they are made (with torch), sent and received in both
-        collectives, without the padding of shares."""
+        """Return the bytes needed; see `Compressor.memory_plan`.
+
+        `copies`: with torch delta in blocks, and the padding of the residuals; with the C kernel delta if the gradients
+        have 16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives,
+        without the padding of shares.
+        """
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]

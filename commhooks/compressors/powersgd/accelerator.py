@@ -67,6 +67,15 @@ class AcceleratorKernel:
                 largest = self.largest[begin : begin + k]
                 self.blocks.append(Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest))
                 begin, p, q = begin + k, p + k * r * n, q + k * r * m
+        # Learned state is allocated here, and not when it is first written: a device without enough memory then fails
+        # in the first backward pass, and not when compression begins, perhaps a thousand steps later.
+        self._learned_q = self._new_learned_q()
+        self._residuals: NamedViews | None = None
+        self._residual_of: list[torch.Tensor] = []
+        if work.error_feedback:
+            self._residuals = self._new_residuals()
+            pieces = self._residuals.whole.split([k * n * m for k, n, m in (block.shape for block in self.blocks)])
+            self._residual_of = [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     # ---- the steps -------------------------------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ class AcceleratorKernel:
 
     def _add_residuals(self, bucket: BucketPass) -> None:
         factor = bucket.step.residual_factor
-        if not self.work.error_feedback or not any(slot.name in bucket.residuals for slot in self.work.slots):
+        if self._residuals is None or not any(slot.name in bucket.residuals for slot in self.work.slots):
             return
         self._residuals.gather(bucket.residuals)
         for delta, residual in zip(bucket.deltas, self._residual_of, strict=True):
@@ -161,22 +170,17 @@ class AcceleratorKernel:
 
     def bound_residuals(self, bucket: BucketPass) -> list[torch.Tensor]:
         """Return the residuals of each block, in the shape of its delta, after making them the learned state."""
+        assert self._residuals is not None
         self._residuals.bind(bucket.residuals)
         return self._residual_of
 
-    @functools.cached_property
-    def _residuals(self) -> NamedViews:
-        """The residuals of all matrices, with one flat entry per parameter. Allocated at first use."""
+    def _new_residuals(self) -> NamedViews:
+        """Allocate the residuals of all matrices, with one flat entry per parameter."""
         names, begin = [], 0
         for x in self.work.matrices:
             names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
             begin += x.n * x.m
         return NamedViews(names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device))
-
-    @functools.cached_property
-    def _residual_of(self) -> list[torch.Tensor]:
-        pieces = self._residuals.whole.split([k * n * m for k, n, m in (block.shape for block in self.blocks)])
-        return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     # ---- factors ---------------------------------------------------------------------------------------------------
 
@@ -185,9 +189,8 @@ class AcceleratorKernel:
         refill = [self.work.refill(side, i) for i in range(len(self.work.matrices))]
         return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
 
-    @functools.cached_property
-    def _learned_q(self) -> NamedViews:
-        """The learned Q of all matrices, packed, with one entry `r x m` per matrix. Allocated at first use."""
+    def _new_learned_q(self) -> NamedViews:
+        """Allocate the learned Q of all matrices, packed, with one entry `r x m` per matrix."""
         names, begin = [], 0
         for x in self.work.matrices:
             names.append((x.name, begin, (x.rank, x.m)))

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from commhooks.comm.wire import put_flags, put_plain, scatter_into
+from commhooks.comm.wire import put_plain, scatter_into
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized.kernels import NativeKernel, TorchKernel, results_of
+from commhooks.compressors.quantized.kernels import BlockBuffers, NativeKernel, TorchKernel, results_of
 from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, ShareMessages, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
@@ -42,12 +42,11 @@ def quantised_exchange(flat: torch.Tensor, work: "BucketBlocks", state: State, s
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
     plain = [pieces[place] for place in work.place_of_plain]
-    put_flags([pieces[place] for place in work.place_of_compressed], messages.flags)
+    kernel.load(flat, residuals, factor)  # delta = gradient + residual
     if step.unused:
         clear_flags_of_unused(work.slots, messages.flags, step)
     if plain:
         put_plain(plain, messages.plain, step.world_size)
-    kernel.load(flat, residuals, factor)  # delta = gradient + residual
     averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
     kernel.store(averaged, flat, residuals, factor, good)  # residual = rounding error; gradient = mean
@@ -67,7 +66,7 @@ class BucketBlocks:
     Attributes:
         slots: the compressed parameters.
         sizes: elements of each parameter in the bucket.
-        place_of_compressed, place_of_plain: indices of the compressed and the uncompressed parameters.
+        place_of_plain: indices of the uncompressed parameters.
     """
 
     def __init__(
@@ -81,11 +80,13 @@ class BucketBlocks:
         natively: bool = False,
     ) -> None:
         self.sizes = [slot.numel for slot in layout.slots]
-        self.place_of_compressed = [place for place, plan in enumerate(plans) if plan.compressed]
         self.place_of_plain = [place for place, plan in enumerate(plans) if not plan.compressed]
-        self.slots = [layout.slots[place] for place in self.place_of_compressed]
-        self._layout, self._code, self._wire_dtype = layout, code, wire_dtype
-        self._natively, self._error_feedback = natively, error_feedback
+        self.slots = [slot for slot, plan in zip(layout.slots, plans, strict=True) if plan.compressed]
+        self._layout, self._code, self._wire_dtype, self._error_feedback = layout, code, wire_dtype, error_feedback
+        self._buffers: BlockBuffers | None = None
+        if not natively:
+            dtype = compute_dtype(layout.dtype)
+            self._buffers = BlockBuffers(code, self.slots, dtype, layout.device, error_feedback=error_feedback)
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
@@ -107,10 +108,9 @@ class BucketBlocks:
             plain=(sum(self.sizes[place] for place in self.place_of_plain), self._wire_dtype),
             flags=len(self.slots),
         )
-        kept = self._error_feedback
-        if self._natively:
-            return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=kept)
-        return TorchKernel(messages, rank, self.slots, error_feedback=kept)
+        if self._buffers is None:
+            return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=self._error_feedback)
+        return TorchKernel(self._buffers, messages, rank)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """Return the bytes needed; see `Compressor.memory_plan`.
 
-        `copies`: with torch delta in blocks, and the padding of the residuals; with the C kernel delta if the gradients
+        `copies`: with torch delta in blocks, and padding; with the C kernel delta if the gradients
         have 16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives,
         without the padding of shares.
         """
@@ -202,7 +202,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
         else:
             blocks = sum(plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize for plan in quantised)
-            copies = 2 * blocks - residual if self.config.use_error_feedback else blocks
+            padding = blocks - sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in quantised)
+            copies = blocks + (2 * padding if self.config.use_error_feedback else padding)
         return MemoryPlan(residual, packed=packed, copies=copies)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
+from commhooks.gradients import precision
 from commhooks.gradients.loss_scale import LossScale
 
 Residuals = dict[str, torch.Tensor]
@@ -48,14 +49,16 @@ class BlockKernel(Protocol):
     rank: int
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """delta = gradient + factor * residual, with gradients from the buffer `flat`."""
+        """delta = gradient + factor * residual, with gradients from the buffer `flat`. Write to `messages.flags`, per
+        tensor, 1 if its gradient is not zero, else 0."""
 
     def quantise(self) -> None:
         """Write the blocks of other owners into `messages.sent`. Their rounding errors stay in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: its own blocks, not rounded, then those received, in the order of the ranks. Write
-        the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in delta."""
+        """Average this rank's share: its own blocks, not rounded, then those received (on the CPU in the order of the
+        ranks). Write the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in
+        delta."""
 
     def store(
         self, averaged: "Averaged", flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
@@ -228,13 +231,30 @@ class ShareMessages:
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of plain numbers, in the order of the ranks, and the maxima of the flags into `mean`."""
+        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of the flags into
+        `mean`."""
         shares, mean = self.sections(arrived), self.in_mean
-        total = torch.zeros(mean.plain.shape, dtype=self.dtype, device=self.mean.device)
-        for rank in range(self.world_size):
-            total.add_(shares.plain[rank])
+        if precision.is_host_readable(arrived.device):
+            total = torch.zeros(mean.plain.shape, dtype=self.dtype)
+            for rank in range(self.world_size):
+                total.add_(shares.plain[rank])
+        else:
+            total = sum_in_pairs(shares.plain.to(self.dtype, copy=True))
         mean.plain.copy_(total)
         mean.flags.copy_(shares.flags.amax(0))
+
+
+def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the first dimension of `parts`, which is used as scratch memory.
+
+    The additions are element by element, one operator for half of the ranks, then for a quarter, and so on. `torch.sum`
+    would be a single operator, but on an accelerator its order, and so its bits, would depend on the bucket layout.
+    """
+    while len(parts) > 1:
+        half = -(-len(parts) // 2)
+        parts[: len(parts) - half].add_(parts[half:])
+        parts = parts[:half]
+    return parts[0]
 
 
 class Averaged:

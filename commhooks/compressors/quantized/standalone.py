@@ -77,8 +77,8 @@ def quantized_all_reduce(
         residuals = {} if residual is None else {_NAME: residual.contiguous().view(-1)}
         step = StepInfo(0, ranks.size(), rank=ranks.rank())
         kernel = _workspace(flat, code, error_feedback=residual is not None).kernel(step)
-        kernel.messages.flags.fill_(1)  # zeros count as numbers
         kernel.load(flat, residuals, 1.0)
+        kernel.messages.flags.fill_(1)  # zeros count as numbers
         averaged = _driven(mean_over_ranks(kernel), ranks)
         good = bool(averaged.finite) if precision.is_host_readable(flat.device) else averaged.finite
         kernel.store(averaged, flat, residuals, 1.0, good)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Optional
 
 from commhooks import CommHook
-from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_arguments, check_choice, check_value
+from commhooks.hook.plugin_api import NAMES, PREFIX, Meter, check_arguments, check_choice, check_value
 from lightning_commhooks.checkpoint import SaveResidual, with_defaults
 from lightning_commhooks.strategy import warn
 

@@ -46,7 +46,7 @@ class LowRankKernel(Protocol):
     """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on values of tensors;
     `AcceleratorKernel` uses masks, so that the host never waits for the device."""
 
-    work: "BucketMatrices"
+    work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
         """Write P = delta Q, where delta = gradient + residual, into the first message. Write the flags, too: per
@@ -91,7 +91,7 @@ class BucketPass:
     used: torch.Tensor
     used_elements: torch.Tensor
 
-    def __init__(self, flat: torch.Tensor, work: "BucketMatrices", state: State, step: StepInfo) -> None:
+    def __init__(self, flat: torch.Tensor, work: "PowerSGDWorkspace", state: State, step: StepInfo) -> None:
         self.flat, self.work, self.step = flat, work, step
         self.q, self.residuals = state["q"], state["residual"]
         pieces = flat.split(work.sizes)
@@ -150,7 +150,7 @@ class Message:
         self.factors = [piece.view(shape) for piece, shape in zip(self.packed.split(numels), factors, strict=True)]
 
 
-class BucketMatrices:
+class PowerSGDWorkspace:
     """The workspace of PowerSGD: the matrices of one bucket layout, and the memory of their messages.
 
     Args:

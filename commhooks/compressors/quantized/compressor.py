@@ -30,7 +30,7 @@ from commhooks.gradients.precision import compute_dtype
 AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
-def quantised_exchange(flat: torch.Tensor, work: "BucketBlocks", state: State, step: StepInfo) -> Exchange:
+def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
     """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
 
     A block with a number that is not finite becomes NaN on every rank. A parameter without a gradient on any rank keeps
@@ -55,7 +55,7 @@ def quantised_exchange(flat: torch.Tensor, work: "BucketBlocks", state: State, s
     return None
 
 
-class BucketBlocks:
+class QuantizedWorkspace:
     """The workspace of the quantised hooks: the compressed parameters of one bucket layout, and their kernel.
 
     Args:
@@ -175,8 +175,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             block_size=code.block_size,
         )
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> BucketBlocks:
-        return BucketBlocks(
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> QuantizedWorkspace:
+        return QuantizedWorkspace(
             layout,
             plans,
             self.code,

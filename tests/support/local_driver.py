@@ -92,4 +92,4 @@ def _answer(step: Send | Verdict, device: torch.device, world_size: int) -> Any:
         return True if precision.is_host_readable(device) else step.finite
     if step.meanwhile is not None:
         step.meanwhile()
-    return torch.stack([step.tensor] * world_size) if step.op == "gather" else step.tensor
+    return step.tensor.expand(world_size, *step.tensor.shape) if step.op == "gather" else step.tensor

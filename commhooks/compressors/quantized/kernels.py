@@ -30,7 +30,7 @@ def quantise(
     """Write `codes` and `scales`, and replace `blocks` by the rounding error: blocks - codes * scales. Numbers beyond
     `code.levels` times `largest_scale` are clamped; the rest is part of the rounding error."""
     scales.copy_(_scales(code, blocks, largest_scale))
-    divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)
+    divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
     for at in _pieces(blocks):
         whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
         # Not addcmul_: whether it rounds the product first depends on the processor. Decoding rounds it.
@@ -60,7 +60,7 @@ def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torc
     top.add_(top * 0)  # inf becomes NaN
     top.div_(code.levels).clamp_(max=largest_scale)  # NaN stays NaN
     # A denormal scale has few digits, and some devices treat it as zero: such a block is sent as zeros.
-    return torch.where(top < torch.finfo(blocks.dtype).tiny, 0, top)
+    return top.masked_fill_(top < torch.finfo(blocks.dtype).tiny, 0)
 
 
 def _unpack(code: BlockCode, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

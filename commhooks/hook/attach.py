@@ -34,8 +34,8 @@ from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.options import LocalSteps
-from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
@@ -221,7 +221,7 @@ def _build_hook(
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        outer = OuterSteps(compressor, binding, sizes, nodes)
+        outer = FragmentSession(compressor, binding, sizes, nodes)
         outer.consensus.compute_with(choice)
         driver = LocalStepsDriver(request.name, source, outer, loss_scale)
         return LocalStepsHook(request, source, driver), driver.run, driver.end_pass

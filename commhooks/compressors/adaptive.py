@@ -1,7 +1,8 @@
-"""The base of compressors that measure the training and decide what they do, such as `auto`.
+"""What the engine asks of a compressor that measures the training and decides what it does, such as `auto`.
 
-The engine times the steps of `AdaptiveCompressor.watch`, and passes every measurement to `observe`. Before the step at
-the end of the watch, it calls `reconsidered` on all ranks, which returns the compressor to continue with.
+The engine times the passes of `AdaptiveCompressor.watch` and gives each of them to `observe`. Before the pass at the
+end of the watch it calls `reconsidered` on all ranks at the same step. That may exchange what was measured, and returns
+the compressor to go on with.
 """
 
 from abc import abstractmethod
@@ -23,7 +24,7 @@ from commhooks.options import ConfigT
 
 @dataclass(frozen=True)
 class Watch:
-    """The committed steps to measure: `begin` to `end - 1`. At `end`, `reconsidered` is called."""
+    """Committed steps that are measured: `begin` to `end - 1`. At `end` the compressor is reconsidered."""
 
     begin: int
     end: int
@@ -31,12 +32,12 @@ class Watch:
 
 @dataclass
 class ObservedPass:
-    """One measured and committed backward pass of this rank.
+    """One committed backward pass of this rank.
 
     Attributes:
-        step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
+        step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
-        names: the names of the parameters.
+        names: of the parameters.
     """
 
     step_s: float
@@ -44,7 +45,7 @@ class ObservedPass:
     names: ParameterNames
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
-        """Return the plans of `compressor` for each bucket."""
+        """What `compressor` would do to each bucket."""
         config = compressor.config
         return [
             compressor.plan(
@@ -55,10 +56,10 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks that average their gradients.
+    """The ranks that average their gradients. All of them must call `table`, in the same order.
 
     Args:
-        device: the device for tensors in collectives of `group`.
+        device: where collectives of `group` need their tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, counters: Counters) -> None:
@@ -68,7 +69,7 @@ class Ranks:
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, one row per rank. All ranks must call this, with equally many numbers."""
+        """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
         what = "what each rank has measured (let every rank take part in each pass)"
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows: list[list[float]] = gather_rows(own, self._group, self._counters, what).tolist()
@@ -76,59 +77,57 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that measures steps and decides what it does."""
+    """A compressor that decides from measurements what it does."""
 
     @property
     @abstractmethod
     def watch(self) -> Watch | None:
-        """The steps to measure; None: none, and no more decisions."""
+        """The steps that are measured; None: none, and it decides no more."""
 
     @property
     @abstractmethod
     def notes(self) -> dict[str, Any]:
-        """Its decision, for checkpoints: plain types, equal on all ranks."""
+        """What it has decided, for checkpoints: plain types, equal on all ranks."""
 
     @property
     @abstractmethod
     def chosen(self) -> str:
-        """The name of its current choice, for plans and statistics."""
+        """The name of what it does now, for plans and statistics."""
 
     @property
     @abstractmethod
     def chosen_at(self) -> int | None:
-        """The first step of its current choice; None before the first decision."""
+        """The step from which it does so; None if it has decided nothing yet."""
 
     @property
     @abstractmethod
     def begins(self) -> int:
-        """The earliest step at which compression can begin."""
+        """The step at which compression may begin, as far as it is known."""
 
     @property
     @abstractmethod
     def how_to_begin_earlier(self) -> str:
-        """Advice, in a message, for a training that ends before `begins`."""
+        """Advice for a training that ends before `begins`."""
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that continues with saved `notes`.
+        """A copy that continues with saved `notes`.
 
         Args:
-            notes: as saved, and perhaps damaged; None: nothing was saved.
+            notes: as saved; they may be damaged. None if nothing was.
             step: committed steps at the save.
-            same_ranks: the world size is the same as at the save.
+            same_ranks: as many ranks as at the save.
 
         Raises:
-            HookConfigError: the notes cannot be used.
+            HookConfigError: they cannot be used.
         """
 
     @abstractmethod
     def observe(self, seen: ObservedPass) -> None:
-        """Record a step of `watch`, on this rank. Called after its commit."""
+        """Take in a pass of `watch`, on this rank. Called after its commit."""
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """Return the compressor to continue with, this or another one, and a message for rank 0 to log, or "".
-
-        Called at the end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All
-        ranks must return equal results.
-        """
+        """The compressor to go on with, this or another one, and a message for rank 0 to log, or "". Called at the end
+        of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must decide
+        alike."""

@@ -1,1 +1,1 @@
-"""The hook auto: it measures the other compressors, chooses one, and delegates to it."""
+"""`hook="auto"`: measure, choose one of the other compressors, and delegate to it."""

@@ -1,7 +1,7 @@
-"""The hook auto: it delegates buckets to the current candidate, and decides which candidate that is.
+"""`hook="auto"` as a compressor: delegates each bucket to the candidate in force, and decides which that is.
 
-At the end of a phase, before the first bucket of a pass, the ranks exchange their measurements, and every rank decides
-from the same numbers (`trials.py`). The decision is saved; see `Decision`.
+What a phase has measured is exchanged at its end, before the first bucket of a pass, and every rank decides from the
+same numbers (`trials.py`). The decision is saved; see `Decision`.
 """
 
 import math
@@ -30,10 +30,10 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """Return the candidate's compressor, which compresses from its first step on.
+    """The candidate's compressor. It compresses from its first step on.
 
     Raises:
-        HookConfigError: the hook is not one of those that `auto` chooses from, or its options are invalid.
+        HookConfigError: not one of the hooks that `auto` chooses from, or invalid options.
     """
     if candidate.hook not in _CLASSES:
         raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
@@ -45,7 +45,8 @@ def new(candidate: Candidate) -> Compressor[Any]:
 
 
 def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:
-    """Return the counted bytes of a step (see `Counters`), without sparse gradients, which have few rows."""
+    """Counted bytes of a step (see `Counters`). Sparse gradients send few rows, whatever is chosen: they count as
+    nothing."""
     wire = compressor.wire_dtype
     return sum(
         plan.sent_bytes(wire) + (plan.flags * plan.wire_itemsize(wire) if plan.compressed else 0)
@@ -56,17 +57,21 @@ def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:
 
 
 def _of_inner(name: str) -> Any:
+    """A property or method: that of the candidate in force."""
     return property(lambda self: getattr(self.inner, name))
 
 
 class AutoCompressor(AdaptiveCompressor[Auto]):
-    """Delegates to the compressor of the current candidate. `decision`: None before the first decision."""
+    """
+    Args:
+        decision: None: nothing decided yet.
+    """
 
     Config = Auto
     title = "auto"
     wrappers = False
     enough_passes = 3
-    """The number of valid measurements for a decision."""
+    """Passes that have to make sense before a decision."""
 
     def __init__(self, config: Auto, *, decision: Decision | None = None) -> None:
         self.decision = decision or trials.begin(config, 0)
@@ -79,6 +84,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def inner(self) -> Compressor[Any]:
+        """The compressor of the candidate in force."""
         self._inner.native = self.native
         return self._inner
 
@@ -96,6 +102,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
+        """The fields of the candidate in force, and the residual, which most candidates have."""
         others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
         return (*others, RESIDUAL)
 
@@ -125,15 +132,17 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """Skip the check for finite numbers unless the candidate needs it: it reads all gradients once more."""
+        """While nothing is compressed, reading all gradients once more would be the only cost."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
+        """Whether any candidate compresses the parameter."""
         learning = [each for each in self._candidates if each.state_fields]
         plans = [each.plan(infos) for each in (self._inner, *learning)]
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        """That of all candidates: "" if one of them has none."""
         builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
         return " ".join(dict.fromkeys(builds)) if all(builds) else ""
 
@@ -164,7 +173,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return self._with(trials.resumed(saved, self.config, step, same_ranks=same_ranks))
 
     def with_start(self, start: int) -> "AutoCompressor":
-        """Return a new object, because the start of a choice is part of the decision."""
+        """As new: the step at which a choice begins is part of the decision."""
         return self._with(None)
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
@@ -185,7 +194,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
             return made, message
         self.decision = after
         if after.watch is None or before.watch is None or after.watch.begin != before.watch.begin:
-            self._steps_s.clear()  # otherwise the phase continues with its measurements
+            self._steps_s.clear()  # otherwise the phase goes on with what was measured
             self._latest = None
         return self, message
 
@@ -193,7 +202,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         now = self.decision
         buckets, passes, times = zip(*ranks.table(self._numbers()), strict=True)
         step_s = max(times) if all(math.isfinite(each) for each in times) else math.nan
-        # A rank may have missed passes, or have other buckets.
+        # A rank may have missed passes, or seen other buckets.
         if len(set(buckets)) > 1 or min(passes) < self.enough_passes or not math.isfinite(step_s):
             return trials.extended(now, self.config, step)
         missing_s = trials.TRIAL_S - min(passes) * step_s
@@ -208,14 +217,16 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return trials.after_measuring(now, self.config, step, step_s, offered, sent)
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
+        """What to try, and the candidate in force."""
         now = self.decision.candidate
         offered = self.config.candidates if ranks.size > 1 else []  # one rank has nothing to gain
         others = [each for each in offered if each.label != now.label]
-        # Running out of memory in a trial would end the training.
+        # A trial that ran out of memory would end the training.
         rows = ranks.table([float(self._has_memory_for(each)) for each in others])
         return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
 
     def _has_memory_for(self, candidate: Candidate) -> bool:
+        """Whether this rank can allocate now what a hook needs besides what is in use."""
         compressor = new(candidate)
         buckets = self._seen.plans(compressor)
         needed = compressor.memory_plan([plan for plans in buckets for plan in plans], buckets).total
@@ -226,8 +237,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        """Return this rank's number of buckets, its number of valid measurements, and their median, which does not
-        depend on one jump of the clock."""
+        """What this rank has measured: the number of buckets and of steps that make sense, and their median. A clock
+        that jumps spoils a step, not the median."""
         sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
         return [buckets, len(sound), statistics.median(sound) if sound else math.nan]

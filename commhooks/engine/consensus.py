@@ -156,10 +156,15 @@ class Consensus:
             agreement = self.agreement or self._compare(group, flat)
         return agreement
 
+    def decision_is_due(self, adaptive: AdaptiveCompressor[Any]) -> bool:
+        """Whether the watch of the compressor has ended."""
+        watch = adaptive.watch
+        return watch is not None and self._held.steps(watch.end, exact=False)[0] >= watch.end
+
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
         """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
         held = self._held
-        if adaptive.watch is None or held.steps(adaptive.watch.end, exact=False)[0] < adaptive.watch.end:
+        if not self.decision_is_due(adaptive):
             return
         held.settle()
         # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.

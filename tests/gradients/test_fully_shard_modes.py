@@ -398,7 +398,7 @@ class _ReducedTwice(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         parameters = list(ctx.model.parameters())
         for _ in range(2):
-            ctx.hook._source._on_reduced(torch.zeros(sum(p.numel() for p in parameters)))
+            ctx.hook._source._on_reduced(lambda: None, torch.zeros(sum(p.numel() for p in parameters)))
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
                 ctx.hook._source._on_accumulated(parameter)

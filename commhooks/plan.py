@@ -11,7 +11,7 @@ from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
-from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
@@ -189,7 +189,7 @@ def whole_plan(
     compressor: Compressor[Any],
     rows: Sequence[UnitPlan],
     buckets: Sequence[Sequence[str]] = (),
-    arrangement: Arrangement = FLAT,
+    reduction: FlatReduction = FLAT,
 ) -> ModelPlan:
     """Make a `ModelPlan` of these rows. `buckets`: the names in each bucket; empty if they are unknown, or if the rows
     are buckets."""
@@ -201,8 +201,8 @@ def whole_plan(
         compressor.wire_dtype,
         compressor.start_step,
         selective=compressor.selective,
-        memory=arrangement.memory_plan(compressor, rows, known or [rows]),
-        arrangement=arrangement.words,
+        memory=reduction.memory_plan(compressor, rows, known or [rows]),
+        arrangement=reduction.description,
         bucket_names=tuple(map(tuple, buckets)),
         bytes_per_save=sum(row.numel * 4 for row in rows) if isinstance(compressor, LocalStepsCompressor) else 0,
         sends=compressor.config.sends,
@@ -214,9 +214,7 @@ def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) ->
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
     if not rows:  # each row is a bucket
         return whole_plan(hook, compressor, consensus.buckets.plans())
-    return whole_plan(
-        hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.arrangement
-    )
+    return whole_plan(hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.reduction)
 
 
 def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:

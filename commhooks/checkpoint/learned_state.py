@@ -348,7 +348,7 @@ class LearnedStateCheckpointer:
         failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
         if residual == "per_rank" and not gather:
             if failure is None:
-                shares = bool(state.local) and not self._session.consensus.arrangement.complete
+                shares = bool(state.local) and self._session.consensus.reduction.nodes is not None
                 own = {name: [tensor] for name, tensor in state["residual"].items()}
                 return Contribution("per_rank", [self._rank], own, shares=shares)
             return self._inexact(failure)
@@ -384,7 +384,7 @@ class LearnedStateCheckpointer:
         field = next((each for each in session.compressor.state_fields if not each.replicated), None)
         if field is None:
             return {}
-        same_names = session.consensus.arrangement.complete and session.consensus.compared
+        same_names = session.consensus.reduction.nodes is None and session.consensus.compared
         of_whole_buckets = not self._plans_with(session.compressor)
         if same_names or of_whole_buckets or (state.local_shared and not own):
             plans = self._compressed(session.compressor)
@@ -400,13 +400,13 @@ class LearnedStateCheckpointer:
         session, state = self._session, self._session.state
         for name, mean in means.items():
             kept: dict[str, torch.Tensor] = {}
-            session.consensus.arrangement.rebase(kept, name, mean)
+            session.consensus.reduction.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
                 session.held.overwrite(state["residual"][name], kept[name])
             elif name in kept:  # another rank has loaded one
                 device = self._parameters[name].device
                 state["residual"][name] = kept[name].to(device, copy=True)
-        state.local_shared = session.consensus.arrangement.complete
+        state.local_shared = session.consensus.reduction.nodes is None
 
     def _inexact(self, failure: Failure) -> Contribution:
         """A payload without residuals, with one warning on the rank that logs the failure."""

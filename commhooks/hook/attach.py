@@ -17,8 +17,8 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
-from commhooks.engine.kernel_choice import Choice
-from commhooks.engine.nodes import EqualInNodes, Hierarchy
+from commhooks.engine.kernel_choice import KernelChoice
+from commhooks.engine.reduction import HierarchicalReduction
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
@@ -205,7 +205,7 @@ def _build_hook(
     function: Callable[..., Any] | None,
     source: GradientSource,
     binding: Binding,
-    choice: Choice,
+    choice: KernelChoice,
 ) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
     """Return (hook, run, finish): `run(bucket)` reduces a bucket; `finish()` ends a pass without a last bucket."""
     if compressor is None:
@@ -220,13 +220,10 @@ def _build_hook(
         sizes = {
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
-        outer = OuterSteps(compressor, binding, sizes)
-        outer.consensus.compute_with(choice)
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        if nodes is not None:
-            # The mean of the gradients keeps the weights of a node's ranks equal.
-            outer.consensus.arrangement = EqualInNodes(nodes)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale, nodes)
+        outer = OuterSteps(compressor, binding, sizes, nodes)
+        outer.consensus.compute_with(choice)
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
         return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
@@ -235,7 +232,7 @@ def _build_hook(
     session.consensus.compute_with(choice)
     nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
     if nodes is not None:
-        session.consensus.arrangement = Hierarchy(nodes, source.names.named_parameters())
+        session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
 

@@ -67,7 +67,7 @@ class CompressorHook:
         found: dict[str, Any] = {"step": self.checkpointer.step}
         if not self._request.off:
             assert session.consensus.choice is not None
-            found["kernel"] = session.consensus.choice.kernel
+            found["kernel"] = session.consensus.choice.name
         if isinstance(compressor, AdaptiveCompressor):
             found |= {"chosen": compressor.chosen, "chosen_at": compressor.chosen_at}
         return found
@@ -92,7 +92,7 @@ class CompressorHook:
             )
         assert consensus.choice is not None
         if compressor.config.sends or self._world_size == 1:
-            warnings = consensus.choice.remarks(compressor.display_name, checked=self._request.check_every is not None)
+            warnings = consensus.choice.warnings(compressor.display_name, checked=self._request.check_every is not None)
         else:
             warnings = [
                 f"hook {self._request.name!r} averages nothing: every rank trains on its own data only, and the ranks "
@@ -100,7 +100,7 @@ class CompressorHook:
                 "hook"
             ]
         kernel = "native kernel" if self.learns and consensus.choice.native else ""
-        details = [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each]
+        details = [each for each in (compressor.summary, kernel, consensus.reduction.description) if each]
         return Summary(details, effect, alone, warnings)
 
     def warnings(self) -> list[str]:
@@ -120,15 +120,15 @@ class CompressorHook:
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
         session, names = self.session, set(self._source.names.named_parameters())
-        state, arrangement = session.state, session.consensus.arrangement
+        state, reduction = session.state, session.consensus.reduction
         with session.held.lock:
             session.held.settle()
             found = {n: t for key in state.local for n, t in state[key].items()}
             if self.learns and (plans := self._plans()):
-                names = {plan.name for plan in plans if plan.compressed and arrangement.keeps(plan.name)}
+                names = {plan.name for plan in plans if plan.compressed and reduction.keeps(plan.name)}
             elif self.learns:  # whole buckets
                 names = set(found) or names
-            yield Residuals(found, float(state.loss_scale) * arrangement.ranks_per_residual, names)
+            yield Residuals(found, float(state.loss_scale) * reduction.ranks_per_residual, names)
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         return True

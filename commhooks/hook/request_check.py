@@ -13,7 +13,7 @@ from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts,
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
+from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.source import GradientSource
@@ -42,7 +42,7 @@ def check_arrangement(request: HookRequest, source: GradientSource) -> None:
 
 def check_on_all_ranks(
     request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
-) -> Choice:
+) -> KernelChoice:
     """Compare requests, models and plans over the ranks that average together, and requests over all shards. Returns
     the kernel with which all ranks compute. All ranks of the model must call this.
 
@@ -69,7 +69,7 @@ def check_on_all_ranks(
     def lines_of_ranks(text: str, group: dist.ProcessGroup) -> list[list[str]]:
         return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
 
-    def compare_replicas() -> Choice:
+    def compare_replicas() -> KernelChoice:
         own = torch.tensor([group.rank(), *map(agreement_key, texts), support.key], dtype=torch.int64, device=device)
         table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
         ranks, *keys, supports = table.t().tolist()

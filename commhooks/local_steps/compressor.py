@@ -14,7 +14,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 from commhooks.local_steps.options import DiLoCo, LocalSGD, LocalSteps
-from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, Workspace, outer_step
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, outer_step
 
 AnyLocalSteps = TypeVar("AnyLocalSteps", bound=LocalSteps)
 _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": Int4Compressor}
@@ -77,14 +77,14 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
             every=self.config.sync_every,
         )
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> OuterStepWorkspace:
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         if self._wire is None or not any(each.compressed for each in on_wire):
-            return Workspace(layout, None, None)
+            return OuterStepWorkspace(layout, None, None)
         self._wire.native = self.native
-        return Workspace(layout, self._wire, self._wire.workspace(layout, on_wire))
+        return OuterStepWorkspace(layout, self._wire, self._wire.workspace(layout, on_wire))
 
-    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
+    def exchange(self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo) -> Exchange:
         return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:

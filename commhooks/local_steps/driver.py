@@ -18,7 +18,6 @@ import torch
 from commhooks.comm.collectives import gather_rows, good_on_all, new_future
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import JointSave
-from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
@@ -44,7 +43,6 @@ class LocalStepsDriver:
         loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
             step. So the ranks agree in each pass before an outer step whether no rank will skip; otherwise the round
             goes on.
-        nodes: the ranks of a node average gradients, which keeps their weights equal; None: no nodes.
 
     Attributes:
         in_round: passes of the running round.
@@ -59,14 +57,13 @@ class LocalStepsDriver:
         source: GradientSource,
         outer: OuterSteps,
         loss_scale: Callable[[], LossScale] | None,
-        nodes: Nodes | None,
     ) -> None:
         self.outer = outer
         self.counters = outer.counters
         self.in_round = 0
         self.diverged = False
         self.still_sent = source.let_ranks_differ()
-        self._name, self._source, self._nodes = name, source, nodes
+        self._name, self._source = name, source
         self._logs = is_logging_rank(source.group, source.shard_group)
         self._scaled = loss_scale is not None
         self._exact = AllReduceCompressor(AllReduce())
@@ -112,8 +109,8 @@ class LocalStepsDriver:
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
             future = reduce_immediately(self._exact, bucket, group, self.counters)
-        elif self._nodes is not None:
-            future = reduce_immediately(self._exact, bucket, self._nodes.node, self.counters, over="node")
+        elif self.outer.nodes is not None:
+            future = reduce_immediately(self._exact, bucket, self.outer.nodes.intra_node, self.counters, "intra_node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)
@@ -145,7 +142,7 @@ class LocalStepsDriver:
         batch_norms = (each for each in self.module.modules() if isinstance(each, torch.nn.SyncBatchNorm))
         for what, communicates in {
             "find_unused_parameters=True": bool(self.still_sent),
-            "ranks_per_node": self._nodes is not None,
+            "ranks_per_node": self.outer.nodes is not None,
             "start_iter": starting,
             "SyncBatchNorm": any(each.training for each in batch_norms),
         }.items():

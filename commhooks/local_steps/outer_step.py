@@ -32,7 +32,7 @@ SAMPLED_EVERY = 64
 
 
 @dataclass
-class Workspace:
+class OuterStepWorkspace:
     """One buffer: the weights that are exchanged as one tensor, and what their outer steps need.
 
     Attributes:
@@ -58,15 +58,17 @@ class Workspace:
 
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """The norm of g, and its cosine with the g before, from `Workspace.measured` of all buffers of an outer step. None
-    where there is none. Waits for an accelerator."""
+    """Compute the norm of g, and its cosine with the g before, from `OuterStepWorkspace.measured` of all buffers of an
+    outer step. None where there is none. Waits for an accelerator."""
     if not measured:
         return None, None
     squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
     return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 
-def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, lr: float, mu: float) -> Exchange:
+def outer_step(
+    flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
+) -> Exchange:
     """Replace the weights of this rank by the new anchor. If a number is not finite on any rank, by the old one: the
     round is discarded.
 

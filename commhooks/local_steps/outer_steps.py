@@ -11,6 +11,7 @@ import torch
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
+from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange, finish_sends
@@ -22,7 +23,7 @@ from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout, to_logical, to_memory
 from commhooks.gradients.precision import compute_dtype
 from commhooks.local_steps.compressor import LocalStepsCompressor
-from commhooks.local_steps.outer_step import Workspace, norm_and_cosine
+from commhooks.local_steps.outer_step import OuterStepWorkspace, norm_and_cosine
 
 BUFFER_BYTES = 64 * 2**20
 
@@ -38,18 +39,27 @@ class OuterSteps(ExchangeDriver):
         compressor: its exchange is an outer step.
         binding: with a `delay` its group must be used by nothing else.
         sizes: number of elements of each whole parameter, of which this rank may have a shard.
+        nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages its
+            weights with one rank of every other node. None: all ranks average their weights.
 
     Attributes:
         immediate: all weights are exchanged together, and the training waits.
     """
 
-    def __init__(self, compressor: LocalStepsCompressor[Any], binding: Binding, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        compressor: LocalStepsCompressor[Any],
+        binding: Binding,
+        sizes: Mapping[str, int],
+        nodes: Nodes | None,
+    ) -> None:
         super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
         config = compressor.config
         self.immediate = config.fragments == 1 and config.delay == 0
+        self.nodes = nodes
         self._fragments = divided(sizes, config.fragments)
         self._distance, self._delay = config.sync_every // config.fragments, config.delay
-        self._buffers: dict[int, list[Workspace]] = {}
+        self._buffers: dict[int, list[OuterStepWorkspace]] = {}
         self._messages = PointToPoint()
         self._turn = 0  # the fragment that is applied next
         self._in_flight: _Exchange | None = None
@@ -105,12 +115,10 @@ class OuterSteps(ExchangeDriver):
             return
         good = exchange.finite()
         # Each rank of a node or of a replica exchanges with its counterparts: a bad number on one counts for all.
-        for over, whose in (
-            (self.consensus.arrangement.groups.get("node"), "the node"),
-            (self.consensus.binding.shards, "all shards"),
-        ):
-            if over is not None:
-                good = good_on_all(good, over(), whose)
+        if self.nodes is not None:
+            good = good_on_all(good, self.nodes.intra_node, "the node")
+        if self.consensus.binding.shards is not None:
+            good = good_on_all(good, self.consensus.binding.shards(), "all shards")
         verdict = bool(good) if precision.is_host_readable(good.device) else good
         before = self.state.nonfinite_steps
         with self.held.committing(good.device):
@@ -122,13 +130,13 @@ class OuterSteps(ExchangeDriver):
         self._measured = [each.measured for each in exchange.buffers if each.measured is not None]
         exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
-    def _fragment(self, number: int) -> list[Workspace]:
+    def _fragment(self, number: int) -> list[OuterStepWorkspace]:
         if number not in self._buffers:
             known = self.consensus.binding.names.named_parameters()
             self._buffers[number] = self._made({name: known[name] for name in self._fragments[number]})
         return self._buffers[number]
 
-    def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[Workspace]:
+    def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[OuterStepWorkspace]:
         compressor, names = self.compressor, self.consensus.binding.names
         found = []
         for layout in layouts(parameters):
@@ -142,7 +150,7 @@ class OuterSteps(ExchangeDriver):
 class _Exchange:
     """One outer step of some weights, which begins in the constructor. `in_thread`: the training goes on meanwhile."""
 
-    def __init__(self, steps: OuterSteps, buffers: Sequence[Workspace], *, in_thread: bool) -> None:
+    def __init__(self, steps: OuterSteps, buffers: Sequence[OuterStepWorkspace], *, in_thread: bool) -> None:
         self.buffers = buffers
         self._flats = [packed(each.layout) for each in buffers]
         self._sent = [flat.clone() for flat in self._flats] if in_thread else []
@@ -151,7 +159,7 @@ class _Exchange:
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        group = steps.consensus.arrangement.groups.get("all", steps.consensus.binding.group)()
+        group = steps.consensus.binding.group() if steps.nodes is None else steps.nodes.inter_node
         info = StepInfo(steps.state.step, group.size(), rank=group.rank())
         issue, compressor = functools.partial(steps.issue, group), steps.compressor
         self._running = []

@@ -20,6 +20,7 @@ from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all,
 from commhooks.comm.counters import Counters, Mark, has_passed, mark, seconds_between
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor, StepInfo
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
@@ -282,7 +283,11 @@ class Session(ExchangeDriver):
             seconds = seconds_between(seen.began, seen.ended)
             committed, good = seen.outcome.tolist()
             if good and watch is not None and committed > watch.begin:
-                compressor.observe(ObservedPass(seconds, seen.layouts, names))
+                compressor.observe(ObservedPass(seconds, seen.layouts, names, self._memory_plan))
+
+    def _memory_plan(self, compressor: Compressor[Any], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+        plans = [plan for bucket in buckets for plan in bucket]
+        return self.consensus.reduction_of(compressor).memory_plan(compressor, plans, buckets)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

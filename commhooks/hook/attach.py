@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.nodes import RanksPerNode, find_nodes
+from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -230,11 +231,24 @@ def _build_hook(
     else:
         session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
     session.consensus.compute_with(choice)
-    nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
+    nodes = _nodes_for(request, session, source)
     if nodes is not None:
         session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
+        if isinstance(session.compressor, AdaptiveCompressor):
+            session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
+
+
+def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
+    """Divide the ranks into nodes. `auto` tries the machines as nodes unless the user says otherwise."""
+    group, adaptive = session.consensus.binding.group(), isinstance(session.compressor, AdaptiveCompressor)
+    if request.ranks_per_node is not None or not adaptive or source.shard_group is not None:
+        return find_nodes(request.ranks_per_node, group, source.device)
+    try:
+        return find_nodes("auto", group, source.device)
+    except AttachError:  # on all ranks: the machines have different numbers of ranks
+        return None
 
 
 def _run_function(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:

@@ -94,8 +94,9 @@ class Cuda:
         """`to`, which waits unless it copies to pinned memory of the host: torch pins what is copied `non_blocking`."""
 
         def copying(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-            if not non_blocking:
-                return self.waits(to)(tensor, *args, **kwargs)
+            moves = any(isinstance(each, (str, torch.device)) for each in (*args, *kwargs.values()))
+            if not (non_blocking and moves):
+                return (self.waits(to) if moves else to)(tensor, *args, **kwargs)
             copied = to(tensor, *args, **kwargs, copy=True)
             self.pinned.append(copied)
             return copied

@@ -20,12 +20,14 @@ class Candidate:
         hook, options: as in `attach`; without a start step.
         changes: how much it changes the gradients, to choose the most exact of equally fast ones: 0 not at all, up to 1
             for another dtype, above 1 for lossy compression.
+        between_nodes: average exactly inside nodes, and compress between nodes only; see `ranks_per_node` of `attach`.
     """
 
     label: str
     hook: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: float = 2.0
+    between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
         """The options with which it compresses from its first step on. `config`: the config class of the hook."""
@@ -34,6 +36,10 @@ class Candidate:
     def excluding(self, names: list[str]) -> "Candidate":
         """The candidate with these globs as its option `exclude`, which only lossy hooks have."""
         return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
+
+    def of_nodes(self) -> "Candidate":
+        """The candidate between nodes; plain all-reduce stays as it is."""
+        return self if self.changes == 0 else replace(self, label=f"{self.label} between nodes", between_nodes=True)
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
@@ -85,8 +91,12 @@ class Auto(HookConfig):
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What it chooses among, plain all-reduce first."""
+        """What it chooses among without nodes, plain all-reduce first."""
         return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
+
+    def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
+        """What it chooses among, plain all-reduce first. `ranks_per_node`: 1 without nodes."""
+        return [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

@@ -28,7 +28,7 @@ NAMES = (
     "outer_gradient_norm",
     "outer_gradient_cosine",
 )
-"""Names of the metrics; docs/metrics.md explains each."""
+"""Names of the metrics; docs/working.md explains each."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class CommHookMonitor(Callback):
 
         Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
 
-    The names are those of `commhooks.report`; docs/metrics.md explains them. The values are those of rank 0.
+    The names are those of `commhooks.report`; docs/working.md explains them. The values are those of rank 0.
     Nothing is computed in other steps, and the training is the same to the last bit with and without this callback.
 
     Args:

@@ -40,7 +40,7 @@ ABANDONED_LIMIT_S = 5.0
 
 class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
-    `OuterSteps`, which averages weights.
+    `FragmentSession`, which averages weights.
 
     Args:
         binding: the model and the ranks.

@@ -23,6 +23,7 @@ from commhooks.engine.reduction import HierarchicalReduction
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
+from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
@@ -35,8 +36,8 @@ from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.options import LocalSteps
-from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
@@ -222,7 +223,7 @@ def _build_hook(
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        outer = OuterSteps(compressor, binding, sizes, nodes)
+        outer = FragmentSession(compressor, binding, sizes, nodes)
         outer.consensus.compute_with(choice)
         driver = LocalStepsDriver(request.name, source, outer, loss_scale)
         return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
@@ -241,9 +242,11 @@ def _build_hook(
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
-    """Divide the ranks into nodes. `auto` tries the machines as nodes unless the user says otherwise."""
-    group, adaptive = session.consensus.binding.group(), isinstance(session.compressor, AdaptiveCompressor)
-    if request.ranks_per_node is not None or not adaptive or source.shard_group is not None:
+    """Divide the ranks into nodes. Without `ranks_per_node`, `auto` takes the machines as nodes."""
+    group = session.consensus.binding.group()
+    asked = request.ranks_per_node is not None or not isinstance(session.compressor, AdaptiveCompressor)
+    # Between nodes old gradients of unused parameters would count as new ones.
+    if asked or not isinstance(source, DDPGradients) or source.finds_unused:
         return find_nodes(request.ranks_per_node, group, source.device)
     try:
         return find_nodes("auto", group, source.device)

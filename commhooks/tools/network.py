@@ -1,6 +1,6 @@
 """`commhooks network`: measure the network between the ranks, and predict the time that a training step spends on it.
 
-The prediction is the model of docs/planning.md: every message costs a latency, every byte the inverse of the bandwidth,
+The prediction is the model of docs/commands.md: every message costs a latency, every byte the inverse of the bandwidth,
 and the ranks of a machine share its network card.
 """
 

@@ -92,8 +92,8 @@ def attach(
             parameters. None: never.
         ranks_per_node: average exactly inside a node and compress between nodes only; every rank compresses its share
             of the parameters. A number: that many consecutive ranks form a node. "auto": the ranks that one launcher
-            has started, or that have one host name. None: compress between all ranks. No effect with one node, or one
-            rank per node. Warns if it exceeds the world size.
+            has started, or that have one host name. None: compress between all ranks; the hook `auto` then tries the
+            machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world size.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
             that is, the ranks that hold the same shard, such as `mesh["replicate"]`.

@@ -66,7 +66,8 @@ class Auto(HookConfig):
 
     Args:
         quality: among which hooks it chooses. "same": all-reduce, bf16 and int8 with error feedback, whose training is
-            that of all-reduce within its noise. "close": int4 and PowerSGD of rank 16 as well.
+            that of all-reduce within its noise. "close": int4 and PowerSGD of rank 16 as well. Where ranks form nodes,
+            all but all-reduce are between nodes.
         measure_steps: steps of plain all-reduce that are measured before the first decision.
         check_again_every: steps after which it looks again at the time of a step, and measures anew if that has
             changed by a lot; more if measuring would take more than 1 % of the time. None: never.

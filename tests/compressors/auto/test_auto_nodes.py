@@ -76,10 +76,11 @@ def test_between_nodes_the_choice_trains_as_by_name(run_ranks: Any, options: dic
     assert f"auto: {label} from step " in line and " per step and node: a step takes " in line
 
 
-def _the_clock_decides(ranks_per_node: Any, places: list[int]) -> dict[str, Any]:
+def _the_clock_decides(ranks_per_node: Any, places: list[int], unused: bool) -> dict[str, Any]:
     options = {"measure_steps": 6, "quality": "close"}
+    ddp = {"find_unused_parameters": unused}
     with mock.patch.dict(os.environ, GROUP_RANK=str(places[dist.get_rank()])):
-        run = Run.new(hook="auto", hook_options=options, ranks_per_node=ranks_per_node)
+        run = Run.new(hook="auto", hook_options=options, ranks_per_node=ranks_per_node, ddp=ddp)
     labels, memory = set(), set()
     while decision_of(run).phase != "resting":
         compressor = session_of(run.hook).compressor
@@ -97,17 +98,20 @@ def _the_clock_decides(ranks_per_node: Any, places: list[int]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "places", "nodes"),
+    ("ranks_per_node", "places", "unused", "nodes"),
     [
-        (2, [0, 0, 0, 0], True),
-        (None, [0, 1, 0, 1], True),  # it looks for machines itself
-        (None, [0, 0, 0, 0], False),
-        (None, [0, 0, 0, 1], False),  # of different sizes
-        (1, [0, 0, 1, 1], False),
+        (2, [0, 0, 0, 0], False, True),
+        (None, [0, 1, 0, 1], False, True),  # it looks for machines itself
+        (None, [0, 0, 0, 0], False, False),
+        (None, [0, 0, 0, 1], False, False),  # of different sizes
+        (None, [0, 0, 1, 1], True, False),
+        (1, [0, 0, 1, 1], False, False),
     ],
 )
-def test_real_clocks_lead_to_one_decision(run_ranks: Any, ranks_per_node: Any, places: list[int], nodes: bool) -> None:
-    ranks = run_ranks(_the_clock_decides, ranks_per_node, places, world_size=4)
+def test_real_clocks_lead_to_one_decision(
+    run_ranks: Any, ranks_per_node: Any, places: list[int], unused: bool, nodes: bool
+) -> None:
+    ranks = run_ranks(_the_clock_decides, ranks_per_node, places, unused, world_size=4)
     suffix = " between nodes" if nodes else ""
     for rank in ranks:
         assert rank["known"] == {

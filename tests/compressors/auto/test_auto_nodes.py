@@ -157,7 +157,8 @@ def test_between_nodes_a_run_resumes(run_ranks: Any, steps: int, phase: str) -> 
     for rank in ranks:
         assert rank["exact"] and rank["phase"] == phase and rank["decisions"] and rank["after"]
         # The sum of four ranks in one all-reduce depends on DDP's buckets, which differ in a first pass.
-        assert torch.allclose(*rank["weights"]) if phase == "measuring" else torch.equal(*rank["weights"])
+        difference = float((rank["weights"][0] - rank["weights"][1]).norm() / rank["weights"][0].norm())
+        assert difference < 1e-4 if phase == "measuring" else difference == 0
         # Without nodes nothing of that is possible: it begins anew.
         assert rank["flat"] == ("allreduce", None, 0) and torch.equal(rank["trains"], ranks[0]["trains"])
     if phase == "resting":

@@ -236,6 +236,7 @@ REFUSED = {
     ACCELERATE: "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set",
     ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
     ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION: "AMAZON_SAGEMAKER",
+    ACCELERATE.replace("num_machines", "num_machine") + SECTION: "/accelerate.yaml had unknown keys (['num_machine'])",
     SECTION: "accelerate.yaml has only the hook's settings, and this command needs a configuration of Accelerate",
 }
 
@@ -246,7 +247,7 @@ def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -
     config.write_text(text)
     assert main(["launch", "--config_file", str(config), "no_such_script.py"]) == 2
     err = capfd.readouterr().err
-    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err
+    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err and "commhooks-launch-" not in err
     assert left_behind(in_this_process) == []
 
 

@@ -18,7 +18,7 @@ from commhooks.compressors.auto.trials import Decision
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, average
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.options import LARGEST_STEP

@@ -106,13 +106,14 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     ranks_per_node: int = 1
 
     @property
-    @abstractmethod
     def between_nodes(self) -> bool:
         """Whether it now works between nodes, on gradients that were averaged inside of the nodes."""
+        return False
 
-    @abstractmethod
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """A copy that has decided nothing, for ranks that form nodes."""
+        """Return a copy that has decided nothing, for ranks that form nodes. A class without this method does not work
+        between nodes."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.adaptive import ObservedPass
+from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.registry import register_compressor
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
 from tests.support.prescribed_auto import (
@@ -163,6 +164,12 @@ def test_between_nodes_a_run_resumes(run_ranks: Any, steps: int, phase: str) -> 
         for label, anew, weights in more:
             assert (label, anew) == ("powerSGD rank 2 between nodes", "measuring")
             assert torch.equal(weights, more[0][2])
+
+
+def test_a_compressor_of_ones_own_that_measures_says_whether_it_works_between_nodes() -> None:
+    with mock.patch.object(AutoCompressor, "with_nodes", AdaptiveCompressor.with_nodes):
+        with pytest.raises(commhooks.HookConfigError, match="which measures ranks that all compress the whole model"):
+            HookRequest.parse("auto", ranks_per_node=2)
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------

@@ -208,11 +208,11 @@ class HierarchicalWorkspace:
         self._local_rank, self._count = local, count
         self._must_read_flags = precision.is_host_readable(layout.device) or compressor.needs_exact_step
         slots = [[slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)]
-        if compressor.transactional:
-            self._runs = [_runs(each) for each in slots]
-        else:
+        if compressor.elementwise:
             ends = itertools.accumulate(equal_parts(layout.numel, count), initial=0)
             self._runs = [[part] for part in itertools.pairwise(ends)]
+        else:
+            self._runs = [_runs(each) for each in slots]
         self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
         # Which tensors of this rank's message exist, on the host and on the device.
         self._exist = [False] * len(self._fields[local])
@@ -235,7 +235,7 @@ class HierarchicalWorkspace:
         self.own = torch.zeros(numels[local], dtype=layout.dtype, device=layout.device)
 
         mine = [plan for plan in plans if owners[plan.name] == local]
-        self.compresses = compressor.transactional and any(plan.compressed for plan in mine)
+        self.compresses = not compressor.elementwise and any(plan.compressed for plan in mine)
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
@@ -326,14 +326,14 @@ class HierarchicalReduction(FlatReduction):
         node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
-        if compressor.transactional:
+        if compressor.elementwise:
+            whole = compressor.memory_plan(plans, buckets)
+            own = dataclasses.replace(whole, packed=-(-whole.packed // count))
+        else:
             own = compressor.memory_plan(
                 plans_of_owners(plans, self._owners, count)[local],
                 [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
             )
-        else:
-            whole = compressor.memory_plan(plans, buckets)
-            own = dataclasses.replace(whole, packed=-(-whole.packed // count))
         others = [plan for plan in plans if not self.keeps(plan.name)]
         learned = sum(field.size_bytes(plan) for field, plan in replicated_fields(compressor, others))
         copies = 0
@@ -341,7 +341,7 @@ class HierarchicalReduction(FlatReduction):
             if any(plan.compressed for plan in bucket):
                 shares = plans_of_owners(bucket, self._owners, count)
                 gradients = [sum(plan.size_bytes() for plan in share) for share in shares]
-                if not compressor.transactional:
+                if compressor.elementwise:
                     gradients = equal_parts(sum(gradients), count)
                 fields = [replicated_fields(compressor, share) for share in shares]
                 sizes = [part_sizes(*each) for each in zip(gradients, fields, strict=True)]

@@ -356,6 +356,6 @@ def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
     """Return why a compressor cannot work between nodes only; "" if it can."""
     if not compressor.Config.sends:
         return "sends nothing"
-    if issubclass(compressor, AdaptiveCompressor):
+    if issubclass(compressor, AdaptiveCompressor) and compressor.with_nodes is AdaptiveCompressor.with_nodes:
         return "measures ranks that all compress the whole model"
     return "" if compressor.plan is Compressor.plan else "compresses whole buckets"

@@ -69,7 +69,9 @@ class Setting:
         shrink: H follows the learning rate, from `every` down to 1.
         grow: H = max(every, (grow * peak / learning rate)^2) (QSR, arXiv 2310.14423), at most 100.
         moments: the ranks average AdamW's moments at each outer step.
-        inner: factor of the inner learning rate.
+        inner: factor of the learning rate of every optimizer, or a rule of `RULES`, which is for AdamW alone: "sqrt" is
+            what commhooks does by default.
+        clip: largest norm of the gradient of a rank; 0: any.
     """
 
     task: str = "language"
@@ -86,7 +88,8 @@ class Setting:
     shrink: bool = False
     grow: float = 0.0
     moments: bool = False
-    inner: float = 1.0
+    inner: str = "1"
+    clip: float = 1.0
 
     @classmethod
     def parse(cls, words: str) -> "Setting":
@@ -162,11 +165,15 @@ class Digits:
 TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
 
 
-def optimizers_of(model: nn.Module, setting: Setting, steps: int) -> list[tuple[Any, Any]]:
+def optimizers_of(model: nn.Module, setting: Setting, steps: int, count: int) -> list[tuple[Any, Any]]:
     """Optimizers of one rank, each with its schedule."""
-    lr = (setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)) * setting.inner
+    lr = setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)
+    factor = RULES[setting.inner](count) if setting.inner in RULES else float(setting.inner)
+    of_adam = factor * lr
+    if setting.inner not in RULES:
+        lr *= factor
     if setting.optimizer == "adamw" and setting.task == "language":
-        return [recipe(model, steps, lr / 1e-3)]
+        return [recipe(model, steps, of_adam / 1e-3)]
     every = list(model.parameters())
     matrices = [p for p in every if p.ndim == 2 and setting.optimizer == "muon"]
     rest = [p for p in every if not any(p is m for m in matrices)]
@@ -174,7 +181,7 @@ def optimizers_of(model: nn.Module, setting: Setting, steps: int) -> list[tuple[
     if setting.optimizer == "sgd":
         made.append((torch.optim.SGD(rest, lr=lr, momentum=0.9), lr))
     else:
-        made.append((torch.optim.AdamW(rest, lr=lr, weight_decay=0.01), lr))
+        made.append((torch.optim.AdamW(rest, lr=of_adam, weight_decay=0.01), of_adam))
     if matrices:
         made.append((torch.optim.Muon(matrices, lr=20 * lr, weight_decay=0.01), 20 * lr))
     return [
@@ -187,11 +194,11 @@ class Ranks:
     """The models, optimizers and schedules of all ranks."""
 
     def __init__(self, count: int, steps: int, setting: Setting, task: Task) -> None:
-        self.task = task
+        self.task, self.clip = task, setting.clip
         self.models = [task.model() for _ in range(count)]
         for model in self.models[1:]:
             model.load_state_dict(self.models[0].state_dict())
-        made = [optimizers_of(model, setting, steps) for model in self.models]
+        made = [optimizers_of(model, setting, steps, count) for model in self.models]
         self.optimizers = [[each[0] for each in own] for own in made]
         self.schedules = [each[1] for own in made for each in own]
         self.named = dict(reversed(list(self.models[0].named_parameters())))  # the order of DDP's buckets
@@ -213,7 +220,8 @@ class Ranks:
 
     def step(self) -> None:
         for model, optimizers in zip(self.models, self.optimizers, strict=True):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if self.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
             for optimizer in optimizers:
                 optimizer.step()
         for schedule in self.schedules:
@@ -369,7 +377,7 @@ EXACT = "exact=1"
 
 def baseline(words: str) -> str:
     """The all-reduce that a setting is compared with."""
-    kept = [word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr")]
+    kept = [word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr", "clip")]
     return " ".join([*kept, EXACT])
 
 

@@ -19,6 +19,7 @@ step) is. Finished runs are appended to --results and not repeated; the whole ta
 """
 
 import dataclasses
+import json
 import os
 import statistics
 from collections.abc import Callable
@@ -390,13 +391,18 @@ SETTINGS += [f"every={h} wire=int4 end={e}" for h in (5, 30) for e in (0.1, 0.2)
 SETTINGS += [f"every={h} wire=int4 begin={b}" for h in (5, 30) for b in (0.1, 0.3)]
 SETTINGS += [f"every={h} wire=int4 begin=0.1 end=0.2" for h in (5, 30)]
 SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "moments=1", "inner=0.7")]
-# AdamW's steps are shorter on the noisier gradients of a part of the batch: which learning rate is best differs.
+# AdamW takes shorter steps on noisier gradients: which learning rate is best differs.
 LOCAL = ["every=5", "every=5 wire=int4", "every=16 wire=int4", "every=30", "every=30 wire=int4"]
 SETTINGS += [f"{words} inner={lr}" for words in (EXACT, "begin=1.0", *LOCAL) for lr in (1.4, 2.0, 2.8)]
 SETTINGS += [f"every=5{wire} outer_lr=1.4" for wire in ("", " wire=int4")]
 # Which outer learning rate needs no other inner one?
 KINDS = ["", "task=digits ", "task=digits lr=0.003 ", "task=digits optimizer=sgd ", "task=digits optimizer=muon "]
 SETTINGS += [f"{k}every={h} outer_lr={r} wire=int4" for k in KINDS for h in (5, 10, 16, 30) for r in ("1", *RULES)]
+# Which inner one does the default of commhooks have? SGD without a limit of the norm needs none.
+KINDS = [*(kind for kind in KINDS if "sgd" not in kind), "task=digits optimizer=sgd clip=0 "]
+SETTINGS += [f"{k}every={h} inner=sqrt wire={w}" for k in KINDS for h in (5, 10, 20, 30) for w in ("int4", "int2")]
+SETTINGS += [f"{k}every=30 inner=sqrt wire=sparse" for k in KINDS]
+SETTINGS += [f"{k}every={h} inner=sqrt wire=int4 grow=1" for k in KINDS for h in (5, 10)]
 
 
 def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]:
@@ -429,14 +435,19 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--results", type=Path, default=Path("local_steps.jsonl"), help="finished runs")
+    arguments.add_argument("--finished", action="store_true", help="show all runs in --results, and run nothing")
     args = parse(
         arguments, ranks=[2], steps=12, settings=["every=3 momentum=0.5 wire=int4 begin=0.2 end=0.2 moments=1"]
     )
+    results = Path(os.devnull) if args.quick else args.results
+    if args.finished:
+        runs = [json.loads(line) for line in results.read_text().splitlines()]
+        args.settings = list(dict.fromkeys(run["setting"] for run in runs if run["steps"] == args.steps))
+        args.ranks = sorted({run["ranks"] for run in runs})
     settings = list(dict.fromkeys(each for words in args.settings for each in (baseline(words), words)))
     for words in settings:
         Setting.parse(words)
     at = machine()
-    results = Path(os.devnull) if args.quick else args.results
     # An all-reduce sees the same batches with any number of ranks.
     jobs = [
         (words, seed, count, args.steps)
@@ -445,7 +456,8 @@ def main() -> None:
         for words in settings
         if count == args.ranks[0] or words != baseline(words)
     ]
-    rows = table(run_missing(jobs, results, train, "setting"), settings, args.ranks)
+    found = runs if args.finished else run_missing(jobs, results, train, "setting")
+    rows = table([run for run in found if run["steps"] == args.steps], settings, args.ranks)
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),

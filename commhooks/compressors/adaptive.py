@@ -105,13 +105,14 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     ranks_per_node: int = 1
 
     @property
-    @abstractmethod
     def between_nodes(self) -> bool:
         """Whether its current choice works between nodes, on gradients that were averaged inside them."""
+        return False
 
-    @abstractmethod
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy without a decision, for ranks that form nodes."""
+        """Return a copy without a decision, for ranks that form nodes. A class without this method does not work between
+        nodes."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ import pytest
 from accelerate.commands.config.config_args import default_config_file
 
 from accelerate_commhooks.__main__ import main
-from accelerate_commhooks.settings import VARIABLE
+from accelerate_commhooks.yaml_settings import VARIABLE
 from tests.support import warm
 from tests.support.accelerators import ACCELERATE, section
 from tests.support.features import fully_shard_on_gloo
@@ -71,7 +71,7 @@ def left_behind(temporary: Path) -> list[str]:
 
 @contextmanager
 def started(command: list[str], temporary: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """The process; with it ends whatever it has started, also in sessions of its own."""
+    """Context manager: a process. At the end it is killed with all of its descendants."""
     env = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)} | environ
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -136,7 +136,7 @@ def test_replicas_that_are_sharded(config: Path, temporary: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("uses", "says"),
     [
-        ("", "{script} has not read {config}, section comm_hook_config, and trained without its hook. "),
+        ("", "{script} did not read {config}, section comm_hook_config and trained without a hook. "),
         (
             "from accelerate_commhooks import CommHookKwargs\nCommHookKwargs()\n",
             "the hook 'powerSGD' of {config}, section comm_hook_config was attached to no model. ",
@@ -153,7 +153,6 @@ def test_a_message_after_the_run(uses: str, says: str, config: Path, temporary: 
     last = output.splitlines()[-1]
     assert last.startswith("accelerate-commhooks launch: " + says.format(script=script, config=config) + SENTENCE)
     assert "CommHookTrainer" in last
-    assert left_behind(temporary) == []
     assert left_behind(temporary) == []
 
 
@@ -198,7 +197,7 @@ def test_a_hook_that_does_nothing(
 
 @pytest.fixture
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For launches of one process by `main`: much faster than a launcher in a process of its own."""
+    """For launches of one process by `main` in the test's process, which is much faster than another launcher."""
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setattr(sys, "executable", warm.python("accelerate"))
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
@@ -237,7 +236,8 @@ REFUSED = {
     ACCELERATE: "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set",
     ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
     ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION: "AMAZON_SAGEMAKER",
-    SECTION: "accelerate.yaml has settings of the hook only, and this command needs Accelerate's own",
+    ACCELERATE.replace("num_machines", "num_machine") + SECTION: "/accelerate.yaml had unknown keys (['num_machine'])",
+    SECTION: "accelerate.yaml has only the hook's settings, and this command needs a configuration of Accelerate",
 }
 
 
@@ -247,8 +247,31 @@ def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -
     config.write_text(text)
     assert main(["launch", "--config_file", str(config), "no_such_script.py"]) == 2
     err = capfd.readouterr().err
-    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err
+    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err and "commhooks-launch-" not in err
     assert left_behind(in_this_process) == []
+
+
+@pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_megatron_lm", "--tpu"])
+def test_refused_flags(flag: str, config: Path, in_this_process: Path, capfd: Any) -> None:
+    assert main(["launch", "--config_file", str(config), flag, "no_such_script.py"]) == 2
+    assert f"error: {flag}: Accelerate does not wrap models in DistributedDataParallel" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "hook: [", "a.yaml is not YAML: "),
+        ("a.json", "{'distributed_type'", "a.json is not JSON, though its name ends with .json: "),
+        ("missing.yaml", None, "missing.yaml cannot be read: No such file or directory"),
+    ],
+)
+def test_unreadable_files(
+    name: str, text: str | None, message: str, tmp_path: Path, in_this_process: Path, capfd: Any
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["launch", "--config_file", str(tmp_path / name), "no_such_script.py"]) == 2
+    assert message in capfd.readouterr().err
 
 
 def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, launch_one: Any, capfd: Any) -> None:
@@ -270,7 +293,7 @@ def test_two_places_and_none(config: Path, launch_one: Any, monkeypatch: Any, ca
     own.write_text(HOOK)
     monkeypatch.setenv(VARIABLE, str(own))
     assert launch_one(config, READS) == 2
-    assert "both ask for a communication hook" in capfd.readouterr().err
+    assert "both set a communication hook" in capfd.readouterr().err
     assert launch_one(None, READS) == 0  # the variable alone will do
     config.write_text(ACCELERATE)
     assert launch_one(config, READS) == 0

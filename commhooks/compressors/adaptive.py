@@ -110,8 +110,8 @@ class AdaptiveCompressor(Compressor[ConfigT]):
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy without a decision, for ranks that form nodes. A class without this method does not work between
-        nodes."""
+        """Return a copy without a decision, for ranks that form nodes. A class without this method does not work
+        between nodes."""
         raise NotImplementedError
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
@@ -72,6 +73,11 @@ class FragmentSession(ExchangeDriver):
         assert isinstance(compressor, LocalStepsCompressor)
         return compressor
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that average their weights with this rank."""
+        return self.consensus.binding.group() if self.nodes is None else self.nodes.inter_node
+
     def due(self, passes: int) -> bool:
         """Whether a fragment must be sent or applied after `passes` passes of the round."""
         turn = (self._turn + 1) * self._distance
@@ -131,7 +137,7 @@ class FragmentSession(ExchangeDriver):
 
     def new_exchange(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         """Make the exchange of a buffer, which begins when it is advanced."""
-        group = self.consensus.binding.group() if self.nodes is None else self.nodes.inter_node
+        group = self.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
         task = ExchangeTask(self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name)
         return RunningExchange(task, flat, functools.partial(self._issue, group))

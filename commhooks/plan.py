@@ -15,12 +15,9 @@ from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
-from commhooks.gradients.source import GradientSource, sparse_parameters
+from commhooks.gradients.source import sparse_parameters
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.request import HookRequest
-
-NAMED_SAVE_BYTES = 10**9
-"""Bytes of residuals in a checkpoint from which on the summary names them."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,6 @@ class ModelPlan:
     """The parameters of each bucket; empty if the buckets are unknown, or if the rows of the plan are buckets."""
     bytes_per_save: int = 0
     """With local steps: bytes that a joint save sends of an optimizer with two numbers per weight, such as Adam."""
-    saved_residuals: int = 0
-    """Bytes of the residuals in a checkpoint, all ranks together; 0 before the hook is attached."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
@@ -112,7 +107,6 @@ class ModelPlan:
             "bytes_after": sent,
             "flag_bytes": self.flag_bytes,
             "bytes_per_save": self.bytes_per_save,
-            "saved_residuals": self.saved_residuals,
             "compression_rate": self.bytes_before / sent if sent else None,
             "compressed_share": self.compressed_share,
             "memory_bytes": {
@@ -154,8 +148,6 @@ class ModelPlan:
         sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
         if self.bytes_per_save:
             sent += f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such as Adam"
-        if self.saved_residuals >= NAMED_SAVE_BYTES:
-            sent += f", {self.saved_residuals / 1e9:.1f} GB of residuals in a checkpoint of all ranks"
         if not self.selective:
             return f"{len(self.parameters)} parameters, {sent}"
         return (
@@ -180,10 +172,7 @@ class ModelPlan:
         shown = ", ".join(f"{self.unit.number(size)} {name}" for name, size in parts.items() if size)
         whose = "of this rank" if self.arrangement else "per rank"
         host = f", and {self.unit.text(memory.host)} of host memory" if memory.host else ""
-        saved = ""
-        if self.saved_residuals:
-            saved = f"Residuals in a checkpoint of all ranks: {self.unit.text(self.saved_residuals)}\n"
-        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown}){host}\n{saved}"
+        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown}){host}\n"
 
 
 # ---- making one ------------------------------------------------------------------------------------------------------
@@ -222,22 +211,12 @@ def whole_plan(
     )
 
 
-def session_plan(request: HookRequest, session: ExchangeDriver, source: GradientSource) -> ModelPlan:
-    """Make the plan of an attached hook."""
+def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) -> ModelPlan:
     compressor, consensus = session.compressor, session.consensus
-    rows = parameter_plans(compressor, consensus.binding.names, source.sparse)
-    if rows:
-        buckets = consensus.buckets.names() if session.has_run else ()
-        plan = whole_plan(request.name, compressor, rows, buckets, consensus.reduction)
-    else:  # each row is a bucket
-        rows = consensus.buckets.plans()
-        plan = whole_plan(request.name, compressor, rows)
-    saved = 0
-    if request.save_residual == "mean" or source.shard_group is not None:
-        saved = compressor.memory_plan(rows, [rows]).residual
-    elif request.save_residual == "per_rank":  # with nodes each rank has the residuals of its share
-        saved = plan.memory.residual * source.group.size()
-    return dataclasses.replace(plan, saved_residuals=saved * source.place[1])
+    rows = parameter_plans(compressor, consensus.binding.names, sparse)
+    if not rows:  # each row is a bucket
+        return whole_plan(hook, compressor, consensus.buckets.plans())
+    return whole_plan(hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.reduction)
 
 
 def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:

@@ -111,7 +111,7 @@ class CompressorHook:
         return [f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."]
 
     def plan(self) -> ModelPlan:
-        return session_plan(self._request, self.session, self._source)
+        return session_plan(self._request.name, self.session, self._source.sparse)
 
     def _plans(self) -> list[UnitPlan]:
         session = self.session

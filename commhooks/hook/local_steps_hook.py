@@ -83,7 +83,7 @@ class LocalStepsHook:
         return [f"hook {self._request.name}: {each}" for each in found]
 
     def plan(self) -> ModelPlan:
-        plan, nodes = session_plan(self._request, self._outer, self._source), self._outer.nodes
+        plan, nodes = session_plan(self._request.name, self._outer, self._source.sparse), self._outer.nodes
         return plan if nodes is None else dataclasses.replace(plan, arrangement=nodes.description)
 
     @contextlib.contextmanager

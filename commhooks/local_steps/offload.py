@@ -18,8 +18,12 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def fetch(kept: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy the tensors with these names, as far as there are any, to `device`."""
+    found = {}
     with copying(device, after_current=False):
-        found = {name: kept[name].to(device, copy=True, non_blocking=True) for name in names if name in kept}
+        for name in names:
+            if (value := kept.get(name)) is not None:
+                here = torch.empty(value.shape, dtype=value.dtype, device=device)
+                found[name] = here.copy_(value, non_blocking=True)
     keep_for_current_stream(found.values())
     return found
 

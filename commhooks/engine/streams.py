@@ -4,7 +4,7 @@ A hook computes on the *codec stream* of its device, so that waiting for the net
 The host reads the results on another stream, the *reading stream*, which waits for the latest commit only. State in
 host memory is copied on a third one, the *copy stream*.
 
-A process has one codec stream and one reading stream per device, because cuBLAS keeps a workspace per stream that it
+A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it
 never frees. The hooks of several models therefore run on a device in the order in which they are called. All ranks must
 call them in the same order, which NCCL requires anyway.
 """
@@ -21,15 +21,28 @@ from commhooks.gradients.torch_private import sparse_indices, sparse_values
 # behind the kernels of the backward pass.
 _PRIORITIES = {"codec": -1, "reading": 0, "copy": 0}
 
-_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
-def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
+def _stream(device: torch.device, name: str) -> torch.Stream:
     stream = _streams.get((device, name))
     if stream is None:
         # Another thread may have been faster.
-        stream = _streams.setdefault((device, name), torch.cuda.Stream(device, priority=_PRIORITIES[name]))
+        stream = _streams.setdefault((device, name), torch.Stream(device, priority=_PRIORITIES[name]))
     return stream
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Make `stream` the current stream in the body. `with stream:` keeps the stream before it in the stream object, so
+    that two threads cannot use one object at the same time."""
+    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
 
 
 @contextlib.contextmanager
@@ -37,8 +50,8 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
     """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
     device = buffer.device
     stream = _stream(device, "codec")
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with _on(stream):
         keep_for_current_stream([buffer])
         yield
 
@@ -46,7 +59,7 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
 def wait_for_codec(device: torch.device) -> None:
     """Make the current stream wait for all work queued on the codec stream."""
     if precision.has_streams(device):
-        torch.cuda.current_stream(device).wait_stream(_stream(device, "codec"))
+        torch.accelerator.current_stream(device).wait_stream(_stream(device, "codec"))
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
@@ -55,7 +68,7 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if precision.has_streams(tensor.device):
             for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
-                part.record_stream(torch.cuda.current_stream(tensor.device))
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 @contextlib.contextmanager
@@ -66,15 +79,15 @@ def copying(device: torch.device, *, after_current: bool) -> Iterator[None]:
         return
     stream = _stream(device, "copy")
     if after_current:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(device))
+    with _on(stream):
         yield
 
 
 def wait_for_copies(device: torch.device) -> None:
     """Make the current stream wait for all work queued on the copy stream."""
     if precision.has_streams(device):
-        torch.cuda.current_stream(device).wait_stream(_stream(device, "copy"))
+        torch.accelerator.current_stream(device).wait_stream(_stream(device, "copy"))
 
 
 class CommitMark:
@@ -87,19 +100,19 @@ class CommitMark:
     """
 
     def __init__(self) -> None:
-        self._at: tuple[torch.device, torch.cuda.Event] | None = None
+        self._at: tuple[torch.device, torch.Event] | None = None
 
     def set(self, device: torch.device) -> None:
         """Set the mark after the work queued on the current stream of `device`."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
         self._at = device, event
 
     def wait(self) -> None:
         """Make the current stream wait for the latest commit."""
         if self._at is not None:
             device, event = self._at
-            torch.cuda.current_stream(device).wait_event(event)
+            torch.accelerator.current_stream(device).wait_event(event)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -111,7 +124,7 @@ class CommitMark:
         device, event = self._at
         stream = _stream(device, "reading")
         stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with _on(stream):
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -122,8 +135,8 @@ class CommitMark:
             tensor.copy_(value)
             return
         on_device, stream = value.to(device), _stream(device, "codec")
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with _on(stream):
             tensor.copy_(on_device)
             keep_for_current_stream([on_device])
             self.set(device)

@@ -93,6 +93,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return None
 
 
+def is_torchcomms(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the backend of `group` for `device` is torchcomms; False if unknown."""
+    backend_on = getattr(group, "_get_backend", None)
+    with contextlib.suppress(RuntimeError):  # no backend for this device
+        return type(backend_on and backend_on(device)).__module__.split(".")[0] == "torchcomms"
+    return False
+
+
 def groups_here() -> int:
     """Return the number of torch's process groups of which this rank is a member."""
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
@@ -143,9 +151,8 @@ def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
 
 def all_reduces(unit: FSDPModule) -> bool:
     """Whether `unit` was not excluded from all-reduces by `set_requires_all_reduce(False)`."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return all(getattr(each, "all_reduce_grads", True) for each in groups)
+    state = getattr(unit, "_get_fsdp_state", lambda: None)()
+    return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))
 
 
 def compiled_from(model: object) -> nn.Module | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commhooks.compressors.base import State, StepInfo
+from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.precision import compute_dtype
 
@@ -71,8 +72,9 @@ class NamedViews:
             if known is view:
                 continue
             if known is not None:
-                if known.is_cuda:  # allocated on another stream, and it may be freed before this stream has copied it
-                    known.record_stream(torch.cuda.current_stream(known.device))
+                # Allocated on another stream, and it may be freed before this stream has copied it.
+                if precision.has_streams(known.device):
+                    known.record_stream(torch.accelerator.current_stream(known.device))
                 view.copy_(known)
             elif fill is not None:
                 view.copy_(fill(i))

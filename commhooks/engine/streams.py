@@ -20,15 +20,28 @@ from commhooks.gradients.torch_private import sparse_indices, sparse_values
 # behind the kernels of the backward pass.
 _CODEC_PRIORITY, _READING_PRIORITY = -1, 0
 
-_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, int], torch.Stream] = {}
 
 
-def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+def _stream(device: torch.device, priority: int) -> torch.Stream:
     stream = _streams.get((device, priority))
     if stream is None:
         # Another thread may have been faster.
-        stream = _streams.setdefault((device, priority), torch.cuda.Stream(device, priority=priority))
+        stream = _streams.setdefault((device, priority), torch.Stream(device, priority=priority))
     return stream
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Make `stream` the current stream in the body. `with stream:` keeps the stream before it in the stream object, so
+    that two threads cannot use one object at the same time."""
+    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
 
 
 @contextlib.contextmanager
@@ -36,8 +49,8 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
     """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
     device = buffer.device
     stream = _stream(device, _CODEC_PRIORITY)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with _on(stream):
         keep_for_current_stream([buffer])
         yield
 
@@ -45,7 +58,7 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
 def wait_for_codec(device: torch.device) -> None:
     """Make the current stream wait for all work queued on the codec stream."""
     if precision.has_streams(device):
-        torch.cuda.current_stream(device).wait_stream(_stream(device, _CODEC_PRIORITY))
+        torch.accelerator.current_stream(device).wait_stream(_stream(device, _CODEC_PRIORITY))
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
@@ -54,7 +67,7 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if precision.has_streams(tensor.device):
             for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
-                part.record_stream(torch.cuda.current_stream(tensor.device))
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 class CommitMark:
@@ -67,19 +80,19 @@ class CommitMark:
     """
 
     def __init__(self) -> None:
-        self._at: tuple[torch.device, torch.cuda.Event] | None = None
+        self._at: tuple[torch.device, torch.Event] | None = None
 
     def set(self, device: torch.device) -> None:
         """Set the mark after the work queued on the current stream of `device`."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
         self._at = device, event
 
     def wait(self) -> None:
         """Make the current stream wait for the latest commit."""
         if self._at is not None:
             device, event = self._at
-            torch.cuda.current_stream(device).wait_event(event)
+            torch.accelerator.current_stream(device).wait_event(event)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -91,7 +104,7 @@ class CommitMark:
         device, event = self._at
         stream = _stream(device, _READING_PRIORITY)
         stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with _on(stream):
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -102,8 +115,8 @@ class CommitMark:
             tensor.copy_(value)
             return
         on_device, stream = value.to(device), _stream(device, _CODEC_PRIORITY)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with _on(stream):
             tensor.copy_(on_device)
             keep_for_current_stream([on_device])
             self.set(device)

@@ -218,7 +218,7 @@ def _build_hook(
     if isinstance(compressor, LocalStepsCompressor):
         loss_scale = binding.loss_scale
         if compressor.config.delay:  # a thread issues collectives while the model's own are running
-            own = new_group(range(source.group.size()), source.group)
+            own = new_group([range(source.group.size())], source.group, source.device)
             binding = dataclasses.replace(binding, group=held_weakly(own))
         sizes = {
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)

@@ -1,0 +1,503 @@
+"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a training queues.
+
+`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except those that a program with a GPU would
+have on the host. Operators run at once, and have two effects more:
+
+- Each is work on the current stream. Every stream has a vector clock: the latest work of each other stream that it
+  comes after. A read or a write that does not come after the latest conflicting access to the same bytes is a fault.
+- Memory belongs to the stream that allocated it. It is a fault to free it while another stream may still use it,
+  unless `record_stream` was called (the rule of torch's caching allocator).
+
+A collective of gloo is work on a stream of its group; `wait()` makes the current stream wait for it. A future made with
+a device holds an event of the stream on which it was completed; DDP and `wait()` wait for that event, and `then` calls
+back on a stream of its own (as torch's `ivalue::Future`). When the host reads a tensor, it waits for the current
+stream, and everything queued later comes after that.
+"""
+
+import contextlib
+import itertools
+import re
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commhooks.comm.collectives import PointToPoint
+from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
+from tests.support.kernels import computing_with
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
+FACTORIES = {
+    getattr(torch, name)
+    for name in "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
+}
+READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
+METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
+WHOLE = 1 << 62
+DEVICE = torch.device("cpu")
+"""The accelerator; the host is "cpu"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Of the bytes from `begin` to `end`, by the work `number` of a stream."""
+
+    begin: int
+    end: int
+    stream: Stream
+    number: int
+    what: str
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        return self.begin < end and begin < self.end
+
+
+@dataclass(eq=False)
+class Memory:
+    """One storage."""
+
+    home: Stream
+    on_host: bool
+    made_by: str
+    freed: Any = None
+    """The weak reference that tells when the storage is freed."""
+    reads: list[Access] = field(default_factory=list)
+    writes: list[Access] = field(default_factory=list)
+    used: Clock = field(default_factory=dict)
+    kept_for: set[Stream] = field(default_factory=set)
+
+
+class Accelerator:
+    """What happened on the simulated accelerator.
+
+    Attributes:
+        cuda: its streams and events.
+        faults: sentences.
+        host_waits: what the host waited for in the packages, with the line.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self.faults: list[str] = []
+        self.host_waits: list[str] = []
+        self.running = True
+        self._memory: dict[int, Memory] = {}
+        self._numbers = itertools.count(1)
+        self._groups: dict[str, Stream] = {}
+        self._kinds: dict[Any, list[tuple[int, str, str]]] = {}
+        self._lock = threading.RLock()
+        self.local = threading.local()
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def memory(self, tensor: torch.Tensor) -> Memory:
+        """Of what nobody has seen being allocated: on the device, long ago."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = Memory(self.cuda.default, False, "something before")
+            found.freed = weakref.ref(storage, lambda _: self._freed(key))
+        return found
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_sparse and self.memory(tensor).on_host
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """`Tensor.record_stream`."""
+        for part in _parts(tensor):
+            self.memory(part).kept_for.add(stream)
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The current stream uses the memory."""
+        current = self.cuda.current()
+        for tensor in tensors:
+            for part in _parts(tensor):
+                self.memory(part).used[current] = current.clock.get(current, 0)
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            memory = self._memory.pop(key)
+            if memory.on_host or not self.running:
+                return
+            for stream, number in memory.used.items():
+                safe = [memory.home.clock, self.cuda.host, *(each.clock for each in memory.kept_for)]
+                if stream is not memory.home and all(clock.get(stream, 0) < number for clock in safe):
+                    self._fault(
+                        f"memory of {memory.made_by}, allocated on {memory.home}, is freed while {stream} may use it"
+                    )
+
+    # --------------------------------------------------------------------------------------------------------- work
+
+    def launch(
+        self,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: Stream | None = None,
+    ) -> None:
+        """Queue work. `stream`: of a collective, which keeps its tensors itself; None: the current one."""
+        with self._lock:
+            on, number = stream or self.cuda.current(), next(self._numbers)
+            on.see(self.cuda.host)
+            for tensors, writing in ((reads, False), (writes, True)):
+                for tensor in itertools.chain.from_iterable(map(_parts, tensors)):
+                    memory = self.memory(tensor)
+                    if memory.on_host or tensor.numel() == 0:
+                        continue
+                    self._access(memory, tensor, Access(*_extent(tensor), on, number, what), writing)
+                    if stream is None:
+                        memory.used[on] = number
+            on.clock[on] = number
+
+    def _access(self, memory: Memory, tensor: torch.Tensor, new: Access, writing: bool) -> None:
+        for earlier, kind in ((memory.writes, "writes"), (memory.reads if writing else [], "reads")):
+            for old in earlier:
+                if (
+                    old.overlaps(new.begin, new.end)
+                    and new.stream.clock.get(old.stream, 0) < old.number
+                    and old.number != new.number
+                ):
+                    verb = "writes" if writing else "reads"
+                    self._fault(
+                        f"{new.what} on {new.stream} {verb} {tuple(tensor.shape)} of memory of {memory.made_by}, which "
+                        f"{old.what} on {old.stream} {kind}: nothing orders them"
+                    )
+        if writing:
+            for accesses in (memory.reads, memory.writes):
+                accesses[:] = [each for each in accesses if not (new.begin <= each.begin and each.end <= new.end)]
+            memory.writes.append(new)
+        else:
+            same = (each for each in memory.reads if each.stream is not new.stream or each.begin != new.begin)
+            memory.reads[:] = [*same, new]
+
+    def allocate(self, tensor: torch.Tensor, what: str, *, on_host: bool) -> None:
+        """A new storage; its memory may be what earlier work of the current stream has used."""
+        for part in _parts(tensor):
+            memory = self.memory(part)
+            memory.on_host, memory.made_by, memory.home = on_host, what, self.cuda.current()
+            memory.reads, memory.writes = [], []
+            if not on_host:
+                number = memory.home.clock.get(memory.home, 0)
+                memory.writes.append(Access(0, WHOLE, memory.home, number, f"the allocation by {what}"))
+
+    def wait_on_host(self, why: str) -> None:
+        """The host waits for the current stream."""
+        with self._lock:
+            self.cuda.host_sees(self.cuda.current().clock)
+            place, in_packages = _place()
+            if in_packages:
+                self.host_waits.append(f"{why} {place}")
+
+    def in_backward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what a backward pass calls. Without this, some copies there would be missed: a backward pass runs
+        without the modes of Python functions."""
+        with _Places(self):
+            return function(*args)
+
+    def _fault(self, text: str) -> None:
+        sentence = f"{text} {_place()[0]}"
+        if sentence not in self.faults:
+            self.faults.append(sentence)
+
+    # ---------------------------------------------------------------------------------------------------- operators
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run."""
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self._collective(name, args, kwargs)
+            return
+        reads, writes, given = [], [], []
+        for place, argument, kind in self._kinds_of(func):
+            value = args[place] if place < len(args) else kwargs.get(argument)
+            tensors = _tensors(value)
+            given += tensors
+            if kind != "nothing":
+                (writes if kind == "write" else reads).extend(tensors)
+        known = {part.untyped_storage()._cdata for each in given for part in _parts(each)}
+        new = [part for each in _tensors(result) for part in _parts(each) if part.untyped_storage()._cdata not in known]
+        to = getattr(self.local, "to", None)
+        hosts = [self.is_on_host(each) for each in given]
+        for tensor in new:
+            self.allocate(tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host")
+        self.launch(name, reads, [*writes, *new])
+        short = name.partition("::")[2]
+        if short in READ_BY_HOST and not all(hosts):
+            self.wait_on_host(f"{short} reads")
+        elif short == "index" and any(each.dtype == torch.bool for each in given[1:]) and not all(hosts):
+            self.wait_on_host("an index by a mask reads")
+        elif short in ("copy_", "_to_copy", "_foreach_copy_") and not kwargs.get("non_blocking"):
+            between = {self.is_on_host(each) for each in [*writes, *new, *reads]}
+            if len(between) > 1:
+                self.wait_on_host("a copy between host and device")
+
+    def _kinds_of(self, func: Any) -> list[tuple[int, str, str]]:
+        found = self._kinds.get(func)
+        if found is None:
+            schema = func._schema
+            found = self._kinds[func] = []
+            for place, argument in enumerate(schema.arguments):
+                alias = argument.alias_info
+                kind = "read" if alias is None else "write" if alias.is_write else "nothing"
+                if kind == "read" and METADATA_ONLY.match(schema.name):
+                    kind = "nothing"
+                found.append((place, argument.name, kind))
+                if kind == "write" and schema.name.endswith("_") and place == 0:  # in place: most read it, too
+                    found.append((place, argument.name, "nothing"))
+        return found
+
+    def _collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        group = next((str(_group_name(each)) for each in [*args, *kwargs.values()] if _group_name(each)), "")
+        stream = self._groups.setdefault(group, Stream(name=f"the stream of group {group!r}"))
+        tensors = [_tensors(each) for each in args]
+        reads, writes = tensors[1:2], tensors[:1]
+        if name in ("c10d::send",):
+            reads, writes = writes, []
+        current, read, written = self.cuda.current(), [*itertools.chain(*reads)], [*itertools.chain(*writes)]
+        stream.see(current.clock)
+        self.launch(name, read, written, stream)
+        started = getattr(self.local, "started", None)
+        if started is None:
+            current.see(stream.clock)
+            self.use([*read, *written])
+        else:
+            started.append((dict(stream.clock), [*read, *written]))
+
+
+class Work:
+    """Stands for a `dist.Work` of NCCL."""
+
+    def __init__(
+        self, work: Any, accelerator: Accelerator, started: Sequence[tuple[Clock, list[torch.Tensor]]]
+    ) -> None:
+        self._work, self._accelerator = work, accelerator
+        self._clock: Clock = {stream: number for clock, _ in started for stream, number in clock.items()}
+        self._tensors = [each for _, tensors in started for each in tensors]
+
+    def wait(self, *args: Any) -> bool:
+        self._work.wait(*args)
+        self._accelerator.cuda.current().see(self._clock)
+        self._accelerator.use(self._tensors)
+        self._tensors = []
+        return True
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future(devices=[DEVICE])
+        value = self._work.get_future().wait()
+        future.complete(value, self._clock)
+        return future
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _future_of(accelerator: Accelerator) -> type:
+    cuda, real = accelerator.cuda, torch.futures.Future
+
+    class Future(torch.futures.Future):  # type: ignore[type-arg]
+        def __init__(self, *, devices: Any = None) -> None:
+            super().__init__()
+            self.devices = devices or []
+            self.event: Clock = {}
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return real[item]
+
+        def complete(self, result: Any, event: Clock) -> None:
+            self.event = dict(event) if self.devices else {}
+            super().set_result(result)
+
+        def set_result(self, result: Any) -> None:
+            self.complete(result, cuda.current().clock)
+
+        def synchronize(self) -> None:
+            """As of torch: the current stream waits for the event, and the allocator knows it."""
+            if self.event and self.done():
+                cuda.current().see(self.event)
+                with contextlib.suppress(RuntimeError):  # it failed
+                    tensors = _tensors(super().value())
+                    for tensor in tensors:
+                        accelerator.keep(tensor, cuda.current())
+
+        def wait(self) -> Any:
+            value = super().wait()
+            self.synchronize()
+            return value
+
+        def then(self, callback: Any) -> Any:
+            then = Future(devices=self.devices)
+
+            def call(_: Any) -> None:
+                with cuda.on(Stream(name="a stream of callbacks")):
+                    self.synchronize()
+                    try:
+                        then.set_result(callback(self))
+                    except Exception as error:
+                        then.set_exception(error)
+
+            super().add_done_callback(call)
+            return then
+
+    return Future
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self.accelerator = accelerator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.accelerator.note(func, args, kwargs or {}, result)
+        return result
+
+
+class _Places(TorchFunctionMode):
+    """What of a program with a GPU is on the host: what is made without a device, and what is copied to "cpu"."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self.accelerator = accelerator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, here = kwargs or {}, self.accelerator
+        if func in FACTORIES:
+            device = kwargs.get("device")
+            with self._to("host" if device is None or isinstance(device, str) else "device"):
+                made = func(*args, **kwargs)
+            if func is torch.tensor and here.running:
+                here.allocate(made, "torch.tensor", on_host=not isinstance(device, torch.device))
+                if isinstance(device, torch.device):
+                    here.wait_on_host("torch.tensor with a device copies")
+            return made
+        if func is torch.Tensor.cpu:
+            func, args = torch.Tensor.to, (args[0], "cpu")
+        if func is torch.Tensor.to:
+            to = kwargs.get("device", args[1] if len(args) > 1 else None)
+            if isinstance(to, (str, torch.device)):
+                target = "host" if isinstance(to, str) else "device"
+                if (target == "host") != here.is_on_host(args[0]):
+                    kwargs = kwargs | {"copy": True}
+                with self._to(target):
+                    return func(*args, **kwargs)
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and not here.is_on_host(args[0]):
+            here.launch(func.__name__, [args[0].detach()], [])
+            here.wait_on_host(f"{func.__name__} reads")
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _to(self, where: str) -> Iterator[None]:
+        local = self.accelerator.local
+        before, local.to = getattr(local, "to", None), where
+        try:
+            yield
+        finally:
+            local.to = before
+
+
+@contextlib.contextmanager
+def simulated_accelerator() -> Iterator[Accelerator]:
+    """In the body, of this process and its threads. Models are made, moved to `DEVICE` and wrapped inside."""
+    with contextlib.ExitStack() as patches:
+        cuda = patches.enter_context(cuda_stand_ins())
+        accelerator = Accelerator(cuda)
+        run, register = threading.Thread.run, DistributedDataParallel.register_comm_hook
+
+        def run_thread(thread: threading.Thread) -> None:
+            with _Operators(accelerator), _Places(accelerator):
+                run(thread)
+
+        def asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+                if not async_op:
+                    return collective(*args, **kwargs)
+                started = accelerator.local.started = []
+                try:
+                    work = collective(*args, async_op=True, **kwargs)
+                finally:
+                    accelerator.local.started = None
+                return Work(work, accelerator, started)
+
+            return begin
+
+        def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
+            def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
+                future = accelerator.in_backward(hook, state, bucket)
+                # Before DDP's own callback, which waits for the futures on the current stream.
+                torch.autograd.Variable._execution_engine.queue_callback(getattr(future, "synchronize", lambda: None))
+                return future
+
+            register(model, state, reduce)
+
+        for owner, name, value in (
+            (torch.Tensor, "record_stream", accelerator.keep),
+            (torch.futures, "Future", _future_of(accelerator)),
+            (threading.Thread, "run", run_thread),
+            (DistributedDataParallel, "register_comm_hook", register_comm_hook),
+            (PointToPoint, "serve", staticmethod(lambda group, device: False)),
+            *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
+        ):
+            if name == "record_stream":
+                value = lambda tensor, stream: accelerator.keep(tensor, stream)  # noqa: E731  # a method
+            patches.enter_context(mock.patch.object(owner, name, value))
+        patches.enter_context(computing_with("torch"))
+        patches.enter_context(_Operators(accelerator))
+        patches.enter_context(_Places(accelerator))
+        patches.callback(setattr, accelerator, "running", False)
+        yield accelerator
+
+
+# -------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors in it."""
+    if tensor.is_sparse:
+        return [tensor._indices(), tensor._values()]
+    local = getattr(tensor, "_local_tensor", None)
+    return [tensor] if local is None else [local]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    size = tensor.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * size
+    return begin, begin + (last + 1) * size
+
+
+def _group_name(value: Any) -> str | None:
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return str(dist.ProcessGroup.unbox(value).group_name)
+    return None
+
+
+def _place() -> tuple[str, bool]:
+    """The innermost line of the packages, and True; the innermost line of the tests if there is none."""
+    frames = [
+        each
+        for each in traceback.extract_stack()
+        if not each.filename.endswith(("/simulated_accelerator.py", "/cuda_stand_ins.py"))
+    ]
+    own = [
+        each for each in frames if re.search(r"/(commhooks|lightning_commhooks|accelerate_commhooks)/", each.filename)
+    ]
+    if not frames:
+        return "", False  # the garbage collector at the end
+    last = (own or [each for each in frames if "/tests/" in each.filename] or frames)[-1]
+    return f"({last.filename.rpartition('/')[2]}:{last.lineno} {last.line})", bool(own)

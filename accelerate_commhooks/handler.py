@@ -20,7 +20,7 @@ from accelerate_commhooks.saving import HookedModel, ensure_hook_saver
 from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
-from commhooks.hook.for_plugins import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
+from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
 
 logger = logger_of(__name__)
 

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, PayloadError
 from commhooks.errors import errors_begin_with, logger_of
-from commhooks.hook.for_plugins import (
-    HookFolder,
+from commhooks.hook.plugin_api import (
+    DCPFolder,
     compiled_from,
     cut_off,
     nothing_saved,
@@ -276,9 +276,9 @@ def _path(folder: str, number: int) -> Path:
     return Path(folder) / (f"comm_hook_{number}.pt" if number else "comm_hook.pt")
 
 
-def _folder(folder: str, number: int) -> HookFolder:
+def _folder(folder: str, number: int) -> DCPFolder:
     path = _path(folder, number)
-    return HookFolder(path.with_name(path.stem), "CommHookKwargs", lambda given: broadcast_object_list([given])[0])
+    return DCPFolder(path.with_name(path.stem), "CommHookKwargs", lambda given: broadcast_object_list([given])[0])
 
 
 def _of_rank(path: Path, rank: int) -> Path:

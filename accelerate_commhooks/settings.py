@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from commhooks.errors import HookConfigError, did_you_mean, errors_begin_with, no_such
-from commhooks.hook.for_plugins import (
+from commhooks.hook.plugin_api import (
     ARGUMENTS,
     OFF,
     HookRequest,

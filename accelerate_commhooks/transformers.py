@@ -26,7 +26,7 @@ from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import AttachError, CommHook, HookConfigError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import PREFIX, Meter, arguments_in
+from commhooks.hook.plugin_api import PREFIX, Meter, arguments_in
 
 if TYPE_CHECKING:
     _Base = Trainer

@@ -1,5 +1,5 @@
-"""The errors that commhooks raises and the sentences in them, the loggers of its warnings, and the versions of
-frameworks that the plugins need. All errors derive from `CommHookError`, so that one `except` catches them."""
+"""Exceptions, which all derive from `CommHookError`, with helpers for their messages; loggers; and the versions of
+frameworks that the plugins need."""
 
 import contextlib
 import difflib
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 class CommHookError(Exception):
     """Base class of every error that this package defines."""
 
-    said = False
-    """Whether rank 0 has printed the message in a line of its own."""
+    printed = False
+    """Whether rank 0 has printed the message."""
 
 
 class HookConfigError(CommHookError, ValueError):
@@ -36,14 +36,13 @@ class PayloadError(CommHookError, ValueError):
 
 
 class DoctorError(CommHookError, RuntimeError):
-    """`commhooks.doctor` or `commhooks network` cannot make a measurement; the message gives the reason and the
-    remedy."""
+    """`commhooks.doctor` or `commhooks network` cannot measure; the message gives the reason and the remedy."""
 
 
 @contextlib.contextmanager
 def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *, remedy: str = "") -> Iterator[None]:
-    """Context manager: the message of a `kind` that the body raises begins with `place`, a file or setting. `remedy`:
-    what to do if a saved state is damaged."""
+    """Context manager: prefix the messages of `kind` errors in the body with `place`, a file or setting. `remedy`:
+    appended if a saved state is damaged."""
     try:
         yield
     except kind as error:
@@ -52,8 +51,8 @@ def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *
 
 
 def shown(value: object) -> str:
-    """A `repr` of at most about 100 characters for a message; the type's name where `repr` raises (an int of 5,000
-    digits, a list 100,000 levels deep)."""
+    """Return a `repr` of at most about 100 characters, or the type's name where `repr` raises (an int of 5,000 digits,
+    a list 100,000 levels deep)."""
     try:
         text = repr(value)
     except Exception:
@@ -62,28 +61,24 @@ def shown(value: object) -> str:
 
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
-    """The error about the `value` of an argument, option or setting.
-
-    Args:
-        where: its name, or the key path to it.
-        near: values of which the closest one is offered.
-    """
+    """Return the error about the `value` of an argument, option or setting. `where`: its name or key path; `near`:
+    valid values, of which the message offers the closest."""
     hint = did_you_mean(value, near) if isinstance(value, str) else ""
     return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 
 
 def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookConfigError:
-    """The error about a `name` that is not among the `known` arguments, options or settings (`kind`: one of these)."""
+    """Return the error about an unknown `name`. `kind`: "argument", "option" or "setting"."""
     if not known:
         return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
     return HookConfigError(f"{whose} has no {kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"`, or an empty string if no candidate is similar.
+    """Return `" (did you mean 'x'?)"`, or "" if no candidate is similar.
 
-    The candidate that is offered begins with `name` ("start" for "start_iter"), is spelt similarly, or contains it
-    ("rank" for "matrix_approximation_rank"), but not its plural ("ranks_per_node")."""
+    The offered candidate begins with `name` ("start" for "start_iter"), is spelt similarly, or contains `name` ("rank"
+    for "matrix_approximation_rank"), unless in the plural ("ranks_per_node")."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     given, long = name.lower(), len(name) > 2
     contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
@@ -103,13 +98,13 @@ else:
 
 class _Logger(_Adapter):
     def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        # The level is that of the caller's line, not of this one.
+        # Without a stack level the record would name this line instead of the caller's.
         super().warning(f"{WARNING_PREFIX}{msg}", *args, **{"stacklevel": 2} | kwargs)
 
 
 def logger_of(module: str) -> _Logger:
-    """The logger of a module. Its warnings begin with "commhooks:", so that users see where they come from; its other
-    messages, such as those that torch's hooks log, remain as they are."""
+    """Return the logger of a module. It prefixes warnings with "commhooks:"; other messages, such as the lines that
+    torch's hooks log, are unchanged."""
     return _Logger(logging.getLogger(module), None)
 
 
@@ -117,7 +112,7 @@ _summary_logger = logging.getLogger("commhooks.summary")
 
 
 def log_summary(line: str) -> None:
-    """Log a line for users, or print it if logging is not configured, so that users see that the hook is active."""
+    """Log a line for users, or print it if logging is not configured."""
     text = f"commhooks: {line}"
     if _summary_logger.isEnabledFor(logging.INFO) and _summary_logger.hasHandlers():
         _summary_logger.info(text)
@@ -127,8 +122,8 @@ def log_summary(line: str) -> None:
 
 @contextlib.contextmanager
 def print_error_on_rank_zero() -> Iterator[None]:
-    """Context manager: rank 0 prints the message of a CommHookError as soon as the body raises it. All ranks raise such
-    errors, and their interleaved tracebacks end with the reason."""
+    """Context manager: rank 0 prints the message of a CommHookError that the body raises. All ranks raise such errors,
+    and their interleaved tracebacks would hide the message."""
     try:
         yield
     except CommHookError as error:
@@ -138,8 +133,8 @@ def print_error_on_rank_zero() -> Iterator[None]:
             rank, ranks = dist.get_rank(), dist.get_world_size()
         else:  # set by launchers
             rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-        if rank == 0 and ranks > 1 and not error.said:
-            error.said = True
+        if rank == 0 and ranks > 1 and not error.printed:
+            error.printed = True
             print(f"commhooks: error: {error}", file=sys.stderr, flush=True)
         raise
 
@@ -153,11 +148,11 @@ OLDEST = {
     "pytorch_lightning": "2.6.0",
     "transformers": "5.3.0",
 }
-"""The oldest versions that the plugins support, as in pyproject.toml; docs/versions.md has the reasons."""
+"""The oldest supported versions, as in pyproject.toml; docs/versions.md has the reasons."""
 
 
 def check_version(framework: ModuleType) -> None:
-    """Raise ImportError if `framework`, one of `OLDEST`, is too old."""
+    """Raise ImportError if `framework` is older than its version in `OLDEST`."""
     name, version = framework.__name__, framework.__version__
     if _numbers(version) < _numbers(OLDEST[name]):
         raise ImportError(
@@ -168,14 +163,8 @@ def check_version(framework: ModuleType) -> None:
 
 @contextlib.contextmanager
 def needed(*packages: str, sentence: str) -> Iterator[None]:
-    """Context manager for importing `packages`, which are keys of `OLDEST`.
-
-    Args:
-        sentence: what to install, for the message.
-
-    Raises:
-        ImportError: one of them is not installed or too old.
-    """
+    """Context manager for importing `packages`, keys of `OLDEST`. Raises ImportError if a package is too old, or, with
+    `sentence`, not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
-"""The options of hooks: one frozen dataclass per hook, from Python, YAML, the environment, flags and checkpoints alike.
-OmegaConf checks and converts each value. Fields have the names of the arguments of torch's hooks."""
+"""The options of hooks: one frozen dataclass per hook for Python, YAML, the environment, flags and checkpoints.
+OmegaConf checks and converts each value. Options have the names of the arguments of torch's hooks."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ ConfigT = TypeVar("ConfigT", bound="HookConfig")
 class HookConfig:
     """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
 
-    A field `exclude: list[str]` holds globs on parameter names; the compressor does not see matching parameters.
+    If there is a field `exclude: list[str]`, the compressor does not see parameters whose names match its globs.
     """
 
     hook_name: ClassVar[str]
@@ -39,11 +39,11 @@ class HookConfig:
     sends: ClassVar[bool] = True
     """False for a hook that communicates nothing, so that replicas drift apart."""
     start_option: ClassVar[str | None] = None
-    """Name of the field with the step at which compression begins: an int is a number of steps, a float a fraction of
-    the run, None 10 % of it (at most 1000 steps), and 100 steps where its length is unknown. Before that step gradients
-    are averaged uncompressed."""
+    """Name of the field that holds the first compressed step: an int is a number of steps, a float a fraction of the
+    run, None 10 % of the run (at most 1000 steps), or 100 steps if its length is unknown. Earlier gradients are
+    averaged uncompressed."""
     without_use: ClassVar[tuple[str, ...]] = ()
-    """Inherited options that this hook refuses or does not need: lists of options leave them out."""
+    """Inherited options that this hook refuses or does not need; lists of options omit them."""
 
     def __new__(cls: type[ConfigT], **options: Any) -> ConfigT:
         # The TypeError of `__init__` about an unknown keyword would offer no similar name.
@@ -65,21 +65,19 @@ class HookConfig:
 
     @property
     def excluded_globs(self) -> Sequence[str]:
-        """Globs on parameter names; matching parameters are never compressed."""
         patterns: Sequence[str] = getattr(self, "exclude", ())
         return patterns
 
     @property
     def configured_start(self) -> int | float | None:
-        """The value of the field named by `start_option`; 0 for a hook without that option."""
+        """The value of the field named by `start_option`; 0 without such a field."""
         return 0 if self.start_option is None else getattr(self, self.start_option)
 
     def with_start(self: ConfigT, start: int) -> ConfigT:
-        """A copy that starts after `start` steps; `self` for a hook without a start option."""
         return self if self.start_option is None else dataclasses.replace(self, **{self.start_option: start})
 
     def resolved(self: ConfigT, total_steps: int | None) -> ConfigT:
-        """A copy whose start is a number of steps.
+        """Return a copy whose start is a number of steps.
 
         Args:
             total_steps: synchronised backward passes in the whole run; None if unknown.
@@ -112,22 +110,19 @@ class HookConfig:
             )
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
-        """Raise HookConfigError unless `holds`; for `__post_init__` of subclasses."""
         if not holds:
             raise invalid(f"{type(self).__name__}: {name}", getattr(self, name), expected)
 
 
 def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
-    """Convert `value` to the type `hint` as OmegaConf does. Text for a number or a bool is read as YAML, because the
-    environment and flags give text; an int for a bool is an error, which OmegaConf would take for True.
+    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a number or a bool is
+    read as YAML, because environment and flags pass text; an int for a bool is an error, although OmegaConf converts
+    it.
 
     Args:
         where: argument, key path or option, for the message.
         hint: bool, int, float, str, list[str], dict[str, Any], or a union of these with None.
-        expected: what to say of a value that does not fit; "" names the type.
-
-    Raises:
-        HookConfigError: the value does not fit.
+        expected: what the message says is expected; "": the type.
     """
     value, kinds = plain(where, value), _members(hint)
     try:
@@ -146,21 +141,14 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
 
 
 def check_choice(where: str, value: object, choices: Collection[object]) -> None:
-    """Raise HookConfigError unless `value` is one of `choices`."""
     if value not in choices:
         near = [each for each in choices if isinstance(each, str)]
         raise invalid(where, value, f"one of {', '.join(map(repr, choices))}", near)
 
 
 def plain(where: str, value: Any) -> Any:
-    """Replace a container of OmegaConf, which Hydra passes to the objects that it makes, by a dict or list.
-
-    Args:
-        where: argument, key path or file, for the message.
-
-    Raises:
-        HookConfigError: a value is missing ("???"), or an interpolation cannot be resolved.
-    """
+    """Convert a container of OmegaConf, such as Hydra passes, to a dict or list. Raises HookConfigError if a value is
+    missing ("???") or an interpolation cannot be resolved; `where`: argument, key path or file, for the message."""
     if not OmegaConf.is_config(value):
         return value
     try:

@@ -1,4 +1,4 @@
-"""The plan of a model: what is compressed and what is not, the bytes sent, and the memory needed; and its table."""
+"""The plan of a model: what is compressed, the bytes sent, and the memory needed, with a table."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
-from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
@@ -31,12 +31,12 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The plan of a whole model. `print(plan)` shows a table with one line per parameter."""
+    """What a hook does to a model. `print(plan)` shows a table with one line per parameter."""
 
     hook: str
     parameters: tuple[UnitPlan, ...]
     wire_dtype: torch.dtype | None = None
-    """The dtype to which the hook or its wrapper casts the numbers that it sends; None: it does not."""
+    """The dtype to which the hook or its wrapper casts what it sends; None: the dtype of the gradients."""
     start_step: int = 0
     """Compression begins after this many steps."""
     selective: bool = True
@@ -45,12 +45,11 @@ class ModelPlan:
     """Bytes that the hook needs on each rank; with `ranks_per_node` on this rank, which keeps a share of the residuals.
     `packed` and `copies` are upper bounds if the buckets are unknown."""
     arrangement: str = ""
-    """With `ranks_per_node`, between which ranks the bytes of this plan travel; a node sends them as one rank."""
+    """With `ranks_per_node`: the nodes between which the bytes are sent; a node sends them as one rank."""
     bucket_names: tuple[tuple[str, ...], ...] = ()
-    """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
+    """The parameters of each bucket; empty if the buckets are unknown, or if the rows of the plan are buckets."""
     bytes_per_save: int = 0
-    """Bytes that a joint save sends of an optimizer that keeps two numbers per weight, such as Adam, where each rank
-    trains for itself."""
+    """With local steps: bytes that a joint save sends of an optimizer with two numbers per weight, such as Adam."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
@@ -66,7 +65,7 @@ class ModelPlan:
 
     @property
     def flag_bytes(self) -> int:
-        """Further bytes sent per rank and step, such as a flag per matrix."""
+        """Additional bytes per rank and step, such as a flag per matrix."""
         return sum(p.flags * p.wire_itemsize(self.wire_dtype) for p in self.compressed)
 
     @property
@@ -95,7 +94,7 @@ class ModelPlan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain types, for JSON. Bytes are per rank and step."""
+        """Return the plan as plain types, for JSON. Bytes are per rank and step."""
         sent = None if self.sends is None else self.bytes_after
         # All rows have the same keys, and "matrix" and "rank" for every hook.
         details = dict.fromkeys(["matrix", "rank", *(key for p in self.parameters for key in p.details)])
@@ -132,16 +131,15 @@ class ModelPlan:
 
     @property
     def _unknown(self) -> bool:
-        """There are no rows, so the plan is not known yet: every DDP model has parameters."""
+        """Whether the plan is unknown before the first backward pass: every DDP model has parameters."""
         return self.selective and not self.parameters
 
     def sent_bytes(self, parameter: UnitPlan) -> int:
-        """Bytes that are sent for one parameter per step; for a user's hook, whose traffic is unknown, the uncompressed
-        size."""
+        """Bytes sent for one parameter per step; for a user's hook, whose traffic is unknown, the uncompressed size."""
         return 0 if self.sends is False else parameter.sent_bytes(self.wire_dtype)
 
     def summary(self) -> str:
-        """One line: what is compressed, and what is sent per step and rank."""
+        """Return one line: what is compressed, and the bytes per step and rank."""
         if self._unknown:
             return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
         unit = self.unit
@@ -160,7 +158,7 @@ class ModelPlan:
         return self.summary() if self._unknown else self.table() + self.summary()
 
     def table(self) -> str:
-        """The parameters, the buckets if they are known, and a line about memory; ends with a line break."""
+        """Return the table of the parameters and of known buckets, and a line about memory."""
         tables = [_parameter_table(self), *([_bucket_table(self)] if self.bucket_names else [])]
         return text_of(*tables) + self._memory_line()
 
@@ -179,8 +177,8 @@ class ModelPlan:
 
 
 def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
-    """The plan of each parameter; empty for a compressor of whole buckets. `sparse`: ids of the parameters whose
-    gradients are sparse."""
+    """Plan each parameter. Returns [] for a compressor of whole buckets. `sparse`: ids of parameters with sparse
+    gradients."""
     config = compressor.config
     infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]
     return [plan for plan in (compressor.plan(infos) if infos else ()) if not plan.state_name]
@@ -191,10 +189,10 @@ def whole_plan(
     compressor: Compressor[Any],
     rows: Sequence[UnitPlan],
     buckets: Sequence[Sequence[str]] = (),
-    arrangement: Arrangement = FLAT,
+    reduction: FlatReduction = FLAT,
 ) -> ModelPlan:
-    """A `ModelPlan` of these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows are
-    buckets."""
+    """Make a `ModelPlan` of these rows. `buckets`: the names in each bucket; empty if they are unknown, or if the rows
+    are buckets."""
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
@@ -203,8 +201,8 @@ def whole_plan(
         compressor.wire_dtype,
         compressor.start_step,
         selective=compressor.selective,
-        memory=arrangement.memory_plan(compressor, rows, known or [rows]),
-        arrangement=arrangement.words,
+        memory=reduction.memory_plan(compressor, rows, known or [rows]),
+        arrangement=reduction.description,
         bucket_names=tuple(map(tuple, buckets)),
         bytes_per_save=sum(row.numel * 4 for row in rows) if isinstance(compressor, LocalStepsCompressor) else 0,
         sends=compressor.config.sends,
@@ -212,26 +210,19 @@ def whole_plan(
 
 
 def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) -> ModelPlan:
-    """The plan of a model to which a hook is attached."""
     compressor, consensus = session.compressor, session.consensus
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
     if not rows:  # each row is a bucket
         return whole_plan(hook, compressor, consensus.buckets.plans())
-    return whole_plan(
-        hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.arrangement
-    )
+    return whole_plan(hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.reduction)
 
 
 def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
-    """The plan that a hook will have before its first backward pass when it is attached to `module` in DDP. The values
-    of the parameters are not read: they may be on the meta device.
-
-    Args:
-        total_steps: as in `attach`.
+    """Plan what a hook will do to `module` in DDP. Values of parameters are not read: they may be on the meta device.
 
     Raises:
-        HookConfigError: the request is for a user's hook or for none, its start is a fraction and `total_steps` is
-            None, or nothing in the model is trained.
+        HookConfigError: the request is for a user's hook or for no hook, its start is a fraction and `total_steps` is
+            None, or no parameter is trained.
     """
     compressor = request.new_compressor(total_steps)
     if request.off:
@@ -250,7 +241,7 @@ def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int |
 
 
 def text_of(*parts: Any) -> str:
-    """What rich prints of `parts`, names literally: no markup, no emoji for ":x:"."""
+    """Format `parts` with rich. Names are printed literally, without markup or emoji (":x:")."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""The names that `commhooks` has. It imports this module, and with it torch, when the first of them is asked for."""
+"""The public names. `commhooks` imports this module, and with it torch, when the first of them is used."""
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
 from commhooks.compressors.auto.options import Auto

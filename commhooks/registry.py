@@ -1,5 +1,4 @@
-"""The registry of compressors by name. To add a hook, write one module and add its class to `BUILT_IN`, or call
-`register_compressor`."""
+"""The registered hooks by name. To add one, add its compressor class to `BUILT_IN`, or call `register_compressor`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -32,24 +31,24 @@ BUILT_IN: tuple[type[Compressor[Any]], ...] = (
     AutoCompressor,
 )
 COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
-"""Compressors by name. Global state: `register_compressor` adds to this table, `register_hook` to `FACTORIES`."""
+"""Compressors by name; `register_compressor` adds to them."""
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
 FACTORIES: dict[str, Factory] = {}
-"""Factories of users' own hooks by name; see `commhooks.register_hook`."""
+"""Factories of users' hooks by name; `register_hook` adds to them."""
 
 OFF = "none"
-"""The name for training without a hook. It belongs to no compressor."""
+"""The name of training without a hook."""
 
 CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
 
 
 def register_compressor(compressor: CompressorClass) -> CompressorClass:
-    """Register a compressor class as a hook. It then works as the built-in ones do: by name or by config class, in
-    Python, YAML and on the command line, in checkpoints, plans, statistics and the doctor. Usable as a class decorator.
+    """Register a compressor class as a hook, for all front ends, checkpoints, plans, statistics and the doctor. Usable
+    as a class decorator.
 
     Every process that uses the hook must import the module that calls this. Alternatively pass the path
-    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering the same class
-    again, or the same class of a reloaded module, replaces it.
+    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering a class again,
+    also from a reloaded module, replaces it.
 
     Args:
         compressor: a subclass of `commhooks.Compressor` with a `Config`, a frozen keyword-only dataclass derived from
@@ -76,16 +75,13 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
 
 
 def register_hook(name: str, factory: Factory) -> None:
-    """Register a user's hook by name, for Python, YAML and the command line.
-
-    If plans, statistics and checkpoints should cover the hook as they do the built-in ones, write a compressor and use
-    `register_compressor` instead.
+    """Register a function as a hook by name, for all front ends. Plans, statistics and checkpoints cover compressors
+    only: see `register_compressor`.
 
     Args:
-        name: the name of the hook; must not be taken.
-        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank when the hook is
-            attached. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved
-            and restored if it has `state_dict` and `load_state_dict` (plain types and tensors).
+        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank in `attach`. `hook` has
+            the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved and restored if it
+            has `state_dict` and `load_state_dict` (plain types and tensors).
 
     Raises:
         HookConfigError: the name is taken or invalid, or the factory is not callable.
@@ -98,7 +94,7 @@ def register_hook(name: str, factory: Factory) -> None:
 
 
 def available_hooks() -> dict[str, dict[str, Any]]:
-    """Name -> {"description": one line, "options": {option: default}} of every registered hook."""
+    """Return {name: {"description": one line, "options": {option: default}}} of all registered hooks."""
     hooks: dict[str, dict[str, Any]] = {}
     for name, compressor in COMPRESSORS.items():
         hooks[name] = {
@@ -112,7 +108,7 @@ def available_hooks() -> dict[str, dict[str, Any]]:
 
 
 def _problem(compressor: type[Compressor[Any]]) -> str | None:
-    """The reason why a subclass of `Compressor` cannot be registered; None if it can."""
+    """Return why a subclass of `Compressor` cannot be registered, or None."""
     config = getattr(compressor, "Config", None)
     if not (isinstance(config, type) and issubclass(config, HookConfig)):
         return f"its Config is {config!r}; expected a dataclass derived from commhooks.HookConfig"
@@ -147,7 +143,6 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
 
 
 def _check_word(caller: str, name: object) -> None:
-    """Raise HookConfigError unless `name` is a word that can name a hook."""
     if isinstance(name, str) and means_no_hook(name):
         raise HookConfigError(f"{caller}: name={name!r} means training without a hook; choose another name")
     if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
@@ -160,7 +155,7 @@ def _check_free(caller: str, name: str) -> None:
 
 
 def canonical_name(name: str) -> str | None:
-    """The registered name that `name` (a name or an alias) refers to, or None. Case, `_` and `-` are ignored."""
+    """Return the registered name of a name or alias, or None. Case, `_` and `-` are ignored."""
 
     def plain(text: str) -> str:
         return text.lower().replace("_", "").replace("-", "")
@@ -171,21 +166,16 @@ def canonical_name(name: str) -> str | None:
 
 
 def means_no_hook(hook: object) -> bool:
-    """Whether the user asks for training without a hook: None, "none", "off"; False is what YAML reads for `off`."""
+    """Whether `hook` asks for training without a hook: None, "none", "off", or False, as YAML reads `off`."""
     return hook is None or hook is False or (isinstance(hook, str) and hook.lower() in (OFF, "off"))
 
 
 def aliases() -> dict[str, str]:
-    """Alias -> registered name."""
     return {alias: name for name, each in COMPRESSORS.items() for alias in each.Config.aliases}
 
 
 def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
-    """The compressor class that `config` configures.
-
-    Raises:
-        HookConfigError: that compressor is not registered.
-    """
+    """Return the compressor class of `config`. Raises HookConfigError if it is not registered."""
     found = COMPRESSORS.get(config.hook_name)
     if found is None or not isinstance(config, found.Config):
         raise HookConfigError(
@@ -196,5 +186,5 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
 
 
 def names_to_offer() -> list[str]:
-    """The names that a message may suggest for a misspelt one: hooks to train with."""
+    """Return the names that messages may suggest: the hooks to train with."""
     return [*(name for name, each in COMPRESSORS.items() if each.Config.sends), *FACTORIES]

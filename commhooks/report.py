@@ -1,4 +1,4 @@
-"""What a hook reports: its status and summary, norms, and metrics for the loggers of Lightning and Accelerate."""
+"""The reports of a hook: status, summary, norms, and metrics for the loggers of Lightning and Accelerate."""
 
 import math
 import weakref
@@ -28,7 +28,7 @@ NAMES = (
     "outer_gradient_norm",
     "outer_gradient_cosine",
 )
-"""Names of the metrics; docs/metrics.md explains each."""
+"""Names of the metrics; docs/working.md explains each."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Use:
     """What a hook has done so far.
 
     Attributes:
-        acted: it has compressed a step, or averaged weights.
+        acted: the hook has compressed a step, or averaged weights.
         plain: the latest step was a plain all-reduce, because the hook has not begun.
-        begins: the step at which it begins.
-        acts: the step at which it acts for the first time; usually the same.
-        missing: what it has not done, if it has not acted.
-        remedy: how to make it act earlier.
+        begins: the step at which the hook begins.
+        acts: the first step at which it compresses or averages; usually equal to `begins`.
+        missing: for the warning that the hook has had no effect: what it has not done.
+        remedy: how to make the hook begin earlier.
         or_later: " or later" if `begins` is the earliest step.
     """
 
@@ -56,14 +56,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Status:
-    """The present status of a hook; reading it never waits for an accelerator.
+    """The current state of a hook, read without waiting for an accelerator.
 
     Attributes:
         options: the options in force, as plain types.
-        use: what it has done; None for a hook that is asked for plain averages, or for none.
-        counts_bytes: whether the sent bytes are known.
-        counts_outcomes: whether it is known which steps were committed and which were compressed.
-        replicas_agree: whether the weights should be equal on all ranks now.
+        use: None for plain averages, and without a hook.
+        counts_bytes: the sent bytes are known.
+        counts_outcomes: the committed and the compressed steps are known.
+        replicas_agree: the weights should be equal on all ranks now.
         run_number: see `CommHook.run_number`.
     """
 
@@ -77,13 +77,13 @@ class Status:
 
 @dataclass(frozen=True)
 class Summary:
-    """What rank 0 logs about a hook at the end of the first backward pass.
+    """The parts of the line that rank 0 logs at the end of the first backward pass.
 
     Attributes:
         details: the main options, the kernel, the nodes.
-        effect: what the hook does and sends.
-        alone: what it does although a single rank sends nothing, to be appended.
-        warnings: about the machines of the ranks.
+        effect: what the hook compresses and sends.
+        alone: appended with a single rank, which sends nothing: what the hook does nevertheless.
+        warnings: about the ranks' machines.
     """
 
     details: Sequence[str] = ()
@@ -96,9 +96,9 @@ class Summary:
 def norms(
     gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], factor: float
 ) -> dict[str, float | None]:
-    """The Euclidean norms over the parameters in `gradients`, and their ratio: about how many steps of gradient error
-    feedback holds back. None if there is nothing to measure. `residuals` contain `factor`. Synchronises with the device
-    once."""
+    """Return the Euclidean norms over the parameters in `gradients`, and their ratio, which is about the number of
+    steps of gradient that error feedback holds back; None where there is nothing to measure. `factor`: contained in
+    `residuals`. Synchronises with the device once."""
     held = [residuals[name] for name in gradients if name in residuals]
     tensors = held + [each for each in gradients.values() if each is not None]
     values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
@@ -111,17 +111,17 @@ def norms(
 
 
 class Meter:
-    """Reads the metrics of hooks repeatedly, and computes means since the last reading of the same hook."""
+    """Computes the metrics of hooks, as means since the previous reading of the same hook."""
 
     def __init__(self) -> None:
         self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
-        return Meter, ()  # pickles, as those of Lightning's spawn launcher, hold nothing of hooks
+        return Meter, ()  # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
 
     def read(self, hook: "CommHook", *, prefix: str = PREFIX) -> dict[str, float]:
-        """The metrics that exist; others are left out. Synchronises with the accelerator, but does not communicate: a
-        single rank may call it."""
+        """Return the metrics that exist. Synchronises with the accelerator. Does not communicate: a single rank may
+        call it."""
         now, before = hook.stats(), self._before.get(hook, {})
         self._before[hook] = now
         values: dict[str, float | None] = {

@@ -1,9 +1,7 @@
-"""A user's request for a hook: the arguments that all front ends share, checked once, without a model or a process
-group.
+"""A user's request for a hook: the arguments of all front ends, checked without a model or a process group.
 
-The front ends are `commhooks.attach`, the strategies of Lightning and Fabric, the handler and the YAML of Accelerate,
-and flags. Their signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains
-them."""
+The front ends are `attach`, the strategies of Lightning and Fabric, Accelerate's handler and YAML, and flags. Their
+signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains them."""
 
 import dataclasses
 import functools
@@ -51,7 +49,7 @@ _DROP_INS: dict[Callable[..., Any], str] = {
     powerSGD_hook.powerSGD_hook: "powerSGD",
     powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD",
 }
-"""torch's functions, each with the name of its hook. Given without a state, they are that hook."""
+"""Drop-ins for torch's functions -> the hook that runs if the function is passed without a state."""
 
 
 # ---- the shared arguments --------------------------------------------------------------------------------------------
@@ -62,10 +60,10 @@ class Argument:
     """An argument of all front ends.
 
     Attributes:
-        kind: its type in YAML. In Python `hook` and `hook_state` may be other objects.
-        default: Lightning writes one file for all ranks, and there the default of `save_residual` is "mean".
-        choices: the possible values, if they are few.
-        expected: what the message about a wrong value says.
+        kind: the type in YAML. In Python `hook` and `hook_state` may be other objects.
+        default: Lightning, which writes one file for all ranks, has "mean" for `save_residual`.
+        choices: the valid values; empty: any of the type.
+        expected: the valid values in words, for messages.
     """
 
     kind: Any
@@ -89,12 +87,8 @@ ARGUMENTS = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the shared arguments in `given`, except for the hook with its options and state. Returns all of `given`,
-    converted to the arguments' types.
-
-    Raises:
-        HookConfigError: a value has the wrong type or is out of range.
-    """
+    """Return `given` with the shared arguments converted to their types; `hook` and its options and state are not
+    checked. Raises HookConfigError if a value has the wrong type or is out of range."""
     checked = dict(given)
     for name, argument in ARGUMENTS.items():
         if name in given and argument.choices:
@@ -105,8 +99,8 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> Any:
-    """Return `value`, converted to `kind`. Raise HookConfigError if it does not fit, if a number is below 1, or if it
-    is another text than "auto"."""
+    """Return `value`, converted to `kind`. Raises HookConfigError if it does not fit, if it is a number below 1, or any
+    text but "auto"."""
     found = converted(where, value, kind, expected)
     if not (found == "auto" if isinstance(found, str) else found is None or isinstance(found, bool) or found >= 1):
         raise invalid(where, value, expected)
@@ -114,13 +108,13 @@ def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> An
 
 
 def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
-    """The shared arguments in `scope`, which is the `locals()` of a function that takes them."""
+    """Return the shared arguments in `scope`, the `locals()` of a front end's function."""
     return {name: scope[name] for name in ARGUMENTS if name in scope}
 
 
 def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: an unknown keyword argument raises HookConfigError, which offers the closest name. Rank 0 prints the
-    error first."""
+    """Decorator: an unknown keyword argument raises HookConfigError with the closest name. Rank 0 prints the message of
+    every CommHookError."""
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -142,10 +136,8 @@ def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class HookRequest:
-    """A checked request for a hook. Picklable if its contents are.
-
-    One of `config`, `factory` and `function` is set; none for training without a hook.
-    """
+    """A checked request for a hook. At most one of `config`, `factory` and `function` is set; none of them asks for
+    training without a hook."""
 
     name: str
     config: HookConfig | None = None
@@ -160,18 +152,15 @@ class HookRequest:
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
     distributed: bool = False
-    """`state_dict()` has the form for `torch.distributed.checkpoint`. Always so for sharded models."""
+    """Whether `state_dict()` has the form for `torch.distributed.checkpoint`, as always for sharded models."""
     ignored: tuple[str, ...] = ()
-    """The given arguments that have no effect without a hook."""
+    """The passed arguments that have no effect without a hook."""
 
     @classmethod
     def parse(
         cls, hook: object, *, hook_options: Mapping[str, Any] | None = None, hook_state: Any = None, **common: Any
     ) -> "HookRequest":
-        """Make a request from the user's arguments; see `attach` for them.
-
-        Args:
-            common: wrapper, save_residual, strict, total_steps, check_every, ranks_per_node.
+        """Make a request from the user's arguments; see `attach`. `common`: the other shared arguments.
 
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
@@ -241,36 +230,27 @@ class HookRequest:
 
     @property
     def off(self) -> bool:
-        """Whether the user asks for training without a hook."""
         return self.config is None and self.factory is None and self.function is None
 
     def as_plain_average(self) -> "HookRequest":
-        """The same request with the hook that averages exactly, for models whose gradients nobody else averages."""
+        """Return the request for an exact average in place of no hook: nothing else averages over replicas of FSDP2."""
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
 
     @property
     def form(self) -> str:
-        """The `save_residual` as the user gave it."""
+        """The `save_residual` that the user passed."""
         return "distributed" if self.distributed else self.save_residual
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype to which the hook or its wrapper casts what it sends; None: gradients are sent in their own
-        dtype."""
+        """The dtype to which the hook or its wrapper casts what it sends; None: the dtype of the gradients."""
         known = COMPRESSORS.get(self.name)
         wire = self.wrapper or (known.Config.own_wire if known is not None else None)
         return None if wire is None else WIRE_DTYPES.get(wire)
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
-        """Make the requested compressor, with its start as a number of steps. None for a user's hook, and without a
-        hook.
-
-        Args:
-            total_steps: synchronised backward passes in the whole run, if known.
-
-        Raises:
-            HookConfigError: the start is a fraction and `total_steps` is None.
-        """
+        """Make the requested compressor, with its start as a number of steps; None for a user's hook, and without a
+        hook. Raises HookConfigError if the start is a fraction and `total_steps` is None."""
         if self.config is None:
             return None
         resolved = self.config.resolved(total_steps)
@@ -278,7 +258,6 @@ class HookRequest:
         return made(resolved) if self.wrapper is None else made(resolved, WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
-        """The state and the function of a user's hook."""
         if self.factory is not None:
             made = FACTORIES[self.factory](dict(self.options), process_group)
             if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
@@ -291,8 +270,7 @@ class HookRequest:
 
 
 def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
-    """Find what the argument `hook` names: a config, the config class of a hook, the name of a factory, or a
-    function."""
+    """Resolve the argument `hook` to a config, a config class, the name of a factory, or a function."""
     if isinstance(hook, type) and issubclass(hook, HookConfig):
         raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
     if isinstance(hook, HookConfig):
@@ -326,18 +304,18 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
 
 
 def import_path(path: str, said: str, *, kind: str = "function") -> Any:
-    """Import the object at `path`: "package.module:name", also with dots in the name; "folder/train.py:name" is the
-    same as "folder.train:name".
+    """Import the object at `path`: "package.module:name", where the name may have dots; "folder/train.py:name" equals
+    "folder.train:name".
 
     Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
 
     Args:
-        said: description of the path for messages, for example "hook 'package.module:name'".
+        said: the path in messages, for example "hook 'package.module:name'".
         kind: the expected kind of object, for messages.
 
     Raises:
-        HookConfigError: the path is malformed, or the module or name does not exist. Other errors that the module
-            raises while it is imported pass through.
+        HookConfigError: the path is malformed, or the module or name does not exist. Other errors of the import pass
+            through.
     """
     module_name, _, name = path.partition(":")
     if module_name.endswith(".py"):
@@ -364,7 +342,7 @@ def import_path(path: str, said: str, *, kind: str = "function") -> Any:
 
 
 def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
-    """Why `function` cannot be called with these arguments; "" if it can, or has no signature."""
+    """Return why `function` cannot be called with these arguments; "" if it can, or has no signature."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -375,7 +353,7 @@ def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
 
 
 def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
-    """Why a compressor cannot work between nodes only; "" if it can."""
+    """Return why a compressor cannot work between nodes only; "" if it can."""
     if not compressor.Config.sends:
         return "sends nothing"
     if issubclass(compressor, AdaptiveCompressor):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Optional
 
 from commhooks import CommHook
-from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_arguments, check_choice, check_value
+from commhooks.hook.plugin_api import NAMES, PREFIX, Meter, check_arguments, check_choice, check_value
 from lightning_commhooks.checkpoint import SaveResidual, with_defaults
 from lightning_commhooks.strategy import warn
 
@@ -67,7 +67,7 @@ class CommHookMonitor(Callback):
 
         Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
 
-    The names are those of `commhooks.report`; docs/metrics.md explains them. The values are those of rank 0.
+    The names are those of `commhooks.report`; docs/working.md explains them. The values are those of rank 0.
     Nothing is computed in other steps, and the training is the same to the last bit with and without this callback.
 
     Args:

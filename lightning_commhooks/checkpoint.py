@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from commhooks.errors import errors_begin_with
-from commhooks.hook.for_plugins import ARGUMENTS
+from commhooks.hook.plugin_api import ARGUMENTS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

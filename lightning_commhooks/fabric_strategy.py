@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
-from commhooks.hook.for_plugins import (
+from commhooks.hook.plugin_api import (
     HookRequest,
     arguments_in,
     attach_request,

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from commhooks import HookConfigError
-from commhooks.hook.for_plugins import (
-    HookFolder,
+from commhooks.hook.plugin_api import (
+    DCPFolder,
     HookRequest,
     arguments_in,
     check_value,
@@ -156,8 +156,8 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         if any(isinstance(each, self.checkpoint_callback) for each in trainer.callbacks):
             raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
 
-    def _folder_in(self, checkpoint: Path) -> HookFolder:
-        return HookFolder(checkpoint / CHECKPOINT_KEY, "CommHookFSDP2", self.broadcast)
+    def _folder_in(self, checkpoint: Path) -> DCPFolder:
+        return DCPFolder(checkpoint / CHECKPOINT_KEY, "CommHookFSDP2", self.broadcast)
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:

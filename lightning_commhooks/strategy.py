@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
 from commhooks.errors import WARNING_PREFIX, no_such
-from commhooks.hook.for_plugins import (
+from commhooks.hook.plugin_api import (
     COMPRESSORS,
     HookConfig,
     HookRequest,

@@ -1,18 +1,18 @@
-"""The state of a hook for `torch.distributed.checkpoint` (DCP).
+"""Converts a payload to the form that `torch.distributed.checkpoint` (DCP) saves, and back.
 
-DCP saves a tensor once for all ranks, a DTensor shard by shard, and loads into existing tensors. So this form has the
-same keys on every rank, at every step and for every number of shards:
+DCP saves a tensor once for all ranks and a DTensor shard by shard, and loads into existing tensors. So this form has
+the same keys on every rank, at every step and for every number of shards:
 
     {"commhooks": bytes, "residual": {name: tensor, ...}}
 
 `residual` holds the mean over the replicas, with the shape and placement of the parameter, for every parameter that
-would have a residual if nothing were sharded. Hooks that average weights have `anchor` and `outer_momentum` in the same
+would have a residual in an unsharded model. Hooks that average weights save `anchor` and `outer_momentum` in the same
 form. Everything else is small and differs between shards, such as Q, or the residual of a shard that is compressed
-although the whole parameter would not be. `commhooks` holds it as bytes: the payloads of all shards (`payload.py`)
-without the tensors above.
+although the whole parameter would not be: `commhooks` holds the payloads of all shards (`payload.py`), without the
+tensors above, as bytes.
 
-A shard of a model with another number of shards gets its piece of the residual from DCP. It continues with the Q of the
-saved shard that held its first row, which is a good start; anything else begins afresh.
+If the number of shards has changed, a shard gets its piece of the residual from DCP, and continues with the Q of the
+saved shard that held its first row, which is a good start. Everything else begins afresh.
 """
 
 import io
@@ -29,7 +29,7 @@ from commhooks.gradients.source import Extent, GradientSource
 
 
 def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) -> dict[str, Any]:
-    """A payload for this rank's shard of the model. `payloads`: the checked payloads of all saved shards."""
+    """Make the payload of this rank's shard from the checked payloads of all saved shards."""
     index, count = source.place
     if len(payloads) == count and not _turned(payloads, source):
         return payloads[index]
@@ -48,7 +48,7 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 
 def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
-    """Whether a parameter is sharded along another dimension than it was saved with."""
+    """Whether a parameter is now sharded along another dimension than when it was saved."""
     for name in source.names.named_parameters():
         found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
         if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):
@@ -75,7 +75,7 @@ def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str
 
 
 def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
-    """The dimension along which shards of these shapes make the whole parameter, preferably the dimension of `extent`;
+    """The dimension along which shards of these shapes make up the whole parameter, the dimension of `extent` first;
     None if they belong to another parameter."""
     whole = list(extent.whole)
     for dim in (extent.dim, *range(len(whole))):
@@ -87,7 +87,7 @@ def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
 
 
 def _residual(entries: Sequence[dict[str, Any]], dim: int, extent: Extent) -> torch.Tensor | None:
-    """This shard's piece of the residuals in the entries; None, which stands for zeros, if they hold none."""
+    """Cut this shard's piece out of the saved residuals; None stands for zeros."""
     found = next((entry["residual"] for entry in entries if entry["residual"] is not None), None)
     if found is None:
         return None
@@ -104,10 +104,10 @@ _WHAT = "the state of all shards (save on every rank, or on none)"
 def to_distributed(
     payload: dict[str, Any], kept: Mapping[str, Mapping[str, torch.dtype]], source: GradientSource
 ) -> dict[str, Any]:
-    """The state in DCP's form. All ranks of the model must call this.
+    """Convert a payload to DCP's form. All ranks of the model must call this.
 
     Args:
-        payload: of this rank's shard, with the mean of its residuals, or none; changed in place.
+        payload: this rank's payload, with the mean of the residuals or without residuals; changed in place.
         kept: field -> parameter -> dtype of the tensors that DCP saves; equal on all ranks.
         source: the model.
     """
@@ -137,10 +137,10 @@ def to_distributed(
 
 
 def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
-    """The payload of this rank's shard, from a state in DCP's form.
+    """Make the payload of this rank's shard from a state in DCP's form.
 
     Raises:
-        PayloadError: it is damaged.
+        PayloadError: the state is damaged.
     """
     rest = _from_bytes(state[REST])
     if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
@@ -189,7 +189,7 @@ def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _local(saved: Any, where: str) -> torch.Tensor:
-    """This rank's part of a saved tensor. `where`: its key, for messages."""
+    """This rank's part of a saved tensor, checked. `where`: its key, for messages."""
     own: torch.Tensor = saved.to_local() if isinstance(saved, DTensor) else saved
     check_tensor(own, where)
     return own.detach().cpu()

@@ -1,4 +1,4 @@
-"""The learned state of a session as a checkpoint payload, and back. Loading is all or nothing."""
+"""Saves the learned state of a session as a checkpoint payload, and loads it: all of a payload or nothing."""
 
 import contextlib
 import dataclasses
@@ -28,12 +28,12 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True)
 class Contribution:
-    """The residuals of a payload: what differs between ranks.
+    """The residuals that go into a payload. They are the only part of it that differs between ranks.
 
     Attributes:
         kind: "mean", "per_rank" or "none".
         ranks: the ranks whose residuals are included.
-        residuals: per parameter a tensor, or a list with one per rank, in the form of the learned state.
+        residuals: per parameter a flat tensor, or a list with one tensor per rank.
         exact: whether a run that resumes from the payload continues exactly as this run.
         shares: whether each rank has residuals for a share of the parameters only.
     """
@@ -54,9 +54,9 @@ class LearnedStateCheckpointer:
     """
 
     step_is = "step"
-    """What `step` counts."""
+    """What `step` counts, for messages."""
     not_begun_anew = ""
-    """What `begin_anew` does not reset, as the end of a message."""
+    """The end of a message: what `begin_anew` does not reset."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LearnedStateCheckpointer:
         self._first_start = session.compressor.start_step
 
     def begin_anew(self) -> None:
-        """Reset all learned state and the start step, if that was changed by a load."""
+        """Reset the learned state and the start step, which a load may have changed."""
         compressor = self._session.compressor.with_start(self._first_start)
         self._take_over(LearnedState.of(compressor.state_fields), compressor)
 
@@ -84,7 +84,7 @@ class LearnedStateCheckpointer:
         return self._session.state.step
 
     def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        """See `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
+        """Return the payload; see `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:
             # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
@@ -175,7 +175,7 @@ class LearnedStateCheckpointer:
         return take_over
 
     def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
-        """Make new learned state from a payload whose header has been checked. Has no side effects except warnings.
+        """Make new learned state from a payload with a checked header. Changes nothing, but may warn.
 
         Raises:
             PayloadError: the payload is damaged, or, with `strict`, of another model (names and shapes are listed).
@@ -209,7 +209,7 @@ class LearnedStateCheckpointer:
                     # Copies, because the state changes in place.
                     state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
         if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
-            # The rank that saved may have had none, as the owner of nothing that is compressed.
+            # The rank that saved this file may own nothing that is compressed, and so have had no residuals.
             state.local_missing |= not self._is_of(payload)
         if payload["residual"] == "none" and payload["exact"] is False and state.local:
             state.local_missing = state.missing_was_said = True
@@ -233,7 +233,8 @@ class LearnedStateCheckpointer:
         return state
 
     def _compare(self, parameters: dict[str, Any], strict: bool) -> list[str]:
-        """The saved names whose shapes match the model. For others, raises PayloadError if `strict`, else warns."""
+        """Return the saved names whose shapes match the model. If there are others, raise PayloadError with `strict`,
+        else warn."""
         problems, known = {}, self._parameters
         for name in parameters:
             if name not in known:
@@ -258,7 +259,7 @@ class LearnedStateCheckpointer:
         return [name for name in parameters if name not in problems]
 
     def _own_residual(self, saved: Any, payload: dict[str, Any]) -> torch.Tensor | None:
-        """This rank's residual from the saved ones of a parameter; None if it was not saved."""
+        """Take this rank's residual from the saved residuals of a parameter; None if it was not saved."""
         ranks, world_size = payload["residual_ranks"], payload["world_size"]
         own: torch.Tensor | None = None
         if payload["residual"] == "mean":
@@ -271,11 +272,11 @@ class LearnedStateCheckpointer:
         return own
 
     def _is_of(self, payload: dict[str, Any]) -> bool:
-        """Whether a payload with residuals per rank has those of this one."""
+        """Whether a payload with residuals per rank has this rank's."""
         return payload["world_size"] == self._world_size and self._rank in payload["residual_ranks"]
 
     def resumed(self, content: dict[str, Any]) -> str:
-        """What became of the residuals and the start step of the loaded `content`, for the log line."""
+        """The end of the log line about a load of `content`: what became of residuals and start step."""
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
             if not content[COUNTERS]["compressed_steps"]:
@@ -294,8 +295,8 @@ class LearnedStateCheckpointer:
         return said
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        """What the hook keeps for each number of a parameter, such as "residual": for every whole parameter of the
-        model that could have one, its dtype."""
+        """The fields with one number per element of a parameter, such as "residual": field -> name -> dtype, for every
+        whole parameter of the model that could have the field."""
         compressor = self._session.compressor
         if not self._session.state.local:
             return {}
@@ -307,7 +308,8 @@ class LearnedStateCheckpointer:
         return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
     def joint_save(self) -> JointSave | None:
-        """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
+        """The object that runs joint saves; None before the first backward pass, in which the ranks agree on a
+        nonce."""
         consensus = self._session.consensus
         if consensus.nonce is None:
             return None
@@ -319,8 +321,8 @@ class LearnedStateCheckpointer:
         return self._joint_save[1]
 
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
-        """Drop residuals of parameters that are no longer compressed. No step would use them, but a later run that
-        compresses these parameters would add them to its gradients."""
+        """Drop the residuals of parameters that are no longer compressed. No step would use them, but a later run that
+        compresses these parameters again would add stale residuals to its gradients."""
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)
         dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]
@@ -328,7 +330,7 @@ class LearnedStateCheckpointer:
             del state["residual"][name]
         if dropped and self._is_logging_rank:
             logger.warning(
-                "hook %s compresses these parameters no longer, so that the residuals saved for them are dropped: %s",
+                "hook %s no longer compresses these parameters, so their saved residuals are dropped: %s",
                 self._hook,
                 ", ".join(dropped),
             )
@@ -336,10 +338,11 @@ class LearnedStateCheckpointer:
     def _residuals_for(
         self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> Contribution:
-        """The residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves its own.
+        """Collect the residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves
+        its own.
 
         Args:
-            mid_commit: a commit is writing the state at this moment.
+            mid_commit: whether a commit is writing the state at this moment.
         """
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
@@ -348,7 +351,7 @@ class LearnedStateCheckpointer:
         failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
         if residual == "per_rank" and not gather:
             if failure is None:
-                shares = bool(state.local) and not self._session.consensus.arrangement.complete
+                shares = bool(state.local) and self._session.consensus.reduction.nodes is not None
                 own = {name: [tensor] for name, tensor in state["residual"].items()}
                 return Contribution("per_rank", [self._rank], own, shares=shares)
             return self._inexact(failure)
@@ -384,11 +387,11 @@ class LearnedStateCheckpointer:
         field = next((each for each in session.compressor.state_fields if not each.replicated), None)
         if field is None:
             return {}
-        same_names = session.consensus.arrangement.complete and session.consensus.compared
+        same_names = session.consensus.reduction.nodes is None and session.consensus.compared
         of_whole_buckets = not self._plans_with(session.compressor)
         if same_names or of_whole_buckets or (state.local_shared and not own):
             plans = self._compressed(session.compressor)
-            # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
+            # In the dtype of a load, not in FSDP's reduce_dtype: the run that saves goes on from the same numbers.
             return {n: own[n].to(_kept_dtype(field, p, plans.get(n))) for n, p in self._parameters.items() if n in own}
         return {
             name: own[name] if name in own else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
@@ -396,17 +399,17 @@ class LearnedStateCheckpointer:
         }
 
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
-        """Continue from the means that were saved, as a run that loads them does."""
+        """Replace the residuals by their saved means, so that this run goes on as a run that loads them."""
         session, state = self._session, self._session.state
         for name, mean in means.items():
             kept: dict[str, torch.Tensor] = {}
-            session.consensus.arrangement.rebase(kept, name, mean)
+            session.consensus.reduction.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
                 session.held.overwrite(state["residual"][name], kept[name])
             elif name in kept:  # another rank has loaded one
                 device = self._parameters[name].device
                 state["residual"][name] = kept[name].to(device, copy=True)
-        state.local_shared = session.consensus.arrangement.complete
+        state.local_shared = session.consensus.reduction.nodes is None
 
     def _inexact(self, failure: Failure) -> Contribution:
         """A payload without residuals, with one warning on the rank that logs the failure."""
@@ -425,7 +428,7 @@ class LearnedStateCheckpointer:
         with session.held.lock:
             # Unread outcomes of earlier steps belong to the state that is replaced now.
             session.held.settle()
-            # At once: a signal handler that saves never finds a part of it.
+            # In one statement, so that a signal handler that saves never finds the state half replaced.
             vars(session.state).update(vars(state))
             session.consensus.replace_compressor(compressor)
 
@@ -439,7 +442,6 @@ class LearnedStateCheckpointer:
 
 
 def _kept_dtype(field: StateField, parameter: torch.Tensor, plan: UnitPlan | None) -> torch.dtype:
-    """The dtype in which the parameter's field is kept, as far as the weights tell."""
     return compute_dtype(parameter.dtype) if plan is None else field.dtype(plan)
 
 
@@ -451,8 +453,8 @@ def _fitted(
     plan: UnitPlan | None,
     compressor: Compressor[Any],
 ) -> torch.Tensor | None:
-    """A replicated tensor fitted to the current plan; None if the parameter is not compressed now, or if the tensor
-    cannot be used.
+    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or if
+    the tensor cannot be used.
 
     Raises:
         PayloadError: the tensor cannot belong to this parameter.
@@ -464,7 +466,7 @@ def _fitted(
         problem = None if value is None else field.problem(value, plan)
         if value is not None and problem is None:
             value = field.refit(value, plan, compressor.initial_value(field, plan, torch.float64))
-    except Exception as error:  # fields of users' compressors: so far only checked to be finite tensors
+    except Exception as error:  # a field of a user's compressor, checked so far only for finite tensors
         raise damaged(f"parameters[{shown(plan.name)}][{field.key!r}] does not fit: {error}") from error
     if problem is not None:
         raise damaged(f"it has {problem}")

@@ -1,12 +1,12 @@
-"""The form of a checkpoint payload, documented in docs/checkpoint_format.md: its checks, and its parts for one file per
-rank. Plain types and tensors only, so that `torch.load(weights_only=True)` reads it.
+"""Checks checkpoint payloads, and splits them into files per rank. docs/checkpoint_format.md documents their form.
 
-A checkpoint may be damaged or come from an untrusted source, so everything is checked before any of it is used: every
-defect raises a `PayloadError` that names the key.
+A payload has plain types and tensors only, so that `torch.load(weights_only=True)` reads it. It may be damaged or come
+from an untrusted source, so everything is checked before any of it is used, and every defect raises a `PayloadError`
+that names the key.
 
-For one file per rank a payload is split into a shared part and a part per rank, with the rank's residuals or its state
-of a user's hook. All carry the same fingerprint, a hash of the data that are equal on every rank, so that the parts of
-one save can be recognised without communication.
+Split, a payload has a shared part, and a part per rank with the rank's residuals or its state of a user's hook. All
+parts carry the same fingerprint, a hash of the data that are equal on every rank, which identifies the parts of one
+save without communication.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ VERSION = 1
 COUNTERS = "counters"
 """The key of the counters of the rank that saved."""
 REPLICAS_EQUAL = "replicas_equal"
-"""The key with False in payloads of hooks that average nothing; other payloads lack it."""
+"""This key is False in payloads of hooks that average nothing, and missing in others."""
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
 _LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
@@ -36,7 +36,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
-    """Check the keys that the payloads of all hooks have. Returns the payload."""
+    """Check the keys that the payloads of all hooks have. Returns `payload`."""
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
             f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
@@ -61,7 +61,7 @@ def check_header(payload: object) -> dict[str, Any]:
 
 
 def check_learned(payload: dict[str, Any]) -> None:
-    """Check the further keys of a payload with learned state."""
+    """Check the keys that only payloads with learned state have."""
     check_count(payload, "nonfinite_steps", 0)
     world_size = check_world_size(payload)
     scale: Any = payload.get("loss_scale")
@@ -94,8 +94,8 @@ def check_learned(payload: dict[str, Any]) -> None:
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
     """Check that the numbers of a checked entry are small enough for a step in `dtype`.
 
-    Finite is not enough: the sum of a row of the largest numbers, or a change of the loss scale, would yield inf. A
-    non-finite step is never committed, so no step could be committed any more.
+    Finite is not enough: with numbers near the largest, the sum of a row or a change of the loss scale yields inf. Then
+    no step would ever be committed again.
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
@@ -108,12 +108,12 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 
 
 def factor_keys(entry: dict[str, Any]) -> list[str]:
-    """The keys of an entry's replicated tensors: "q", and the keys of other compressors."""
+    """The keys of an entry's replicated tensors: "q", and the fields of other compressors."""
     return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
 def bucket_keys(payload: dict[str, Any]) -> list[str]:
-    """The keys other than "batched_q" under which compressors of whole buckets save tensors."""
+    """The keys under which compressors of whole buckets save tensors, without "batched_q"."""
     return sorted(key for key in payload if type(key) is str and key.startswith("batched_") and key != "batched_q")
 
 
@@ -122,7 +122,7 @@ def check_world_size(payload: dict[str, Any]) -> int:
 
 
 def check_count(content: dict[str, Any], key: str, smallest: int, largest: int = _LARGEST) -> int:
-    """Check that `content[key]` is an int (not a bool) between `smallest` and `largest`; returns it."""
+    """Check that `content[key]` is an int, not a bool, from `smallest` to `largest`. Returns it."""
     value = content.get(key)
     if type(value) is not int or not smallest <= value <= largest:
         raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
@@ -134,7 +134,7 @@ def damaged(what: str) -> PayloadError:
 
 
 def _is(value: object, expected: object) -> bool:
-    """Equality that also requires equal types, so that tensors and bools cannot pass."""
+    """Whether values and types are equal, so that tensors and bools cannot pass for others."""
     return type(value) is type(expected) and value == expected
 
 
@@ -171,14 +171,14 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
 
 
 def check_tensor(value: Any, where: str) -> None:
-    """Check that `value` is a tensor of real, finite numbers with enough storage. `where`: its key, for messages. No
-    hook saves non-finite numbers, and a hook that loaded one could never commit a step."""
+    """Check that `value` is a tensor of real, finite numbers with enough storage. No hook saves non-finite numbers, and
+    a hook that loaded one could never commit a step. `where`: the key, for messages."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
     if value.dtype not in FLOATS:
         raise damaged(f"{where} has dtype {value.dtype}")
-    # Strides of 0 make a tensor of any size from one number: reading it would take forever.
+    # Strides of 0 make a tensor of any size from one number, and reading it would take forever.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         raise damaged(f"{where} has more elements than there are numbers in it")
     if not math.isfinite(_largest(value)):
@@ -199,10 +199,10 @@ PART_FORMAT = "commhooks rank part"
 
 
 def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split the result of `state_dict()` into the shared part and the part of this rank (None if that is empty).
+    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty).
 
-    If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part says so,
-    even if the rank that makes it has no residuals.
+    If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part marks the
+    residuals as split even if the rank that makes it has none.
 
     Args:
         run: a number that only the ranks of this run know; see `CommHook.run_number`.
@@ -233,7 +233,7 @@ def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dic
 
 
 def save_id(saved: dict[str, Any]) -> str:
-    """A hash of the data in a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
+    """Hash the data of a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
     digest.update(repr((head, sorted(saved["options"].items()))).encode())
@@ -248,13 +248,13 @@ def save_id(saved: dict[str, Any]) -> str:
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:
             flat = q.detach().cpu().contiguous()
-            # Read the bytes of the tensor without numpy, which torch does not require.
+            # Without numpy, which torch does not require.
             digest.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
     return digest.hexdigest()
 
 
 def check_shared(shared: object) -> dict[str, Any]:
-    """Check that a shared part is complete and undamaged; returns it.
+    """Check a shared part. Returns it.
 
     Raises:
         PayloadError: it is incomplete or damaged.
@@ -274,7 +274,7 @@ def check_shared(shared: object) -> dict[str, Any]:
 
 
 def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    """The ranks whose parts `rank` (of `world_size` ranks now) must read to load: none, its own, or all that saved."""
+    """The ranks whose parts `rank`, of now `world_size` ranks, must read: none, itself, or all ranks that saved."""
     if shared.get("hook_state") is not None:
         return [rank] if shared["world_size"] == world_size else []
     if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
@@ -283,7 +283,7 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
-    """Why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
+    """The reason why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
     if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
@@ -311,15 +311,15 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
 
 
 def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
-    """The payload that `rank` (of `world_size` ranks now) loads.
+    """Join the parts to the payload that `rank`, of now `world_size` ranks, loads.
 
     Args:
         parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is
             read part by part, so that only one model-sized copy is in memory.
 
     Returns:
-        The payload with the rank's own residuals if the world size is unchanged, else with the mean of all. If a part
-        is missing, the payload says that residuals exist and contains none; all ranks that load it drop theirs.
+        The payload, with the rank's own residuals if the world size is unchanged, else with the mean of all residuals.
+        If a part is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.
     """
     merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
     if shared.get("hook_state") is not None:
@@ -348,8 +348,8 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
 
 
 def cut_off(path: str | Path, error: Exception) -> str:
-    """The end of a message about a file that `torch.load` has failed to read with `error` because its end is missing;
-    "" if its end is there, or if the file is not on this machine."""
+    """The end of a message about a file that `torch.load` failed to read (`error`), if the file is truncated; else, or
+    if the file is not on this machine, ""."""
     try:
         size = Path(path).stat().st_size
         with open(path, "rb") as file:

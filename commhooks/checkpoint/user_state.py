@@ -1,4 +1,4 @@
-"""The checkpoint payload of hooks without a compressor's learned state: the step, and the state of a user's hook."""
+"""Saves and loads hooks without a compressor's learned state: their step, and the state of a user's hook."""
 
 import collections
 from collections.abc import Callable
@@ -19,7 +19,8 @@ class UserStateCheckpointer:
     """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
 
     Args:
-        replicas_equal: False for a hook that averages nothing: its payloads say that the saved weights are one rank's.
+        state: the user's state, or None.
+        replicas_equal: False for a hook that averages nothing, so that each rank has other weights.
     """
 
     step_is = "step"
@@ -43,17 +44,17 @@ class UserStateCheckpointer:
         self._passes_before = 0
 
     def begin_anew(self) -> None:
-        """Reset the step to 0. The user's state stays, because nothing general resets it."""
+        """Reset the step to 0. The user's state stays, because there is no general way to reset it."""
         self._passes_before = -self._counters.backward_passes
 
     @property
     def not_begun_anew(self) -> str:
-        """What `begin_anew` does not reset, as the end of a message."""
+        """The end of a message: what `begin_anew` does not reset."""
         return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
 
     @property
     def step(self) -> int:
-        """Number of synchronised backward passes, including the passes before a resume."""
+        """Synchronised backward passes, including the passes before a resume."""
         return self._passes_before + self._counters.backward_passes
 
     @property
@@ -61,7 +62,7 @@ class UserStateCheckpointer:
         return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def save(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """See `CommHook.state_dict`. There are no residuals, so all arguments are ignored."""
+        """Return the payload; see `CommHook.state_dict`. There are no residuals, so all arguments are ignored."""
         return {
             "format": "commhooks",
             "version": VERSION,
@@ -75,7 +76,7 @@ class UserStateCheckpointer:
         }
 
     def _own_state(self) -> Any:
-        """The result of the user's `state_dict`; None, with a warning, if `torch.load` would refuse its types."""
+        """The result of the user's `state_dict`; None, with a warning, if `torch.load` would reject its types."""
         saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
@@ -143,9 +144,10 @@ _MAPPINGS = (dict, collections.OrderedDict)
 
 
 def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
-    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None. A single
-    such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass of float,
-    but its pickle is rejected.
+    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None.
+
+    A single such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass
+    of float, but its pickle is rejected.
     """
     kind = type(value)
     if kind in _LEAVES:

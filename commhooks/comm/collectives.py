@@ -1,4 +1,4 @@
-"""Issue, count and wait for the collectives of hooks."""
+"""Issue the collectives of hooks, count their bytes, and wait for them."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ from commhooks.gradients.torch_private import sparse_values
 logger = logger_of(__name__)
 
 Op = Literal["sum", "max", "gather", "all_to_all"]
-Reach = Literal["all", "node", "nodes"]
+Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 
 
@@ -41,16 +41,16 @@ class Send:
     last: bool = False
     """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
     meanwhile: Callable[[], None] | None = None
-    """Called when the collective is on its way, so that an accelerator computes while the network is busy. It neither
-    needs the result nor touches `tensor`."""
+    """Called when the collective has been issued, to compute while the network is busy. It must neither need the result
+    nor touch `tensor`."""
     splits: tuple[Sequence[int], Sequence[int]] | None = None
-    """For parts of different sizes: the number of elements that go to each rank, and that come from each rank. With
-    "gather" each rank gets all of `tensor`."""
+    """For parts of different sizes: the number of elements to each rank, and the number from each rank. With "gather"
+    every rank gets all of `tensor`."""
     into: torch.Tensor | None = None
-    """With `splits`: memory for the result; None: new memory."""
-    over: Reach = "all"
-    """Which ranks take part. Set by the engine if the ranks form nodes: the ranks of this "node", or the ranks with
-    this local rank on all "nodes"."""
+    """Memory for the result with `splits`; None: new memory."""
+    over: Scope = "all"
+    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
+    "inter_node" for the ranks with this local rank on all nodes."""
     reduces: bool = field(init=False)
     """The result is `tensor` itself, reduced in place."""
 
@@ -63,7 +63,7 @@ class Send:
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
-        """What this collective adds to the counted bytes: see `Counters`."""
+        """The bytes that `Counters` adds for this collective."""
         sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
         size = sent.numel() * sent.element_size()
         if self.reduces:
@@ -73,11 +73,7 @@ class Send:
 
 
 class MessageWork:
-    """The messages of one collective, in flight.
-
-    Args:
-        in_flight: holds this object until `wait` has returned.
-    """
+    """The messages of one collective, in flight. `in_flight` holds this object until `wait` has returned."""
 
     def __init__(self, in_flight: set["MessageWork"]) -> None:
         self.works: list[dist.Work] = []
@@ -89,18 +85,18 @@ class MessageWork:
             self.works.append(work)
 
     def wait(self) -> None:
-        """Wait until all messages of this rank have arrived, and those to others have been handed to the network."""
+        """Wait until all messages to this rank have arrived and its own messages have been handed to the network."""
         for work in self.works:
             work.wait()
         self._in_flight.discard(self)
 
 
 class PointToPoint:
-    """All-to-all and all-gather on gloo: one message from each rank to each other rank, the receives posted first.
+    """All-to-all and all-gather on gloo as messages from each rank to each other rank, the receives posted first.
 
-    gloo sends a message when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather post
-    the send first, so on a busy link the announcement queues behind a rank's own message. With the receives first both
-    directions are busy all the time.
+    gloo sends a message when the receiver has announced that it waits for the message. gloo's own all-to-all and
+    all-gather post the send first, so on a busy link the announcement queues behind a rank's own message. With the
+    receives first both directions are busy all the time.
 
     torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
     but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
@@ -115,11 +111,11 @@ class PointToPoint:
 
     @classmethod
     def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
-        """The messages in `group`, of all sessions, for which nobody has waited yet."""
+        """The messages of all sessions in `group` for which nobody has waited yet."""
         return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
-    def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
+    def applies_to(group: dist.ProcessGroup, device: torch.device) -> bool:
         """Whether `group` exchanges tensors on `device` as messages."""
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
@@ -142,14 +138,14 @@ class PointToPoint:
         return messages
 
     def forget_abandoned(self) -> None:
-        """Release the messages of this session's groups for which nobody waits. Call this only when later messages
-        have arrived on all ranks: messages between two ranks arrive in order."""
+        """Release the messages of this session's groups for which nobody waits. Call this only when later messages have
+        arrived on all ranks, because messages between two ranks arrive in order."""
         for group in self._groups:
             self.in_flight(group).clear()
 
 
 def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """`process_group`, or the default group if that is None."""
+    """Return `process_group`, or the default group for None."""
     if process_group is not None:
         return process_group
     if not dist.is_initialized():
@@ -184,7 +180,7 @@ class Pending:
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The backend's future, for callers that do not `wait`; not for messages."""
+        """The backend's future, for callers that do not `wait`. Messages have no future."""
         assert not isinstance(self._work, MessageWork)
         return self._work.get_future()
 
@@ -198,11 +194,11 @@ class Pending:
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
     """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
     stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
-    Raises nothing: the caller has an error to raise already."""
+    Raises nothing, because the caller already has an error to raise."""
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
-        with contextlib.suppress(RuntimeError):  # it failed: it writes nothing any more
+        with contextlib.suppress(RuntimeError):  # a failed collective writes nothing
             future = each.future()
             # NCCL completes a future at once, with an event on the device that `wait` makes the stream wait for.
             while not future.done() and time.monotonic() < deadline:
@@ -233,6 +229,9 @@ def start(
     Args:
         where: the bucket and the step, for error messages and `counters.last_issued`.
         messages: the session's messages; None for a caller that needs the collective's future.
+
+    Raises:
+        HookRunError: the backend refuses the collective.
     """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
@@ -253,7 +252,7 @@ def start(
                 sizes = list(send.splits[1])
                 answer = own.new_empty(sum(sizes)) if send.into is None else send.into
                 parts = answer.split(sizes)
-            if messages is not None and messages.serve(group, own.device):
+            if messages is not None and messages.applies_to(group, own.device):
                 work = messages.exchange([own] * group.size(), parts, group)
             elif sizes is None:
                 work = dist.all_gather(list(parts), own, group=group, async_op=True)
@@ -268,7 +267,7 @@ def start(
                 sent, arriving = map(list, send.splits)
                 answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
             tensor = send.tensor.contiguous()
-            if messages is not None and sent is None and messages.serve(group, tensor.device):
+            if messages is not None and sent is None and messages.applies_to(group, tensor.device):
                 work = messages.exchange(tensor.unbind(0), answer.unbind(0), group)
             else:
                 work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
@@ -277,7 +276,7 @@ def start(
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
     except RuntimeError as error:
         raise collective_error(what, group, error) from error
-    if counters is not None and send.over != "node":
+    if counters is not None and send.over != "intra_node":
         counters.sent(counted)
     elif counters is not None:
         counters.bytes_inside_nodes += counted
@@ -294,8 +293,8 @@ def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> No
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
-    """Gather the tensor `own` of every rank, one row per rank. For small tensors. All ranks of `group` must call this,
-    with equal shapes and dtypes.
+    """Gather the small tensor `own` of every rank, one row per rank. All ranks of `group` must call this, with equal
+    shapes and dtypes.
 
     Raises:
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
@@ -311,7 +310,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
-    """Gather `own` of every rank, as `gather_rows` does; their lengths may differ."""
+    """Gather `own` of every rank, as `gather_rows` does. The lengths may differ."""
     lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if own:
@@ -349,7 +348,7 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
+    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
 
     Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
     """
@@ -367,14 +366,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def agreement_key(*parts: object) -> int:
-    """A hash of the `repr` of `parts` below 2**62, equal in all processes, by which ranks compare `parts`."""
+    """Hash the `repr` of `parts` to a number below 2**62, equal in all processes, by which ranks compare `parts`."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """The error to raise when a collective has failed on this rank. It names the ranks that have ended or hang; finding
-    them takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang, which
+    takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
@@ -388,8 +387,8 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """A future for a tensor on `device`. On CUDA it must be created with the device: otherwise it accepts the tensor,
-    but its waiters do not synchronise with the stream and read too early."""
+    """Create a future for a tensor on `device`. Without `devices` a future accepts a tensor on an accelerator, but its
+    waiters do not synchronise with the stream and read too early."""
     return torch.futures.Future(devices=[] if precision.is_host_readable(device) else [device])
 
 
@@ -397,7 +396,7 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Whether `good` (0-dim bool tensor) is true on all ranks of `group`, which are the shards of a replica or the
+    """Reduce `good` (0-dim bool tensor): true if it is true on all ranks of `group`, the shards of a replica or the
     ranks of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
     bytes."""
     bad = (~good).to(torch.int32).view(1)
@@ -413,16 +412,16 @@ def on_all_shards(
 ) -> tuple[T, list[list[int]]]:
     """Run `work` on all ranks of `shard_group`, so that all of them succeed or all of them raise. All must call this.
 
-    The hook of a sharded model averages over the ranks with the same shard. Each of these groups decides for itself
-    whether it could attach and where it stands; here the groups tell each other.
+    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups finds out by
+    itself whether it can attach and which step it has reached; here the groups exchange the results.
 
     Args:
-        numbers: to compare with the other ranks' numbers.
+        numbers: exchanged between the ranks.
         shard_group: None if nothing is sharded.
-        otherwise: raised on ranks that have not failed if another rank has.
+        otherwise: the error on ranks that have not failed if another rank has failed.
 
     Returns:
-        The result of `work` on this rank, and the numbers of each rank.
+        The result of `work` on this rank, and the numbers of all ranks.
 
     Raises:
         CommHookError: `work` raised it on this rank, or on another rank, and then this rank raises `otherwise`.

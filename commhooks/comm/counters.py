@@ -1,7 +1,7 @@
 """Counters and times of a hook's work, read by `CommHook.stats()`.
 
-Times on the CPU are measured on the host. On CUDA events on the stream measure them, without synchronising: they are
-read once they have completed, or when `collect(wait=True)` is called.
+The host measures times on the CPU. On CUDA events on the stream measure them without synchronising: an event is read
+once it has completed, or when `collect(wait=True)` is called.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ class Times:
     waiting_s: float = 0.0
     """Time spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """Part of `waiting_s` that DDP spends on futures of hooks that return at once: from the last hook call to the
+    """The part of `waiting_s` that DDP waits for futures of hooks that return at once: from the last hook call to the
     completion of the last future."""
 
 
 class Clocks:
-    """The times of one session: `total` since its start, and those of the `last_pass`."""
+    """Measures the times of one session: `total` since its start, and `last_pass`."""
 
     def __init__(self) -> None:
         self.total = Times()
@@ -51,7 +51,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Count the time of the body as codec time. A nested body with `waiting` counts as waiting time instead."""
+        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting time instead."""
         begin = mark(device)
         try:
             yield
@@ -59,7 +59,7 @@ class Clocks:
             self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Call this when a hook has returned a future that DDP waits for, and the returned function when that future
+        """Note that a hook has returned a future for which DDP waits. Call the returned function when the future
         completes."""
         this_pass = self.last_pass
 
@@ -74,7 +74,7 @@ class Clocks:
 
     def collect(self, *, wait: bool) -> None:
         """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
-        # Without `wait` a thread must not wait for another one that waits for the device here.
+        # Without `wait` a thread must not wait for another thread that waits for the device here.
         if not self._collecting.acquire(blocking=wait):
             return
         try:
@@ -105,19 +105,19 @@ class Clocks:
 
 
 def has_clock(device: torch.device) -> bool:
-    """Whether times on `device` can be measured: on the CPU and on CUDA."""
+    """Whether times on `device` can be measured."""
     return precision.is_host_readable(device) or precision.has_streams(device)
 
 
 def mark(device: torch.device) -> Mark:
-    """Now, on the current stream of `device`."""
+    """Note the present time, on the current stream of `device`."""
     if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Seconds from one mark to another; NaN on a device without a clock. On CUDA the host waits for both."""
+    """Compute the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both."""
     if begin is None or end is None:
         return float("nan")
     if isinstance(end, float):
@@ -128,14 +128,14 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def event_on(device: torch.device) -> Any:
-    """A timing event recorded on the current stream of `device`."""
+    """Record a timing event on the current stream of `device`."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_sent", "bytes_uncompressed")
-"""The counters that a checkpoint holds."""
+"""The counters in a checkpoint."""
 
 
 @dataclass
@@ -151,8 +151,8 @@ class Counters:
     """Counters of one session on this rank.
 
     `bytes_sent` counts the bytes of the tensors passed to all-reduce. Another collective counts as an all-reduce that
-    puts as many bytes on the network: half of the tensor that holds the parts of all ranks. So for W ranks each rank
-    sends 2 (W - 1) / W times the counted bytes, whatever the collective.
+    puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank sends
+    2 (W - 1) / W times the counted bytes, whatever the collective.
 
     `backward_passes` counts synchronised backward passes; `nonfinite_steps` the passes that were not committed because
     a number was inf or NaN on some rank; `compressed_steps` the passes that were compressed and committed.
@@ -164,12 +164,11 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """Bytes of collectives inside this rank's node, where a hook compresses between nodes only; not in `bytes_sent`."""
+    """Bytes of collectives inside this rank's node, if a hook compresses between nodes; not in `bytes_sent`."""
     bytes_uncompressed: int = 0
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Number of small collectives in which the ranks compare their state after a start or a load; not counted in the
-    bytes."""
+    """Number of small collectives in which the ranks compare their states; not counted in the bytes."""
     numel_before: int = 0
     numel_after: int = 0
     """Gradient elements before and after compression, in compressed passes only."""
@@ -177,11 +176,11 @@ class Counters:
     """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """The counts of the runs before this one."""
+    """The `CONTINUED` counters of the runs before this run."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """The `CONTINUED` counters of this run and of the runs that it has resumed."""
+        """The `CONTINUED` counters of this run and of the runs before it together."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
@@ -189,8 +188,8 @@ class Counters:
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(compression rate, elements before, elements after) over all compressed backward passes so far, as in
-        torch's `PowerSGDState.compression_stats`."""
+        """Return (compression rate, elements before, elements after) over all compressed backward passes, as torch's
+        `PowerSGDState.compression_stats` does."""
         before, after = self.numel_before, self.numel_after
         return before / after if after else 0, before, after
 
@@ -202,7 +201,7 @@ class Counters:
         self.last_pass.bytes_sent += size
 
     def gradients(self, size: int) -> None:
-        """Count gradients of `size` bytes, of one bucket."""
+        """Count the `size` bytes of a bucket's gradients."""
         self.bytes_uncompressed += size
 
     def begin_pass(self) -> None:

@@ -1,9 +1,9 @@
 """Process groups: their backend, new groups of their ranks, and the ranks that a failed collective has lost.
 
-gloo closes the connection to a rank that has ended, and after a time-out all connections of this rank, at both ends, so
-that the other ranks fail in turn. To tell them from the cause, each rank that has failed leaves a note in the store of
-the default group: a rank whose connection is closed and that has left no note has ended or hangs. The note also names
-the ranks that its author has found to be the cause, for ranks that communicate only with ranks that failed in turn.
+gloo closes the connection to a rank that has ended, and after a timeout all connections of this rank, at both ends, so
+that the other ranks fail in turn. To find the cause, each rank that has failed leaves a note in the store of the
+default group: a rank whose connection is closed and that has left no note has ended or hangs. The note also names the
+ranks that its author has found to be the cause, for ranks that communicate only with ranks that failed in turn.
 """
 
 import contextlib
@@ -21,11 +21,12 @@ from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import groups_here, store_of, timeout_of
 
 TAG = 2**30
-"""The tag of all messages, beyond the tags of users who send in the same group."""
+"""The tag of all messages, above the tags of users who send in the same group."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
+    """Return the name of the backend for `device`: a group may have a backend per device type
+    ("cpu:gloo,cuda:nccl")."""
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
     name: str = kinds.get(device.type, dist.get_backend(group))
     return name
@@ -35,7 +36,7 @@ GLOO_INTERFACE = (
     "on several machines set GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works "
     "with NCCL only"
 )
-"""What to do where ranks cannot connect over gloo."""
+"""Advice for messages where ranks cannot connect over gloo."""
 
 
 def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -73,22 +74,22 @@ Found = TypeVar("Found")
 CPU = torch.device("cpu")
 _LOST: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
 """The lost ranks of each failed group. The futures of its buckets fail one by one, and all report the same ranks."""
-_TOLD: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Default groups in whose store this rank has left a note. A rank that goes on, with another group, cannot tell later
-which notes are new."""
+_NOTED: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Default groups in whose store this rank has left a note. A rank that goes on with another group cannot distinguish
+old notes from new notes."""
 
 CLOSED_LIMIT_S = 0.5
 TIMED_OUT_LIMIT_S = 2.0
-"""How long to wait for notes. Ranks whose connection was closed leave one at once; ranks that were busy when another
-rank's collective timed out may be late."""
+"""How long to wait for notes. Ranks whose connection was closed leave a note at once; a rank that was busy when the
+collective of another rank timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
 
-    Returns their numbers in the default group; empty if that is unknown, as on a rank that has gone on after an earlier
-    failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three times
-    `TIMED_OUT_LIMIT_S` after a timeout."""
+    Returns their numbers in the default group; empty if they are unknown, as on a rank that has gone on after an
+    earlier failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three
+    times `TIMED_OUT_LIMIT_S` after a timeout."""
     if group.size() == 1 or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
     if group in _LOST:
@@ -97,9 +98,9 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     closed = [ranks[other] for other in range(group.size()) if other != here and _is_closed(other, group)]
     world = dist.group.WORLD
     assert world is not None
-    if not closed or world in _TOLD:
+    if not closed or world in _NOTED:
         return []
-    _TOLD.add(world)
+    _NOTED.add(world)
     timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
     notes = _Notes(store_of(world), TIMED_OUT_LIMIT_S if timed_out else CLOSED_LIMIT_S)
     found = closed
@@ -145,14 +146,13 @@ class _Notes:
         return found
 
     def _silent(self, ranks: Collection[int]) -> list[int]:
-        """The ranks that leave no note within the limit."""
         silent = list(ranks)
 
-        def all_spoke() -> bool:
+        def all_noted() -> bool:
             silent[:] = [rank for rank in silent if not self._store.check([str(rank)])]
             return not silent
 
-        self._within_limit(all_spoke)
+        self._within_limit(all_noted)
         return silent
 
     def _named_by(self, ranks: Collection[int]) -> list[int]:
@@ -166,5 +166,5 @@ class _Notes:
 
 
 def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank is the one that logs what concerns all ranks of the model."""
+    """Whether this rank logs the messages that concern all ranks of the model."""
     return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)

@@ -1,10 +1,10 @@
 """Joint saves: collectives that can neither hang nor interfere with those of the training.
 
-They run on a gloo group of each save's own, on CPU copies, in pieces. The ranks meet twice through the store of their
-process group: before the first collective, and after the last. At each meeting one decision is made for all ranks, by
-the first rank to write it (an atomic compare-and-set): rank 0 when all ranks are there, or any rank that has waited for
-its time limit, has failed, or refuses to take part. So a save that not every rank joins ends before any collective
-starts, and all ranks succeed or all report the same failure.
+Each save makes a gloo group and sends CPU copies in pieces. The ranks meet twice through the store of their process
+group: before the first collective, and after the last. At each meeting the first rank to write a decision (an atomic
+compare-and-set) decides for all ranks: rank 0 when all ranks are there, or any rank that has waited for its time limit,
+has failed, or refuses to take part. So a save that not every rank joins ends before any collective starts, and all
+ranks succeed or all report the same failure.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ PIECE_NUMEL = 1 << 22
 
 @dataclass(frozen=True)
 class Failure:
-    """Says why a joint save failed, and whether this rank logs it: one of the ranks that know does."""
+    """Why a joint save failed, and whether this rank logs it: one of the ranks that know the reason does."""
 
     reason: str
     logged_here: bool
 
 
 class JointSave:
-    """Runs the joint saves of one session. Every rank of the group makes one, with the same `nonce`.
+    """Runs the joint saves of one session. Every rank of the group makes a `JointSave` with the same `nonce`.
 
     Args:
         group: returns the group of the ranks that save; raises HookRunError once it was destroyed.
-        rank, size: of this rank in it, and of it.
-        nonce: distinguishes the keys of this session in the store from those of others.
-        shards: returns the ranks with the other shards of a sharded model, which all save together; None: not sharded.
-        device: where tensors for `shards` must be.
+        rank, size: the rank in that group, and the size of the group.
+        nonce: distinguishes the keys of this session in the store from the keys of other sessions.
+        shards: returns the ranks with all shards of the model, which save together; None: not sharded.
+        device: the device of tensors for `shards`.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class JointSave:
         Args:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece of a collective.
-            passes: the backward passes that this rank has made, where ranks with different numbers must not save.
+            passes: the backward passes of this rank, if ranks with different numbers must not save together.
             refusal: why this rank cannot take part. It does not wait, and no other rank waits for it.
-            others_may_be_ahead: with `refusal`: the other ranks may be one step ahead of this one.
+            others_may_be_ahead: with `refusal`: the other ranks may be one step ahead of this rank.
 
         Returns:
             None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
@@ -104,7 +104,8 @@ class JointSave:
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
-        """The failure of the first shard that has one. All ranks of a sharded model must call this; `run` does."""
+        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this, as `run`
+        does."""
         if self._shards is None:
             return failure
         group = self._shards()
@@ -115,14 +116,15 @@ class JointSave:
         return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
+        """Average `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
         total = tensor.detach().to("cpu", copy=True).contiguous()
         for piece in total.view(-1).split(PIECE_NUMEL):
             self._group.allreduce([piece]).wait(self._limit)
         return total.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks in rank order, on the CPU. All ranks must call this with equal shapes and dtypes."""
+        """Gather `tensor` of all ranks, in rank order, on the CPU. All ranks must call this with equal shapes and
+        dtypes."""
         own = tensor.detach().cpu().contiguous()
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         pieces = [own.view(-1).split(PIECE_NUMEL)] + [each.view(-1).split(PIECE_NUMEL) for each in gathered]
@@ -150,8 +152,8 @@ class JointSave:
         before = len(self._written)
         if failure := self._meet(f"{place}/end"):
             return failure
-        # All ranks are through with all that came before. A rank that has missed one of these saves, and comes to it
-        # after a load of an earlier step, waits there for its time limit.
+        # No rank needs the keys of earlier saves any more. A rank that has missed such a save, and comes to it after a
+        # load of an earlier step, waits for its time limit.
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has ended
             for key in self._written[:before]:
                 self._store.delete_key(key)
@@ -177,7 +179,7 @@ class JointSave:
             return Failure(late, logged_here=True)
 
     def _refuse(self, place: str, reason: str) -> Failure:
-        """Have all ranks fail at this meeting, for this reason unless one of them has done so before."""
+        """Let all ranks fail at this meeting, for this reason unless another rank has decided before."""
         store = self._store_at(place)
         try:
             decision = store.compare_set("decision", "", f"{self._rank} {reason}")

@@ -20,56 +20,55 @@ RanksPerNode = int | str | None
 
 
 class Nodes:
-    """Nodes with equal numbers of ranks, as this rank sees them.
+    """This rank's groups, where the ranks form nodes of equal size.
 
     Attributes:
-        local_rank: the rank in `node`.
-        count: how many nodes there are.
+        local_rank: the rank in `intra_node`.
+        count: the number of nodes.
     """
 
-    def __init__(self, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
-        self.local_rank, self.ranks_per_node, self.count = node.rank(), node.size(), across.size()
-        self._node, self._across = held_weakly(node), held_weakly(across)
+    def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
+        self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
+        self._intra_node, self._inter_node = held_weakly(intra_node), held_weakly(inter_node)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"between {self.count} nodes of {self.ranks_per_node} ranks, each as one rank"
 
     @property
-    def node(self) -> dist.ProcessGroup:
+    def intra_node(self) -> dist.ProcessGroup:
         """The ranks of this node."""
-        return self._node()
+        return self._intra_node()
 
     @property
-    def across(self) -> dist.ProcessGroup:
+    def inter_node(self) -> dist.ProcessGroup:
         """The ranks with this local rank, one per node, in the order of the nodes."""
-        return self._across()
+        return self._inter_node()
 
 
-# The nodes of each group, by their members. A second training uses the nodes of the first: in torch 2.13 a group cannot
-# be destroyed and made again with the same ranks, because it connects to the addresses of the first.
+# The nodes of each group, by their members. A second training uses the nodes of the first training: in torch 2.13 a
+# group cannot be destroyed and made again with the same ranks, because it connects to the destroyed group's addresses.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
 def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """The machine of each rank of `group`: its host name and the number of its launcher (torchrun's GROUP_RANK). All
-    ranks of `group` must call this."""
+    """Gather the machine of each rank of `group`: its host name and the number of its launcher (torchrun's GROUP_RANK).
+    All ranks of `group` must call this."""
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     return gather_texts(own, group, device, "the names of the nodes")
 
 
 def members_of(places: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks at each place."""
     return {place: [rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)}
 
 
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
-    """Divide the ranks of `group` into nodes. All of its ranks must call this.
+    """Divide the ranks of `group` into nodes. All ranks of `group` must call this.
 
     Args:
         ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
-            (torchrun's GROUP_RANK), or if that is unknown the ranks with the same host name. None: no nodes.
-        device: where the ranks exchange their names for "auto".
+            (torchrun's GROUP_RANK), or if it is unknown the ranks with the same host name. None: no nodes.
+        device: of the tensors that the ranks exchange for "auto".
 
     Returns:
         None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
@@ -83,12 +82,12 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
-        # A run that goes on with fewer ranks must not fail. The summary says it if there is one rank.
+        # A run that goes on with fewer ranks must not fail. For a single rank the summary has its own message.
         if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
             logger.warning(
                 "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "
-                "between all of them, as without ranks_per_node. A number is that of the ranks on one machine; 'auto' "
-                "finds it out.",
+                "between all of them, as without ranks_per_node. Give the number of ranks on one machine, or 'auto', "
+                "which finds it out.",
                 ranks_per_node,
                 group.size(),
             )

@@ -1,4 +1,4 @@
-"""The order in which the exchanges of all buckets run in one backward pass.
+"""Interleave the exchanges of all buckets of one backward pass.
 
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
 bucket starts its exchange; then each earlier exchange with a Send left takes one step: with two Sends, P of bucket k,
@@ -28,13 +28,13 @@ class RunningExchange:
     Args:
         task: the exchange, not begun yet.
         flat: the bucket's buffer.
-        issue: starts a collective for this bucket. Returns None if the ranks disagree; the exchange is then not
+        issue: starts a collective for this bucket. Returns None if the ranks disagree, and then the exchange is not
             resumed.
 
     Attributes:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
-        finite: its verdict on everything received (0-dim bool tensor); set once no collective is left.
-        has_send_left: a collective is pending, and the exchange will issue another one after it.
+        finite: whether everything received is finite (0-dim bool tensor); set once no collective is left.
+        has_send_left: a collective is pending, and the exchange will issue another collective after it.
     """
 
     finite: torch.Tensor
@@ -53,16 +53,16 @@ class RunningExchange:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Its exceptions are suppressed, because they would hide the error
-        that ended the pass. Returns the pending collective if that may still write into the bucket."""
+        """Close the exchange of an abandoned pass. Returns the pending collective if it may still write the bucket.
+        Exceptions of the exchange are suppressed, because they would hide the error that ended the pass."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_send_left = self._pending, None, False
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Begin the exchange, or wait for its pending collective and pass it the answer; after its verdict pass it
-        `verdict`, the answer for the whole pass. Then issue its next Send."""
+        """Begin the exchange, or pass it the result of its pending collective, or `verdict` for the whole pass after
+        its own verdict. Then issue its next Send."""
         answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_send_left = None, False
         step = self._task.advance(answer)
@@ -78,7 +78,7 @@ class RunningExchange:
 
 
 def finish_sends(running: Sequence[RunningExchange]) -> None:
-    """Run each exchange up to its verdict: one Send of each, in bucket order, until none is left."""
+    """Run all exchanges up to their verdicts: in turns, in bucket order, one Send per turn."""
     has_send_left = True
     while has_send_left:
         has_send_left = False
@@ -92,16 +92,14 @@ def finish_sends(running: Sequence[RunningExchange]) -> None:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """The buckets of one backward pass, in order. All ranks run the same sequence.
+    """The exchanges of one backward pass, in bucket order. All ranks run the same sequence.
 
     Attributes:
-        group: the process group.
         compressing: whether compression has begun.
-        loss_scale: the loss scale of this pass.
         step: the step, as passed to the exchanges.
-        step_at_most: the upper bound of its number.
-        step_label: its number for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
-        comparison: compares what the ranks send; None if there is nothing to compare.
+        step_at_most: upper bound of the step's number.
+        step_label: the number for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
+        comparison: compares the Sends of all ranks; None if there is nothing to compare.
     """
 
     group: dist.ProcessGroup
@@ -122,11 +120,11 @@ class BackwardPass:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:
-        """After the last bucket: run all remaining Sends and wait for them. Returns whether everything received is
+        """Run all remaining Sends after the last bucket, and wait for them. Returns whether everything received is
         finite (0-dim bool tensor).
 
         Raises:
-            HookRunError: on all ranks, if they do not send the same.
+            HookRunError: on all ranks, if their Sends differ.
         """
         finish_sends(self.running)
         if self.comparison is not None:
@@ -140,15 +138,14 @@ class BackwardPass:
             each.finish()
 
     def fulfil(self) -> None:
-        """Complete the futures that DDP waits for."""
+        """Complete the futures for which DDP waits."""
         for each in self.running:
             each.future.set_result(each.result)
         # Release the buckets: DDP may rebuild them now.
         self.running.clear()
 
     def abandon(self) -> list[Pending]:
-        """Close all exchanges after an exception, without a commit. Returns the collectives that may still write into a
-        bucket."""
+        """Close all exchanges without a commit. Returns the collectives that may still write into a bucket."""
         writing = [pending for each in self.running if (pending := each.close()) is not None]
         self.running.clear()
         return writing

@@ -1,4 +1,4 @@
-"""The bucket layouts that a session has seen, each with its plan and its workspace."""
+"""Plan each bucket layout when it occurs for the first time, and keep the plan with its workspace."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import torch
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.nodes import Arrangement
+from commhooks.engine.reduction import FlatReduction
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.layout import Bucket, BucketLayout, read_layout
@@ -20,15 +20,14 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """One bucket layout.
+    """A bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
 
     Attributes:
         plans: one per unit.
         numel_sent: elements that a rank sends once compression has begun, without flags.
-        work: the workspace; None if nothing in the bucket is compressed.
-        make_exchange: returns the exchange for `(flat, work, state, step)`; None if nothing in the bucket
-            is compressed.
-        used: the layout occurs in the current backward pass, or in the latest one.
+        work: the workspace.
+        make_exchange: returns the exchange for `(flat, work, state, step)`.
+        used: the layout occurs in the current or the latest backward pass.
     """
 
     layout: BucketLayout
@@ -40,7 +39,7 @@ class KnownBucket:
 
     @property
     def compressed(self) -> set[str]:
-        """The names of the parameters and the keys of the units that are compressed."""
+        """Names of the compressed parameters, and keys of the compressed units."""
         keys = {plan.key for plan in self.plans if plan.compressed}
         return keys.union(self.layout.names) if keys and self.is_one_unit else keys
 
@@ -55,8 +54,8 @@ class KnownBuckets:
 
     Attributes:
         is_logging_rank: this rank logs the warnings that concern all ranks.
-        dead_units: the keys of units whose layouts no longer exist, and whose state is still there.
-        no_longer_compressed: the parameters whose residuals are to be dropped.
+        dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.
+        no_longer_compressed: parameters whose residuals are not deleted yet.
     """
 
     def __init__(self, state: LearnedState, names: ParameterNames) -> None:
@@ -75,27 +74,25 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def plans(self) -> list[UnitPlan]:
-        """The plans of all known buckets, in the order in which the parameters were registered."""
+        """The plans of all known buckets, in registration order."""
         plans = [plan for known in self for plan in known.plans]
         order = {name: place for place, name in enumerate(self._names.named_parameters())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
 
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the parameters in each known bucket."""
         return tuple(tuple(known.layout.names) for known in self)
 
     def compressed(self) -> set[str]:
-        """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
+        """`KnownBucket.compressed` of all buckets of this pass."""
         return {name for known in self if known.used for name in known.compressed}
 
     def find(
-        self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, *, first: bool
+        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, *, first: bool
     ) -> KnownBucket:
         """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
 
         Args:
-            arrangement: how the ranks share the work.
-            first: this is the first bucket of its backward pass.
+            first: `bucket` is the first of its backward pass.
 
         Raises:
             HookRunError: the learned state belongs to another model.
@@ -107,25 +104,25 @@ class KnownBuckets:
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket)
-            found = self._buckets[key] = self._made(bucket, compressor, arrangement, first)
+            found = self._buckets[key] = self._made(bucket, compressor, reduction, first)
         found.used = True
         return found
 
-    def _made(self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, first: bool) -> KnownBucket:
+    def _made(self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, first: bool) -> KnownBucket:
         names = self._names.of_bucket(list(bucket.parameters), first)
         layout = read_layout(bucket.flat, bucket.parameters, names)
         infos = [
             ParameterInfo.of(slot.name, slot.parameter, self._names, compressor.config, layout.sparse)
             for slot in layout.slots
         ]
-        plans = arrangement.plans(compressor, compressor.plan(infos))
+        plans = reduction.plans(compressor, compressor.plan(infos))
         made = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
         self._fit_state(made, infos, compressor)
         with_residual, compressed = self._state["residual"] if self._state.local else {}, made.compressed
         self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
         if compressed:
-            made.work = arrangement.workspace(compressor, layout, plans)
-            made.make_exchange = arrangement.exchange(compressor)
+            made.work = reduction.workspace(compressor, layout, plans)
+            made.make_exchange = reduction.exchange(compressor)
         return made
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:
@@ -137,8 +134,8 @@ class KnownBuckets:
         self.dead_units.clear()
 
     def drop_residuals(self, compressor: Compressor[Any]) -> None:
-        """Delete the residuals of parameters that are no longer compressed. Call this in a commit of a finite step: the
-        ranks of a joint save, which are at the same step, then have residuals of the same parameters."""
+        """Delete the residuals of parameters that are no longer compressed. Call this in a commit of a finite step, so
+        that all ranks of a joint save, which are at the same step, have residuals of the same parameters."""
         for name in self.no_longer_compressed:
             self._state["residual"].pop(name, None)
         if self.is_logging_rank:
@@ -161,8 +158,8 @@ class KnownBuckets:
                 self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
-        """Check loaded state against the parameters of its names, move it to their device and refit it. The state takes
-        the dtype of this bucket's computation, which differs from the dtype of the weights under FSDP's `reduce_dtype`.
+        """Check loaded state against its parameters, move it to their device and refit it. The state takes the dtype of
+        this bucket's computation, which differs from the dtype of the weights under FSDP's `reduce_dtype`.
 
         Raises:
             HookRunError: an entry cannot belong to its parameter.

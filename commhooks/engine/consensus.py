@@ -1,4 +1,4 @@
-"""What the ranks agree on: at a start, after a load or a change of the compressor, before the first bucket is reduced.
+"""Compare the ranks at the start, after a load and after a change of the compressor, before a bucket is reduced.
 
 The step number and the options determine which collectives a step runs. Ranks that disagree on them would pair
 collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or none.
@@ -19,8 +19,8 @@ from commhooks.comm.groups import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.buckets import KnownBuckets
-from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
-from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
+from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, log_summary, logger_of
@@ -31,17 +31,17 @@ from commhooks.gradients.names import ParameterNames
 logger = logger_of(__name__)
 Started = TypeVar("Started")
 _WHAT = "the comparison of what the ranks send"
-_MOST = 4
-"""Different things that an error shows."""
+_SHOWN = 4
+"""Different Sends that an error lists."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the compressor in force says, from one comparison of the ranks to the next.
+    """The facts about the compressor that hold from one comparison of the ranks to the next.
 
     Attributes:
-        start: committed steps before its first exchange.
-        exact_step: whether its exchange depends on the exact step.
+        start: committed steps before the first compressed exchange.
+        exact_step: whether the exchange depends on the exact step.
     """
 
     start: int
@@ -50,14 +50,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Binding:
-    """The model and the ranks that a session works for.
+    """The model whose gradients a session averages, and the ranks.
 
     Attributes:
         names: stable names of the parameters.
         group: called at each backward pass; returns the process group.
-        loss_scale: returns the current scale of the GradScaler; None without one.
-        shards: returns, for a sharded model, the ranks that hold the other shards of this replica: a pass is committed
-            on all of them or on none. None: nothing is sharded.
+        loss_scale: returns the current scale of the GradScaler; None without a scaler.
+        shards: returns the group of the ranks with all shards of this replica, which commit a pass together or not at
+            all; None: nothing is sharded.
     """
 
     names: ParameterNames
@@ -71,26 +71,24 @@ class Binding:
 
 
 class Consensus:
-    """What all ranks of a session must do alike, and the comparisons that make sure of it.
+    """Holds what must be equal on all ranks of a session, and compares it across the ranks.
 
     Attributes:
-        compressor: the compressor in force; a load or its own decision may replace it (`replace_compressor`).
-        binding: the model and the ranks.
-        buckets: the known buckets.
-        arrangement: how the ranks share the work.
+        compressor: the compressor in force; a load or `auto` may replace it (`replace_compressor`).
+        reduction: whether each rank compresses all of a bucket, or a share of it.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
-        nonce: a random number, the same on all ranks; None before the first backward pass.
-        compares_sends: the ranks compare what they send for a bucket that `is_new`, because the compressor is a user's
-            own.
-        agreement: what the ranks have agreed on; None until they compare their states, and again after a load or a
-            change of the compressor.
+        nonce: a random number, equal on all ranks; None before the first backward pass.
+        compares_sends: the ranks compare their Sends for a bucket that `is_new`, because the compressor is not built
+            in.
+        agreement: None until the ranks have compared their states, and again after a load or a change of the
+            compressor.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
         self.compressor = compressor
-        self.compares_sends = _is_users(compressor)
-        self.arrangement: Arrangement = FLAT
-        self.choice: Choice | None = None
+        self.compares_sends = _is_user_defined(compressor)
+        self.reduction: FlatReduction = FLAT
+        self.choice: KernelChoice | None = None
         self.nonce: int | None = None
         self._held = held
         self._counters = counters
@@ -101,26 +99,25 @@ class Consensus:
     @property
     def compared(self) -> bool:
         """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
-        they have residuals of the same parameters, unless they share them out."""
+        they have residuals of the same parameters, unless they form nodes."""
         return self.agreement is not None
 
     def bind(self, binding: Binding) -> None:
-        """Work for this model. Allowed only before the first backward pass."""
+        """Use this model and these ranks. Allowed only before the first backward pass."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
 
-    def compute_with(self, choice: Choice) -> None:
-        """Use the kernel on which all ranks have agreed."""
+    def compute_with(self, choice: KernelChoice) -> None:
         self.choice = choice
         if self.compressor.native != choice.native:
             self.compressor.native = choice.native
             self.buckets.clear()  # their workspaces were made for the other one
 
     def replace_compressor(self, compressor: Compressor[Any]) -> None:
-        """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
-        again, and the loaded state is checked and refitted."""
+        """Use `compressor` from now on. Call this after a load, too: at the next backward pass the ranks compare their
+        states again, and the loaded state is checked and refitted."""
         self.compressor = compressor
-        self.compares_sends = _is_users(compressor)
+        self.compares_sends = _is_user_defined(compressor)
         if self.choice is not None:
             compressor.native = self.choice.native
         self.agreement = None
@@ -129,17 +126,16 @@ class Consensus:
         self._seen.clear()
 
     def is_new(self, bucket: Bucket) -> bool:
-        """Whether the layout of `bucket` occurs for the first time; afterwards it is known. Call this once compression
-        has begun."""
+        """Whether the layout of `bucket` occurs for the first time since compression began; notes the layout."""
         layout = tuple(map(id, bucket.parameters))
         new = layout not in self._seen
         self._seen.add(layout)
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Before each backward pass: compare the states of the ranks after a start, a load or a change of the
-        compressor, and let an adaptive compressor decide anew at the end of its watch. All ranks of `group` must call
-        this.
+        """Compare the states of the ranks if they have not been compared since the start, a load or a change of the
+        compressor, and let an adaptive compressor decide at the end of its watch. All ranks of `group` must call this
+        before each backward pass.
 
         Args:
             flat: the first bucket.
@@ -157,7 +153,7 @@ class Consensus:
         return agreement
 
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
+        """Let the compressor decide at the end of its watch, on all ranks at the same committed step."""
         held = self._held
         if adaptive.watch is None or held.steps(adaptive.watch.end, exact=False)[0] < adaptive.watch.end:
             return
@@ -174,13 +170,12 @@ class Consensus:
             log_summary(remark)
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a
-        sharded model, compare the step with the other shards, too. If one rank lacks its local tensors, all ranks drop
-        theirs."""
+        """Compare step and configuration over the ranks of `group`, and the step over all shards. Choose a kernel if
+        none was chosen. If one rank lacks its local tensors, all ranks drop their local tensors."""
         compressor, state = self.compressor, self._held.state
         names, shard_group = self.binding.names.named_parameters(), self.binding.shard_group
         self._held.settle()
-        # A load allocated them on its own stream.
+        # A load allocated these tensors on the stream of its thread.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
         notes = compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
@@ -190,11 +185,11 @@ class Consensus:
         if chosen is None:
             support = KernelSupport.of(compressor, device, [flat.dtype])
         else:
-            support = KernelSupport(chosen.kernel)
+            support = KernelSupport(chosen.name)
         local = agreement_key(*sorted(name for key in state.local for name in state[key]))
         numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 
-        def agree() -> tuple[list[list[int]], Choice]:
+        def agree() -> tuple[list[list[int]], KernelChoice]:
             what = "the comparison of the ranks' state (load on every rank, or on none)"
             own = torch.tensor(numbers, dtype=torch.int64, device=device)
             table: list[list[int]] = gather_rows(own, group, self._counters, what).tolist()
@@ -207,8 +202,8 @@ class Consensus:
         self.buckets.is_logging_rank = logs = is_logging_rank(group, shard_group)
         if chosen is None:
             self.compute_with(choice)
-            for remark in choice.remarks(compressor.display_name) if logs else ():
-                logger.warning("%s", remark)
+            for warning in choice.warnings(compressor.display_name) if logs else ():
+                logger.warning("%s", warning)
         if self.nonce is None:
             self.nonce = table[0][3]
         if any(row[2] for row in table):
@@ -219,13 +214,13 @@ class Consensus:
                     "from residuals of zero. Step and Q are kept.",
                     compressor.display_name,
                 )
-        if not self.arrangement.complete or len({row[5] for row in table}) > 1:
-            self.arrangement.redistribute_residuals(state, names, group)
+        if self.reduction.nodes is not None or len({row[5] for row in table}) > 1:
+            self.reduction.redistribute_residuals(state, names, group)
         self.agreement = Agreement(compressor.start_step, compressor.needs_exact_step)
         return self.agreement
 
 
-def _is_users(compressor: Compressor[Any]) -> bool:
+def _is_user_defined(compressor: Compressor[Any]) -> bool:
     return not type(compressor).__module__.startswith("commhooks.")
 
 
@@ -249,16 +244,13 @@ def _check_steps(steps: list[int], of: str = "") -> None:
 
 
 class SendComparison:
-    """Compares the Sends of one backward pass, each before it is issued, in a small all-gather.
+    """Compares each Send of one backward pass across `group` in a small all-gather, before the Send is issued.
 
     gloo ends the process if the ranks of a collective send different sizes, and a rank that sends more often than the
-    others waits for them. Built-in compressors follow their plans; a user's own may have a fault.
+    others waits for them. Built-in compressors follow their plans; a user's compressor may have a fault.
 
     If the ranks of `group` differ, none of them issues anything more, and `end` raises the error. Until then they take
     part in the rest of the pass, because ranks of their node, or with other shards, may wait for them.
-
-    Args:
-        group: the ranks that exchange.
     """
 
     def __init__(
@@ -266,19 +258,20 @@ class SendComparison:
     ) -> None:
         self._group, self._device, self._counters = group, device, counters
         self._name = consensus.compressor.name
-        # Ranks that exchange something else, and must fail together with these.
-        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
-        self._others = [each() for each in apart if each is not None]
+        # These ranks exchange something else, and must fail together with the ranks of `group`.
+        nodes, shards = consensus.reduction.nodes, consensus.binding.shard_group
+        node = None if nodes is None else nodes.intra_node
+        self._others = [each for each in (node, shards) if each is not None]
         self._sends_of: collections.Counter[int] = collections.Counter()
         self._problem = ""
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
-        """`start(send)`, the next Send of `bucket`, if all ranks send the same; None if they do not."""
-        # What the ranks of a node send each other is the engine's own.
-        return start(send) if send.over == "node" or self.agree(bucket, send) else None
+        """Return `start(send)` for the next Send of `bucket`, or None if the Sends of the ranks differ."""
+        # Inside a node the engine sends, not the compressor.
+        return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
     def agree(self, bucket: int, send: Send) -> bool:
-        """Whether all ranks send the same as the next Send of `bucket`, and have done so before."""
+        """Whether the next Send of `bucket` is equal on all ranks, as all Sends before."""
         self._sends_of[bucket] += 1
         what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
         dtype = str(send.tensor.dtype).removeprefix("torch.")
@@ -287,10 +280,10 @@ class SendComparison:
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """After the last Send of the pass.
+        """Compare the number of Sends after the last Send of the pass.
 
         Raises:
-            HookRunError: on all ranks, if some have sent something else than others, or more.
+            HookRunError: on all ranks, if a Send or the number of Sends has differed.
         """
         self._compare("no further Send", "", "")
         for group in self._others:
@@ -301,7 +294,7 @@ class SendComparison:
             raise HookRunError(self._problem)
 
     def _compare(self, number: str, label: str, rest: str) -> bool:
-        """Labels may differ: they are for messages."""
+        """`label` may differ: it is for messages."""
         if self._problem:
             return False
         own = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)
@@ -317,9 +310,9 @@ class SendComparison:
         shown = [
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()
         ]
-        more = f"; and {len(shown) - _MOST} others" if len(shown) > _MOST else ""
+        more = f"; and {len(shown) - _SHOWN} others" if len(shown) > _SHOWN else ""
         return (
-            f"the exchange of {self._name} does not send the same on all ranks. {'; '.join(shown[:_MOST])}{more}. "
+            f"the exchange of {self._name} does not send the same on all ranks. {'; '.join(shown[:_SHOWN])}{more}. "
             "Every rank must yield the same Sends: their number, and op, shape, dtype and last of each, must follow "
             "from the plan and the options, not from values or from the rank"
         )

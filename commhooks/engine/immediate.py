@@ -1,4 +1,4 @@
-"""Compressors without learned state: each hook call returns at once, and each future completes by itself."""
+"""Reduce a bucket with a compressor without learned state. The call returns at once, and each future ends by itself."""
 
 import contextlib
 import inspect
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import Reach, Send, new_future
+from commhooks.comm.collectives import Scope, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.consensus import SendComparison
@@ -24,9 +24,9 @@ from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
-MOMENT_S = 0.05
-"""For a thread of the backend to come to the end of a callback: a group that ends waits for it, in torch 2.13 with the
-GIL."""
+CALLBACK_S = 0.05
+"""Seconds until a thread of the backend has left a callback. The destructor of a group waits for that thread, in torch
+2.13 with the GIL held."""
 
 
 def reduce_immediately(
@@ -34,7 +34,7 @@ def reduce_immediately(
     bucket: Bucket,
     group: dist.ProcessGroup,
     counters: Counters | None = None,
-    over: Reach = "all",
+    over: Scope = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
     """Start the exchange of one bucket. All ranks of `group` must call this, in the same order.
@@ -42,14 +42,14 @@ def reduce_immediately(
     The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
 
     Args:
-        over: what the group is, for the counters.
+        over: which ranks `group` consists of, for the counters.
 
     Returns:
         A future of the reduced gradient.
 
     Raises:
-        HookRunError: the exchange yields a `Verdict`, or sends more than once. Or, on all ranks: `comparison`
-            finds that they do not send the same.
+        HookRunError: the exchange yields a `Verdict`, or sends more than once; or, on all ranks, `comparison` finds
+            different Sends.
     """
     flat, name = bucket.flat, compressor.name
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one
@@ -80,13 +80,14 @@ def reduce_immediately(
     what, group_if_alive = pending.what, held_weakly(group)
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
-        # group would end in its own thread, which aborts the process.
+        # Runs in a thread of the backend: hold no reference to the process group here. If it were the last reference,
+        # the group would end in its own thread, which aborts the process.
         try:
             sent.value()
         except RuntimeError as error:
             raise _error_of(what, group_if_alive, error) from error
-        # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
+        # On CUDA the callback has its own stream, and these tensors are freed before the kernels that read them have
+        # run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))
             if new_answer is not None:
@@ -103,14 +104,14 @@ def reduce_immediately(
 
 
 def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeError) -> BaseException:
-    """`collective_error` for a callback, in a thread that may hold the last reference to the group."""
+    """Call `collective_error` for a callback, in a thread that may hold the last reference to the group."""
     found: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def look() -> None:
         try:
             alive = group()
             found.put(collectives.collective_error(what, alive, error))
-            time.sleep(MOMENT_S)
+            time.sleep(CALLBACK_S)
         except BaseException as other:
             found.put(other)
 
@@ -119,7 +120,7 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
 
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
-    """The tensors in the local variables of an exchange, and of the one that it delegates to."""
+    """Yield the tensors in the local variables of an exchange, and of the exchange to which it delegates."""
     while inspect.isgenerator(exchange):
         yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
         exchange = exchange.gi_yieldfrom

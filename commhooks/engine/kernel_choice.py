@@ -1,8 +1,7 @@
-"""Choose what all ranks compute with: the native library if all have the same build of it, otherwise torch.
+"""Choose the kernel of all ranks: the native library if all ranks have the same build of it, otherwise torch.
 
-Every rank computes its own copy of the averaged gradient, so ranks whose results differ in the last bits would drift
-apart. The ranks compare the keys of their `KernelSupport` in an exchange that they make anyway, and exchange the whole
-only if keys differ.
+Every rank computes its own copy of the averaged gradient, so replicas drift apart if the kernels differ in the last
+bits. Ranks compare `KernelSupport.key` in an exchange that they make anyway, and send the rest only if keys differ.
 """
 
 import json
@@ -19,20 +18,23 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 class KernelSupport(NamedTuple):
-    """What one rank can compute with."""
+    """What one rank can compute with. An attribute without content is "".
+
+    Attributes:
+        build: `Compressor.native_build`, if it is the same for all dtypes.
+        missing: why the native library cannot be used, and the remedy.
+        arithmetic: see `arithmetic_of`; only for hooks that compute with received numbers.
+        cannot: why this machine cannot run the hook at all.
+    """
 
     build: str = ""
-    """`Compressor.native_build`, if it is the same for all dtypes; "" without native kernels."""
     missing: str = ""
-    """Why there are none, and the remedy; "" if none are missed."""
     arithmetic: str = ""
-    """See `arithmetic_of`; "" for hooks that compute nothing from what they receive."""
     cannot: str = ""
-    """Why this machine cannot run the hook at all; "" if it can."""
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
-        """What this rank has for gradients of `dtypes`, at least one, on `device`."""
+        """Find out what this rank has for gradients of `dtypes`, at least one, on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -47,43 +49,46 @@ class KernelSupport(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Equal on two ranks that support the same."""
+        """Equal on two ranks with equal support."""
         return agreement_key(*self)
 
 
-class Choice(NamedTuple):
-    """What all ranks compute with, and what rank 0 should log about it."""
+class KernelChoice(NamedTuple):
+    """The kernel of all ranks.
+
+    Attributes:
+        native: all ranks use the native library.
+        slower: why they do not; "" if no rank lacks it.
+        drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
+    """
 
     native: bool = False
     slower: str = ""
-    """Why not with the native library; "" if no rank misses it."""
     drift: str = ""
-    """How the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not."""
 
     @property
-    def kernel(self) -> str:
-        """Its name for users."""
+    def name(self) -> str:
         return "native" if self.native else "torch"
 
-    def remarks(self, name: str, *, checked: bool = False) -> list[str]:
-        """What rank 0 should log. `name`: the compressor's; `checked`: the weights of the replicas are compared now and
-        then, so that drift does not go unseen."""
-        lines = []
+    def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
+        """The warnings that rank 0 logs. `checked`: the weights of the replicas are compared regularly, which reveals
+        drift."""
+        found = []
         if self.slower:
-            lines.append(f"{name} computes with the kernel {self.kernel!r} on all ranks. {self.slower}")
+            found.append(f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}")
         if self.drift and not checked:
-            lines.append(
-                f"the machines of the ranks may compute the last bits of {name} differently, so that the replicas "
-                f"drift apart slowly: {self.drift}. Use machines, versions and thread counts of one kind, or have the "
-                "weights compared by commhooks.attach(..., check_every=N)"
+            found.append(
+                f"the machines of the ranks may compute the last bits of {compressor} differently, so that the "
+                f"replicas drift apart slowly: {self.drift}. Use machines, versions and thread counts of one kind, or "
+                "have the weights compared by commhooks.attach(..., check_every=N)"
             )
-        return lines
+        return found
 
 
 def agreed_choice(
     own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
-) -> Choice:
-    """The choice of all ranks of `group`. All of them must call this.
+) -> KernelChoice:
+    """Choose the kernel of all ranks of `group`. All of them must call this.
 
     Args:
         keys: `KernelSupport.key` of every rank.
@@ -100,8 +105,8 @@ def agreed_choice(
     return choose(supports, group.rank(), error)
 
 
-def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> Choice:
-    """The choice where each rank supports this; `rank` is this one. See `agreed_choice` for the errors."""
+def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> KernelChoice:
+    """Choose the kernel from the support of each rank, as `agreed_choice` does; `rank` is this rank."""
     unable = [each for each, support in enumerate(supports) if support.cannot]
     if len(unable) == len(supports):
         raise HookConfigError(supports[rank].cannot)
@@ -113,16 +118,15 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
     builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
-    if lacking:  # one reason will do: each may name other files
+    if lacking:  # one reason is enough: each reason may name other files
         slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
     elif supports[0].build and len(builds) > 1:
         texts = [f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports]
         slower = f"the ranks' kernels differ: {_by_rank(texts)}"
     drift = _by_rank(arithmetic) if len(set(arithmetic)) > 1 else ""
-    return Choice(len(builds) == 1 and "" not in builds, slower, drift)
+    return KernelChoice(len(builds) == 1 and "" not in builds, slower, drift)
 
 
 def _by_rank(texts: Sequence[str]) -> str:
-    """Each text with its ranks."""
     ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts)}
     return "; ".join(f"ranks {which}: {text}" for text, which in ranks.items())

@@ -1,4 +1,4 @@
-"""The backward passes of one model: each pass is a transaction over all of its buckets.
+"""Run the backward passes of one model, each as a transaction over all of its buckets.
 
 The learned state is written at the end of a pass, after everything received was found finite. A pass that is abandoned
 therefore leaves the state of the last committed step. Without learned state nothing depends on other buckets, and each
@@ -21,7 +21,6 @@ from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
-from commhooks.engine.nodes import FLAT
 from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
@@ -33,21 +32,21 @@ from commhooks.gradients.loss_scale import chosen, read_scale
 logger = logger_of(__name__)
 
 ABANDONED_LIMIT_S = 5.0
-"""Seconds that the host waits, after an exception, for collectives that may still write into a bucket."""
+"""How long the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
 class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
-    `OuterSteps`, which averages weights.
+    `FragmentSession`, which averages weights.
 
     Args:
         binding: the model and the ranks.
         state: the learned state, changed at commits only.
-        counters: the counters to update; None: new ones.
+        counters: the counters to update; None: new counters.
 
     Attributes:
         held: guards the learned state.
-        consensus: what all ranks do alike: compressor, kernel, arrangement.
+        consensus: what is equal on all ranks: compressor, kernel, reduction.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ExchangeDriver:
 
     @property
     def has_run(self) -> bool:
-        """Whether the ranks have agreed on their state in a first backward pass."""
+        """Whether the ranks have compared their states in a first backward pass."""
         return self.consensus.nonce is not None
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class Session(ExchangeDriver):
             HookConfigError: the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
-        if not consensus.compressor.transactional and consensus.arrangement is FLAT:
+        if not consensus.compressor.transactional and consensus.reduction.nodes is None:
             if bucket.is_first:
                 self.counters.begin_pass()
             self.counters.gradients(bucket.nbytes)
@@ -118,7 +117,7 @@ class Session(ExchangeDriver):
         return exchange.future
 
     def end_pass(self) -> None:
-        """End the running pass, if its last bucket was not marked as the last."""
+        """End the running pass, if DDP has marked no bucket as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):
@@ -150,7 +149,7 @@ class Session(ExchangeDriver):
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        group = consensus.arrangement.groups.get("all", binding.group)()
+        group = binding.group()
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
         return BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
@@ -160,7 +159,7 @@ class Session(ExchangeDriver):
         compressor = consensus.compressor
         if current.running and current.running[0].flat.device != flat.device:
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
-        known = consensus.buckets.find(bucket, compressor, consensus.arrangement, first=not current.running)
+        known = consensus.buckets.find(bucket, compressor, consensus.reduction, first=not current.running)
         counters.gradients(bucket.nbytes)
         step = current.step
         issue: Issue = functools.partial(self._send, current, bucket.index)
@@ -178,22 +177,26 @@ class Session(ExchangeDriver):
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
     def _comparing(self, current: BackwardPass, bucket: Bucket, issue: Issue) -> Issue:
-        """`issue`, after a comparison of what the ranks send."""
+        """Wrap `issue` in a comparison of the ranks' Sends."""
         if current.comparison is None:
-            exchanging = self.consensus.arrangement.groups.get("nodes", lambda: current.group)()
+            nodes = self.consensus.reduction.nodes
+            exchanging = current.group if nodes is None else nodes.inter_node
             current.comparison = SendComparison(self.consensus, exchanging, bucket.flat.device, self.counters)
         return functools.partial(current.comparison.issue, bucket.index, issue)
 
     def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
         where = f"bucket {bucket} at step {current.step_label}"
-        group = current.group if send.over == "all" else self.consensus.arrangement.groups[send.over]()
+        group, nodes = current.group, self.consensus.reduction.nodes
+        if nodes is not None and send.over != "all":
+            group = nodes.intra_node if send.over == "intra_node" else nodes.inter_node
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
-        """After the last bucket: run all remaining Sends, agree on the verdict, commit, and complete the futures."""
+        """Run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
-        if "node" in consensus.arrangement.groups:  # the ranks of a node receive different shares
-            good = good_on_all(good, consensus.arrangement.groups["node"](), "the node")
+        nodes = consensus.reduction.nodes
+        if nodes is not None:  # its ranks receive different shares
+            good = good_on_all(good, nodes.intra_node, "the node")
         if consensus.binding.shards is not None:
             good = good_on_all(good, consensus.binding.shards(), "all shards")
         with self.held.committing(good.device):
@@ -230,8 +233,8 @@ class Session(ExchangeDriver):
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Show the pass that ends now to the compressor, if it watches that step. The pass before a watch is timed,
-        too, because the first watched step begins at its end."""
+        """Show the pass that ends now to the compressor, if the compressor watches that step. The pass before a watch
+        is timed, too, because the first watched step begins at its end."""
         began, self._step_began = self._step_began, None
         if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
             return
@@ -244,8 +247,8 @@ class Session(ExchangeDriver):
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
-        """Run the body, a part of a pass, on the codec stream and in full precision. An exception in it ends the pass:
-        the host waits for the pass's collectives, because the caller may fill the buckets again."""
+        """Run the body, a part of a pass, on the codec stream and in full precision. An exception ends the pass: the
+        host waits for the pass's collectives, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
             with on_stream, precision.full_precision(flat.device):
@@ -257,8 +260,8 @@ class Session(ExchangeDriver):
             raise
 
     def _drop_pass(self) -> list[Pending]:
-        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Returns those that
-        may still write into a bucket."""
+        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Returns the
+        collectives that may still write into a bucket."""
         writing: list[Pending] = []
         if self._pass is not None:
             writing = self._pass.abandon()

@@ -1,5 +1,4 @@
-"""Learned state: the tensors and counters that a compressor keeps from step to step and that a checkpoint holds; and
-the lock under which it is read and written.
+"""Learned state, the tensors and counters that a compressor keeps from step to step, and the lock that guards it.
 
 On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
 """
@@ -23,21 +22,21 @@ Entries = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class LearnedState:
-    """Tensors by field and by name, independent of the bucket layout. `state["residual"]["layer.weight"]` is one.
+    """Tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
 
-    Pickles of `PowerSGDState` hold the attributes by name, so that a renamed one breaks them.
+    Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
 
     Attributes:
         step: committed synchronised backward passes, the same on every rank.
         nonfinite_steps: passes that were not committed.
-        entries: per field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry stands for
-            zeros, or for the initial value that the compressor draws.
+        entries: per field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry means zeros,
+            or the initial value that the compressor draws.
         local: keys of the fields that differ between ranks, such as residuals.
         loss_scale: the loss scale with which fields with `scales_with_loss` were written. On an accelerator a 0-dim
             tensor until the host reads it.
-        local_missing: this rank has lost its local tensors; at the next agreement all ranks drop theirs.
+        local_missing: this rank has lost its local tensors; at the next comparison all ranks drop their local tensors.
         missing_was_said: a warning about `local_missing` was logged.
-        local_shared: the local tensors are equal on every rank: the mean that was just saved or loaded, or none.
+        local_shared: the local tensors are equal on every rank: the mean that was just saved or loaded, or no tensor.
     """
 
     step: int = 0
@@ -51,7 +50,7 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Empty state of a compressor with these fields.
+        """Create the empty state of a compressor with these fields.
 
         Raises:
             HookConfigError: two fields have the same key.
@@ -66,7 +65,8 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """A copy in which no tensor is a slice of a larger storage: pickling a slice would save the whole storage."""
+        """Copy the state. No tensor of the copy is a slice of a larger storage, because pickling a slice would save the
+        whole storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
             for key, tensors in self.entries.items()
@@ -74,7 +74,6 @@ class LearnedState:
         return replace(self, entries=entries)
 
     def keep_fields(self, fields: Iterable[StateField]) -> None:
-        """Delete the tensors of all other fields."""
         for key in self.entries.keys() - {each.key for each in fields}:
             del self.entries[key]
 
@@ -94,14 +93,13 @@ class LearnedState:
         self.local_shared = True
 
     def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
-        """Multiply by `factor` the tensors of the fields that follow the loss scale, except the names in `but`."""
+        """Multiply the tensors of the fields that follow the loss scale by `factor`, except the names in `but`."""
         for each in fields:
             for name, tensor in self[each.key].items() if each.scales_with_loss else ():
                 if name not in but:
                     tensor.mul_(factor)
 
     def to_host(self) -> None:
-        """Move all tensors to the CPU."""
         for tensors in self.entries.values():
             tensors.update((name, tensor.cpu()) for name, tensor in tensors.items())
 
@@ -115,7 +113,7 @@ class HeldState:
     Attributes:
         state: the learned state. It changes in `committing`, and by `overwrite`.
         lock: hold it while writing the learned state, and while reading it from another thread.
-        in_commit: True while a commit writes: a save from a signal handler now would mix two steps.
+        in_commit: a commit is writing, and a save from a signal handler would mix two steps.
         commit_failed: the latest commit failed on this rank, and no state was loaded since.
     """
 
@@ -130,7 +128,7 @@ class HeldState:
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """The smallest and the largest possible number of committed steps, because the outcome of some passes may be
+        """Return the smallest and the largest possible number of committed steps: the outcome of some passes may be
         unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
         with self.lock:  # another thread that saves may be updating `state.step` and the unread passes
             step, unread = self.state.step, self._unread
@@ -142,13 +140,13 @@ class HeldState:
 
     @contextlib.contextmanager
     def committing(self, device: torch.device) -> Iterator[None]:
-        """Context manager: the body writes the gradients of a pass and the learned state."""
+        """Hold the lock while the body writes the gradients of a pass and the learned state."""
         with self.lock:
             self.in_commit = True
             try:
                 yield
             except BaseException:
-                # The tensors are a mix of this step and the one before: none of them may be saved.
+                # The tensors are a mix of two steps: none of them may be saved.
                 self.state.forget_local()
                 self.state.local_missing = self.commit_failed = True
                 raise
@@ -158,7 +156,7 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Record a pass with this loss scale. Call this in the body of `committing`.
+        """Count a pass with this loss scale. Call this in the body of `committing`.
 
         Args:
             verdict: whether the pass is committed: a bool on the CPU, else a 0-dim bool tensor.
@@ -176,8 +174,8 @@ class HeldState:
         self._unread = (verdict + count, passes + 1, compressed)
 
     def settle(self) -> None:
-        """Bring `state.step` up to date. On an accelerator the host waits for the latest commit, and the caller's
-        current stream does, too, so that it reads the learned state as written by that commit."""
+        """Bring `state.step` up to date. On an accelerator the host and the caller's current stream wait for the latest
+        commit, so that the caller reads the learned state as written by that commit."""
         with self.lock:
             self._mark.wait()
             with self._mark.reading():
@@ -185,15 +183,15 @@ class HeldState:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Context manager: hold the lock of the learned state, with `state.step` up to date. The body may copy tensors
-        of the state to the host; this waits for the latest commit, and for no work queued since. Change tensors by
+        """Hold the lock of the learned state, with `state.step` up to date, while the body runs. The body may copy
+        tensors of the state to the host, which waits for the latest commit and for no later work. Change tensors by
         `overwrite` only."""
         with self.lock, self._mark.reading():
             self._read()
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value`, on the CPU, into `tensor` of the learned state. Use this only in the body of `settled`."""
+        """Copy `value`, on the CPU, into `tensor` of the learned state. Call this only in the body of `settled`."""
         self._mark.overwrite(tensor, value)
 
     def _read(self) -> None:

@@ -1,11 +1,11 @@
-"""The CUDA streams of hooks. Nothing here has an effect on other devices.
+"""The streams on which hooks compute and are read. Nothing here has an effect on devices without streams.
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block the backward pass.
 The host reads the results on another stream, the *reading stream*, which waits for the latest commit only.
 
-A process has one of each per device, because cuBLAS keeps a workspace per stream that it never frees. The hooks of
-several models therefore run on a device in the order in which they are called. All ranks must call them in the same
-order, which NCCL asks for anyway.
+A process has one codec stream and one reading stream per device, because cuBLAS keeps a workspace per stream that it
+never frees. The hooks of several models therefore run on a device in the order in which they are called. All ranks must
+call them in the same order, which NCCL requires anyway.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 from commhooks.gradients import precision
 from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
-# The kernels of the codec are small and depend on each other: with the default priority, 0, each of them would queue
+# The kernels of the codec are small and depend on each other: with the default priority, 0, every kernel would queue
 # behind the kernels of the backward pass.
 _CODEC_PRIORITY, _READING_PRIORITY = -1, 0
 
@@ -33,8 +33,7 @@ def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def computing_on(buffer: torch.Tensor) -> Iterator[None]:
-    """Run the body on the codec stream of the buffer's device, which has streams, after the work queued on the current
-    stream."""
+    """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
     device = buffer.device
     stream = _stream(device, _CODEC_PRIORITY)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -50,8 +49,8 @@ def wait_for_codec(device: torch.device) -> None:
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of `tensors` from reuse until the work that the current stream has queued by the time they are
-    freed is done. Needed for tensors that were allocated on another stream."""
+    """Keep the memory of `tensors`, allocated on another stream, from reuse while work of the current stream that was
+    queued before they were freed is unfinished."""
     for tensor in tensors:
         if precision.has_streams(tensor.device):
             for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
@@ -59,10 +58,10 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class CommitMark:
-    """The place behind the latest commit on the codec stream.
+    """Marks the end of the latest commit on the codec stream.
 
-    Whoever reads the learned state waits for this place and not for the whole stream: that may already hold
-    collectives of the next pass, which other ranks begin only after a save that this rank takes part in.
+    Readers of the learned state wait for this mark and not for the whole stream. The stream may already hold
+    collectives of the next pass, which other ranks begin only after a save in which this rank takes part.
 
     Hold the lock of the learned state while calling these methods.
     """
@@ -71,7 +70,7 @@ class CommitMark:
         self._at: tuple[torch.device, torch.cuda.Event] | None = None
 
     def set(self, device: torch.device) -> None:
-        """The work queued on the current stream of `device`, which has streams, ends with a commit."""
+        """Set the mark after the work queued on the current stream of `device`."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         self._at = device, event
@@ -84,8 +83,8 @@ class CommitMark:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the body on the reading stream, after the latest commit. The body must leave nothing on that stream: it
-        ends with copies to the host."""
+        """Run the body on the reading stream, after the latest commit. The body must leave no unfinished work on that
+        stream: it ends with copies to the host."""
         if self._at is None:
             yield
             return
@@ -96,8 +95,8 @@ class CommitMark:
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value`, on the CPU, into `tensor` of the learned state: after the work that the codec has queued and
-        before what it queues later. The host does not wait for the codec."""
+        """Copy `value`, on the CPU, into `tensor` of the learned state, in the order of the codec stream. The host does
+        not wait for the codec."""
         device = tensor.device
         if not precision.has_streams(device):
             tensor.copy_(value)

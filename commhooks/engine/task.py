@@ -1,4 +1,4 @@
-"""One exchange as a task that its caller advances step by step, carrying out its collectives."""
+"""Resume the exchange of one bucket step by step, and check what it yields."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class ExchangeTask:
         exchange: the result of `Compressor.exchange`, not begun yet.
         flat: the bucket's buffer.
         name: of the compressor, for messages.
-        expects_verdict: whether it yields a verdict; False for a compressor that is not transactional.
+        expects_verdict: False for a compressor that is not transactional.
 
     Raises:
         HookRunError: `exchange` is not a generator.
@@ -46,11 +46,11 @@ class ExchangeTask:
         """Run the exchange to its next yield, or to its end.
 
         Args:
-            answer: the result of the collective that it yielded; after a `Verdict` whether the pass is committed; None
-                at the beginning.
+            answer: the result of the yielded collective; after a `Verdict` whether the pass is committed; None at the
+                beginning.
 
         Raises:
-            HookRunError: the exchange breaks a rule; the message says which.
+            HookRunError: the exchange breaks a rule, which the message names.
         """
         try:
             yielded: Any = self.exchange.send(answer)
@@ -61,8 +61,8 @@ class ExchangeTask:
                     "before it writes its state"
                 ) from None
             return Done(self._flat if end.value is None else self._checked_result(end.value))
-        # The engine's own Sends inside a node may follow.
-        if self._decided and not (isinstance(yielded, Send) and yielded.over == "node"):
+        # After the verdict the engine sends inside a node.
+        if self._decided and not (isinstance(yielded, Send) and yielded.over == "intra_node"):
             raise HookRunError(
                 f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
             )
@@ -100,8 +100,8 @@ class ExchangeTask:
 def new_task(
     compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
 ) -> ExchangeTask:
-    """The exchange of one bucket, or its average if nothing in it is compressed. For the arguments see
-    `Compressor.exchange`."""
+    """Create the exchange of one bucket, or an exact average if nothing in the bucket is compressed. For the arguments
+    see `Compressor.exchange`."""
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:

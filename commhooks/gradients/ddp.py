@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` as a source of gradients: its buckets, its parameters, and its limits for hooks."""
+"""`DistributedDataParallel` as a source of gradients."""
 
 import functools
 import sys
@@ -30,14 +30,11 @@ _NO_BUCKET_YET = sys.maxsize
 
 
 class BucketReader:
-    """Converts the buckets that DDP passes to a hook, and finds out where a backward pass begins and ends.
+    """Converts DDP's buckets, and detects the first and the last of each backward pass.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
-    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and knows the last bucket by the
-    number of parameters.
-
-    Args:
-        parameters: the number of parameters that DDP reduces; None: unknown.
+    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last by the
+    number of parameters (None: unknown).
     """
 
     def __init__(self, parameters: int | None = None) -> None:
@@ -47,15 +44,14 @@ class BucketReader:
         self._read = 0
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
-        """The next bucket of this rank.
+        """Convert the next bucket.
 
         Args:
             end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
                 that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
 
         Raises:
-            HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured; or
-                nothing tells which bucket is the last.
+            HookRunError: see `checked_bucket`; or the last bucket of the pass cannot be detected.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()
@@ -72,10 +68,10 @@ class BucketReader:
                 index = self._index + 1
             self._read += len(parameters)
             is_last = self._read == self._parameters
-        # An index that does not increase follows a pass that ended in an exception.
+        # After a pass that ended in an exception the index does not increase.
         is_first = index <= self._index
         self._index, self._task = _NO_BUCKET_YET if is_last else index, task
-        # A callback that is queued in a backward pass inside this one (reentrant checkpointing) ends with that.
+        # Reentrant checkpointing runs backward passes inside this one, which drop the callbacks queued in them.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
         return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
@@ -103,11 +99,8 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps.
-
-        Raises:
-            AttachError: the model has a communication hook of its own.
-        """
+        """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps. Raises
+        AttachError if DDP has registered a hook of its own."""
         _check_free(ddp_model)
         self._ranks_differ = self._closed = False
         self._used: set[int] | None = None  # ids of the parameters used since the latest synchronised pass; None: all
@@ -140,7 +133,7 @@ class DDPGradients(GradientSource):
         keep_group_until_reducer_ends(ddp_model)
         if ddp_model.find_unused_parameters and not ddp_model.static_graph:
             self._used = set()
-            note = functools.partial(_note_used, self._used)  # it holds no more than the set
+            note = functools.partial(_note_used, self._used)  # a method would keep this object alive
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.named_parameters().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
 
@@ -181,7 +174,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         self._ranks_differ = True
-        ddp_model.broadcast_buffers = False  # else those of rank 0 come with each forward pass (torch 2.13)
+        ddp_model.broadcast_buffers = False  # otherwise each forward pass copies rank 0's buffers (torch 2.13)
         if not ddp_model.find_unused_parameters or ddp_model.static_graph:
             return []
         return [
@@ -202,7 +195,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         if ddp_model is None:
             return
-        # Such a Join asks for the mean over the active ranks, but DDP does not pass their number to hooks.
+        # This mode averages over the active ranks only, but DDP does not pass their number to hooks.
         if joined_with_uneven_division(ddp_model):
             raise HookRunError(
                 "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) "
@@ -225,9 +218,9 @@ class DDPGradients(GradientSource):
 
 
 class _Registered(functools.partial[Future]):
-    """The function that a DDP model keeps. torch pickles it with the model, as `torch.save(ddp_model)`,
-    `copy.deepcopy` and `AveragedModel(ddp_model)` do, and registers no hook in the copy (torch 2.13). So the copy of
-    this function leaves the hook behind, with process group and learned state. DDP's logging data show its name."""
+    """The function that is registered with DDP, whose logging data show its name. `torch.save(ddp_model)`,
+    `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it with the model, but register no hook in the copy (torch
+    2.13). So a pickle of this function does not hold the hook with its process group and learned state."""
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
         made = super().__new__(cls, function, *args)
@@ -260,27 +253,24 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
-    """Keep the process group alive until DDP's `Reducer` has ended.
+    """Keep the process group alive until DDP's `Reducer` is destroyed.
 
-    If the `Reducer` were the last owner of the group, both would end while the GIL is held (torch 2.13). On gloo that
-    can deadlock: the group waits for its threads, and a thread waits for the GIL, to free the tensors of the latest
-    collective. Python itself releases a group without the GIL. The interpreter owns the group here, not the model,
-    because the garbage collector takes apart a model in any order.
+    If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
+    On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
+    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, not the
+    model, because the garbage collector takes a model apart in any order.
     """
-    finalizer = weakref.finalize(ddp_model.reducer, _let_go, ddp_model.process_group)
-    finalizer.atexit = False  # the Reducer may outlive that moment
+    finalizer = weakref.finalize(ddp_model.reducer, _release, ddp_model.process_group)
+    finalizer.atexit = False  # at exit the Reducer may still exist
 
 
-def _let_go(group: dist.ProcessGroup) -> None:
-    """Called when the `Reducer` has ended; the finalizer then releases its reference to the group."""
+def _release(group: dist.ProcessGroup) -> None:
+    """Does nothing: the finalizer drops its reference to the group after this call."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:
-    """Return `grad_bucket` if a hook can handle it.
-
-    Raises:
-        HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured.
-    """
+    """Return `grad_bucket`. Raises HookRunError if it is not a GradBucket, as with compiled DDP, or while a CUDA graph
+    is being captured."""
     if not isinstance(grad_bucket, dist.GradBucket):
         raise HookRunError(
             "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "

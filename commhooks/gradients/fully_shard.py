@@ -1,16 +1,16 @@
 """`fully_shard` (FSDP2) as a source of gradients: the reduced shards of its units.
 
-In the backward pass FSDP reduce-scatters the gradients of one unit after the other within the sharding group. For each
-it calls (torch 2.13, `foreach_reduce`)
+In the backward pass FSDP reduce-scatters the gradients of one unit after another within the sharding group. For each
+unit (torch 2.13, `foreach_reduce`)
 
-1. the all-reduce hook, with this rank's part: a flat buffer in which every parameter is padded to the size of the
-   largest shard;
-2. after dividing the buffer in place, and for each parameter in the order of the buffer: it makes the piece the
-   parameter's `.grad`, and calls its post-accumulate hooks.
+1. it calls the all-reduce hook with this rank's part: a flat buffer in which every parameter is padded to the size of
+   the largest shard;
+2. it divides the buffer in place; then, for each parameter in the order of the buffer, it makes the parameter's piece
+   its `.grad` and calls its post-accumulate hooks.
 
-So step 2 tells which parameters are in the buffer: parameters without a gradient in this pass are not. With the last of
-them the bucket is complete and is sent. At the end of the backward pass, when all buckets of the step have been found
-finite, the averages replace the `.grad`.
+The calls of step 2 reveal which parameters are in the buffer, because parameters without a gradient are missing from
+it. After the last of these calls the bucket is complete and is sent. At the end of the backward pass, when all buckets
+have been found finite, the averages replace the `.grad`.
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """`parameter`, typed as the DTensor that it is. Its `.data` would not do: torch 2.13 caches results of operations
-    by mesh, and may return a mesh of a process group that was destroyed."""
+    """Return `parameter`, typed as a DTensor. Its `.data` would be wrong: torch 2.13 caches results of operations by
+    mesh, and may return a mesh of a process group that was destroyed."""
     assert isinstance(parameter, DTensor)
     return parameter
 
 
 def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard of the values; shares its memory."""
+    """Return this rank's shard of the values, as a view."""
     return as_dtensor(parameter).to_local().detach()
 
 
@@ -63,9 +63,9 @@ class LocalShard:
     """This rank's shard of a parameter.
 
     Attributes:
-        local: the values of the shard, in place of the parameter in buckets.
+        local: the values of the shard; stands for the parameter in buckets.
         extent: where the shard lies in the parameter.
-        numel_padded: elements in FSDP's buffers, as many as the largest shard has.
+        numel_padded: elements in FSDP's buffers: those of the largest shard.
     """
 
     name: str
@@ -86,7 +86,7 @@ class LocalShard:
         return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
-        """`part`, of the shard's shape, as a DTensor that is placed like the parameter."""
+        """Return `part`, of the shard's shape, as a DTensor that is placed like the parameter."""
         sharded = as_dtensor(self.parameter)
         shape, stride = sharded.shape, sharded.stride()
         return DTensor.from_local(
@@ -95,18 +95,17 @@ class LocalShard:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's shard of the gradient."""
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """The buffer in which FSDP has reduced a unit. Its parameters become known one by one; then it is sent.
+    """The buffer in which FSDP has reduced a unit; it is sent as soon as all of its parameters are known.
 
     Attributes:
         flat: as FSDP passed it.
-        sent: the bucket's buffer: `flat`, or a copy of it without the padding.
+        sent: the bucket's buffer: `flat`, or a copy without the padding.
         average: of `sent`.
     """
 
@@ -125,7 +124,7 @@ class UnitBuffer:
         return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
 
     def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
-        """The part of `buffer` that belongs to each shard, 1-D."""
+        """Return the shards, each with its part of `buffer`, 1-D."""
         found, offset = [], 0
         for shard in self.shards:
             found.append((shard, buffer[offset : offset + shard.local.numel()]))
@@ -140,8 +139,8 @@ class RunningPass:
     Attributes:
         task: see `current_task`.
         units: the units that have been sent.
-        filling: the unit whose parameters FSDP is naming.
-        earlier: gradients of earlier backward passes (accumulation), taken out of `.grad`.
+        filling: the unit whose parameters are becoming known.
+        earlier: accumulated gradients of earlier backward passes, taken out of `.grad`.
     """
 
     task: int
@@ -167,14 +166,14 @@ class RunningPass:
             )
 
     def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
-        """FSDP would add to these gradients what is not averaged yet."""
+        """Take accumulated gradients out of `.grad`, where FSDP would add gradients that are not averaged yet."""
         for shard in shards:
             if shard.parameter.grad is not None:
                 self.earlier.append((shard, shard.parameter.grad))
                 shard.parameter.grad = None
 
     def take_over_averages(self) -> None:
-        """Wait for the averages and make them the gradients, added to the earlier ones."""
+        """Wait for the averages, and write them to `.grad`, added to accumulated gradients."""
         for unit in self.units:
             for shard, piece in unit.pieces(unit.average.wait(), padded=False):
                 grad = shard.grad
@@ -188,11 +187,8 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether hooks reduce this parameter. False if fully_shard ignores it.
-
-    Raises:
-        AttachError: it is sharded in a way that hooks do not support.
-    """
+    """Whether hooks reduce this parameter; False if fully_shard ignores it. Raises AttachError if it is sharded in a
+    way that hooks do not support."""
     data: object = parameter
     if not isinstance(data, DTensor):
         return False
@@ -222,11 +218,7 @@ def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
-    """The mesh over which all of `parameters` are sharded.
-
-    Raises:
-        AttachError: there are several, or none.
-    """
+    """Return the mesh over which all of `parameters` are sharded. Raises AttachError if there are several, or none."""
     meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
     if len(meshes) > 1:
         raise AttachError(
@@ -239,18 +231,14 @@ def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
 
 
 class FullyShardGradients(GradientSource):
-    """The gradients of a model that was sharded by `fully_shard` over a mesh of one dimension."""
+    """The gradients of a model that was sharded by `fully_shard` over a one-dimensional mesh."""
 
     nothing_to_reduce = NOTHING_SHARDED
     gives_grad_buckets = False
     averages_alone = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """`group`: the ranks that hold the same shard.
-
-        Raises:
-            AttachError: the model is sharded in a way that hooks do not support.
-        """
+        """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support the sharding."""
         self._module = weakref.ref(model)
         self.before_weights_change()
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
@@ -328,7 +316,7 @@ class FullyShardGradients(GradientSource):
         model = self.module
         assert model is not None
         for shard in self._shards.values():
-            # Such a hook would see the gradient of this replica, before it is averaged.
+            # Such a hook would see the gradient of this replica before the average.
             if count_accumulate_hooks(shard.parameter):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
@@ -352,7 +340,7 @@ class FullyShardGradients(GradientSource):
         self._replace_by(_refuse_closed)
 
     def _replace_by(self, hook: Any) -> None:
-        """Undo `register`, unless that was done before: the model may have another hook since then."""
+        """Undo `register`. Repeated calls do nothing: the model may have another hook by then."""
         for unit in self._units() if self._handles else ():
             unit.set_all_reduce_hook(hook)
         while self._handles:
@@ -366,19 +354,18 @@ class FullyShardGradients(GradientSource):
 
     def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if current_task() == -1:
-            self._pass = None  # one that is left has ended in an exception
+            self._pass = None  # it has ended in an exception
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)
 
     def _on_backward(self, grad: torch.Tensor) -> None:
-        """The backward pass has reached the output of the model."""
         if self._pass is not None and self._pass.task != current_task():
             self._pass = None  # it has ended in an exception
         self._running(within=_refuse_reentrant)
 
     def _on_reduced(self, flat: torch.Tensor) -> None:
-        """The all-reduce hook of all units."""
+        """All-reduce hook of every unit."""
         current = self._running()
         current.check_filled()
         if not current.units:
@@ -386,7 +373,7 @@ class FullyShardGradients(GradientSource):
         current.filling = UnitBuffer(flat)
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        """The post-accumulate hook of all parameters."""
+        """Post-accumulate hook of every parameter."""
         shard, current = self._of_parameter[id(parameter)], self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other one runs after this
             raise HookRunError(
@@ -405,11 +392,11 @@ class FullyShardGradients(GradientSource):
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
-        """The running pass, or a new one. `within`: see `run_after_backward`."""
+        """Return the running pass, or begin one. `within`: see `run_after_backward`."""
         current = self._pass
         if current is None:
             current = self._pass = RunningPass(current_task())
-        # FSDP has queued its own callback before, which reduces the units whose inputs need no gradient.
+        # FSDP's own callback, which reduces the units whose inputs need no gradient, was queued before this one.
         run_after_backward(lambda: self._end(current), within)
         return current
 
@@ -425,7 +412,6 @@ class FullyShardGradients(GradientSource):
 
     @torch.no_grad()
     def _end(self, current: RunningPass) -> None:
-        """At the end of the backward pass: wait for the averages and make them the gradients."""
         if current is not self._pass:
             return
         self._pass = None
@@ -437,7 +423,7 @@ class FullyShardGradients(GradientSource):
         current.take_over_averages()
 
     def _check_pieces(self, unit: UnitBuffer) -> None:
-        """Check at its first occurrence that the buffer has the layout that this module expects."""
+        """Check each buffer's layout when it first occurs, because FSDP does not document it."""
         key = tuple(id(shard) for shard in unit.shards)
         if key in self._checked:
             return
@@ -467,7 +453,7 @@ def _refuse_reentrant() -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns, through mappings, lists, tuples and dataclasses."""
+    """Yield the tensors in a module's output, through mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -1,9 +1,8 @@
 """A bucket of gradients, and the position of each parameter's gradient in it.
 
 DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
-a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted. A
-`Slot` tells how to read it correctly. Layouts know parameters by identity, not by bucket index, because DDP rebuilds
-its buckets after the first step.
+a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted.
+Layouts identify buckets by their parameters, not by index, because DDP rebuilds its buckets after the first step.
 """
 
 import math
@@ -21,10 +20,10 @@ class Bucket:
 
     Attributes:
         flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
-        parameters: the parameters in the order of the buffer.
+        parameters: in the order of the buffer.
         index: increases within a backward pass.
-        nbytes: bytes of the buffer, of the values alone for a sparse gradient.
-        is_first, is_last: whether this is the first, the last bucket of its backward pass.
+        nbytes: bytes of the buffer; for a sparse gradient, of the values alone.
+        is_first, is_last: within the backward pass.
         grad_bucket: the bucket that DDP passed; None without DDP.
         unused: positions of the parameters that have a gradient although this rank has not used them since the latest
             synchronised pass.
@@ -39,7 +38,6 @@ class Bucket:
         is_first: bool | None = None,
         grad_bucket: dist.GradBucket | None = None,
     ) -> None:
-        """`is_first`: None: true for index 0."""
         self.flat = flat
         self.parameters = parameters
         self.nbytes = sparse_values(flat).nbytes if flat.is_sparse else flat.nbytes
@@ -55,7 +53,7 @@ class Slot:
     """The elements `offset : offset + numel` of a bucket's buffer belong to `parameter`."""
 
     name: str
-    """Stable name of the parameter: the key of its saved state."""
+    """Stable name of the parameter, the key of its saved state."""
     parameter: torch.Tensor
     offset: int
     numel: int
@@ -89,7 +87,7 @@ class BucketLayout:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
+    """Return the dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
 
     DDP uses the strides of a parameter in its buckets if the parameter is dense in memory, and packs it contiguously
     otherwise (torch, reducer.cpp, `initialize_bucket_views`).
@@ -112,16 +110,12 @@ def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The inverse of `to_logical`: a tensor of the parameter's shape as a flat tensor in memory order."""
+    """Return a tensor of the parameter's shape as a 1-D tensor in memory order: the inverse of `to_logical`."""
     return logical.permute(memory_order(parameter)).reshape(-1)
 
 
 def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:
-    """Compute the position of each parameter in the buffer `flat`. Called once per layout, not per step.
-
-    Raises:
-        RuntimeError: the buffer does not have as many elements as the parameters.
-    """
+    """Compute the position of each parameter in the buffer `flat`. Called once per layout, not per step."""
     slots: list[Slot] = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
@@ -138,7 +132,7 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """(n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in memory,
-    m the product of the others."""
+    """Return (n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in
+    memory, m the product of the others."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

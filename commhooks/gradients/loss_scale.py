@@ -1,4 +1,4 @@
-"""The loss scale: the factor by which a GradScaler multiplies the loss. Read once per backward pass without
+"""The loss scale: the factor by which a GradScaler multiplies the loss. It is read once per backward pass, without
 synchronising with an accelerator."""
 
 import math
@@ -16,11 +16,8 @@ LossScale = float | torch.Tensor
 
 
 class ScaleOf:
-    """Returns the current scale of a GradScaler, 1 without one.
-
-    Args:
-        scaler: returns the GradScaler, which may be made later; None: there is none.
-    """
+    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, which may be created later; if it
+    returns None, the scale is 1."""
 
     def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
         self.scaler = scaler
@@ -36,7 +33,7 @@ class ScaleOf:
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
-    """The GradScaler behind `loss_scale`, which is a `ScaleOf`, or a user's `scaler.get_scale`; None if unknown."""
+    """Return the GradScaler of `loss_scale`, a `ScaleOf` or a user's `scaler.get_scale`; None if unknown."""
     if isinstance(loss_scale, ScaleOf):
         return loss_scale.scaler()
     owner = getattr(loss_scale, "__self__", None)
@@ -44,14 +41,14 @@ def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScale
 
 
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
-    """The loss scale of this backward pass, as `loss_scale` returns it.
+    """Return the loss scale of this backward pass.
 
     Args:
-        before: the latest loss scale, returned if the scale on an accelerator is zero, negative or not finite: the
+        before: the previous loss scale, returned if the scale on an accelerator is zero, negative or not finite: the
             gradients of such a step are all zero or not finite, and the residuals must not change.
 
     Raises:
-        HookRunError: it is not a number; or it is on the host, and zero, negative or not finite.
+        HookRunError: the scale is not a number; or it is on the host, and zero, negative or not finite.
     """
     scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
@@ -76,7 +73,7 @@ def chosen(good: torch.Tensor | bool, new: torch.Tensor, old: torch.Tensor) -> t
 @overload
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale: ...
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale:
-    """`new` where `good`, else `old`; a tensor only if the device has to choose."""
+    """Return `new` if `good`, else `old`; a tensor only if `good` is on a device."""
     if isinstance(good, bool):
         return new if good else old
     if not isinstance(new, torch.Tensor) and not isinstance(old, torch.Tensor):

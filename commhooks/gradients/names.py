@@ -1,8 +1,8 @@
 """Stable parameter names, the keys of a hook's learned and saved state; and the globs of the option `exclude`.
 
-A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the
-name of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
-one: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
+A GradBucket has no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name
+of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
+parameter: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
 """
 
 import difflib
@@ -20,17 +20,17 @@ logger = logger_of(__name__)
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
-    """The first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's `names`; else None."""
+    """Return the first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's `names`, or None."""
     return next((each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None)
 
 
 def own_name(name: str) -> str:
-    """`name` without the prefix that `torch.compile` adds, so that checkpoints fit with and without it."""
+    """Return `name` without the prefix of `torch.compile`, so that checkpoints fit with and without it."""
     return name.replace("_orig_mod.", "")
 
 
 def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
-    """id of each parameter -> all of its names in registration order, without `torch.compile`'s prefix."""
+    """Return {id of a parameter: its names in registration order, without `torch.compile`'s prefix}."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
@@ -38,7 +38,7 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    """Log one warning about patterns that match no parameter of `module`, frozen parameters included."""
+    """Log one warning about the patterns that match no parameter of `module`, trainable or frozen."""
     names = [name for found in all_names(module).values() for name in found]
     parts = []
     for pattern in patterns:
@@ -57,13 +57,13 @@ class ParameterNames(Protocol):
     """Maps parameters to stable names."""
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
-        """The names of a bucket's parameters, in order. `first`: this is the first bucket of a backward pass."""
+        """Return the names of a bucket's parameters. `first`: whether it is the first bucket of a backward pass."""
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> parameter, for all parameters known so far."""
+        """Return {name: parameter} for all parameters known so far."""
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
-        """The first of `patterns`, the globs of the option `exclude`, that matches the parameter, else None."""
+        """Return the first of `patterns`, the globs of the option `exclude`, that matches the parameter, or None."""
 
 
 class ModelNames:
@@ -74,7 +74,6 @@ class ModelNames:
         named_parameters: Iterable[tuple[str, torch.Tensor]],
         all_names: Mapping[int, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """`all_names`: id of a parameter -> all of its names, for tied parameters."""
         self._parameters = dict(named_parameters)
         self._all_names = {name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -94,7 +93,6 @@ class ModelNames:
         return self._parameters
 
     def all_names(self, name: str) -> list[str]:
-        """All names of a parameter, for tied parameters."""
         return self._all_names[name]
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
@@ -102,7 +100,8 @@ class ModelNames:
 
 
 class PositionalNames:
-    """`float32.cpu.0` is the last registered float32 parameter on the CPU, `float32.cpu.1` the one before it."""
+    """Names by position: `float32.cpu.0` is the last registered float32 parameter on the CPU, `float32.cpu.1` the one
+    before."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[torch.Tensor, str]] = {}

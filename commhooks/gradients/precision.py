@@ -1,8 +1,7 @@
-"""Hooks compute in full precision, independent of the user's settings.
+"""Full precision for the arithmetic of hooks, whatever the user's settings are.
 
 A hook runs inside `backward`: grad mode may be on (`create_graph=True`), autocast may be active, and TF32 or bf16
-products may be allowed for the model. Hooks must avoid all of these: rounding a product to 10 bits loses the part that
-error feedback stores in the residual.
+products may be allowed. Rounding a product to 10 bits would lose what error feedback stores in the residual.
 """
 
 import contextlib
@@ -20,13 +19,12 @@ from commhooks.errors import HookConfigError
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which hooks compute: float64 for float64, float32 for everything else."""
+    """Return the dtype in which hooks compute: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Whether Python can read a tensor on `device` without synchronising with an accelerator. If not, hooks use masks
-    on the device instead of branches."""
+    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
     return device.type == "cpu"
 
 
@@ -36,15 +34,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Check that all buckets are on one device: a step is committed for all buckets together, and buckets on several
-    devices would have to wait for each other.
-
-    Args:
-        what: name of the compression, for the message.
-
-    Raises:
-        HookConfigError: there are several devices.
-    """
+    """Raise HookConfigError if there are several devices: a step is committed for all buckets together, and buckets on
+    several devices would have to wait for each other. `what`: name of the compression, for the message."""
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
@@ -56,21 +47,19 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
 # ---- the switches that let float32 products be rounded (TF32, bfloat16) ----------------------------------------------
 
 
-class SwitchOfTheProcess:
-    """`torch.set_float32_matmul_precision` with the interface of the newer switches: one for all libraries."""
+class GlobalSwitch:
+    """`torch.set_float32_matmul_precision`, which applies to all libraries, as a switch."""
 
     _NAMES = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 
     @property
     def fp32_precision(self) -> str:
-        """As of the newer switches: "ieee" rounds nothing."""
         return self._NAMES[torch.get_float32_matmul_precision()]
 
     @fp32_precision.setter
     def fp32_precision(self, value: str) -> None:
-        """Takes "none" as well, which means torch's default, "ieee"."""
         old = {new: old for old, new in self._NAMES.items()}
-        torch.set_float32_matmul_precision(old.get(value, "highest"))
+        torch.set_float32_matmul_precision(old.get(value, "highest"))  # "none" is torch's default
 
 
 # Newer than torch 2.8: one per library that multiplies float32 matrices, oneDNN on CPU, cuBLAS on CUDA. Each is read
@@ -78,11 +67,11 @@ class SwitchOfTheProcess:
 _PRECISION_SWITCHES: tuple[Any, ...] = (
     (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
     if hasattr(torch.backends.mkldnn, "matmul")
-    else (SwitchOfTheProcess(),)
+    else (GlobalSwitch(),)
 )
 
 
-# The switches are those of the process, and autograd has a thread per GPU: the last thread to leave restores them.
+# The switches are global, and autograd has a thread per GPU: the last thread to leave restores them.
 _lock = threading.RLock()
 _inside = 0
 _before: list[tuple[Any, str]] = []
@@ -90,8 +79,8 @@ _before: list[tuple[Any, str]] = []
 
 @contextlib.contextmanager
 def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
-    """Run the body without grad mode and autocast, with float32 products in full float32 precision. `products`: False
-    for a body without products, so that the switches stay as a training in another thread needs them."""
+    """Context manager: no grad mode, no autocast, and float32 products in full precision. `products`: False for a body
+    without products, which leaves the global switches alone for a training in another thread."""
     global _inside
     with _lock:
         _inside += products
@@ -119,8 +108,8 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """What the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763 64-Core
-    Processor, AVX2, 8 threads". Two machines with equal lines compute equal bits."""
+    """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763
+    64-Core Processor, AVX2, 8 threads". Machines with equal lines compute equal bits."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         threads = torch.get_num_threads()
@@ -134,7 +123,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def processor_lines(*beginnings: str) -> list[str]:
-    """What Linux says of the processor: its lines with one of these beginnings. Empty on other systems."""
+    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] on other systems than Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

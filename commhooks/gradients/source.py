@@ -1,4 +1,4 @@
-"""Sources of gradients: a model as a hook sees it, however it is wrapped, and a model that nothing wraps."""
+"""Sources of gradients: the interface to a model for hooks, and its implementation for an unwrapped model."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -20,15 +20,15 @@ Future = torch.futures.Future[torch.Tensor]
 
 @dataclass
 class HookCallbacks:
-    """What a source of gradients calls in each backward pass.
+    """The functions that a source of gradients calls in each backward pass.
 
     Attributes:
         name: name of the hook, for messages.
         run: reduces one bucket; the future holds the result.
         finish: completes all futures of a pass whose last bucket was not marked as the last.
-        owner: kept as long as a DDP model, although nobody else may keep it.
+        owner: an object to keep alive as long as the DDP model.
         before_pass: called before the first bucket of every pass.
-        after_first_pass: called once, at the end of the first pass.
+        after_first_pass: called at the end of the first pass.
     """
 
     name: str
@@ -44,12 +44,12 @@ class HookCallbacks:
         return self.run(bucket)
 
     def end_pass(self) -> None:
-        """No further bucket of this pass will come, and none was marked as the last."""
+        """Called at the end of a pass without a bucket that was marked as the last."""
         self.finish()
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
-        """A backward pass has ended."""
+        """Called at the end of every backward pass."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -72,11 +72,11 @@ class Extent:
 
 
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
-    """Returns a function that returns `group`, or raises HookRunError once it was destroyed.
+    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
 
-    torch keeps a group until `destroy_process_group`. A hook that also kept it would keep its threads and its store
-    alive. And a group that ends in a forked process, such as a DataLoader's worker in which the garbage collector finds
-    the hook, kills that process, because the group's threads do not exist there.
+    A hook that owned the group would keep its threads and its store alive. And if the garbage collector destroyed the
+    group in a forked process, such as a DataLoader's worker, that process would die, because the group's threads do not
+    exist there.
     """
     weak = weakref.ref(group)
 
@@ -93,17 +93,14 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A model as a source of buckets. It holds the parameters; it holds modules and process groups weakly.
-
-    Args:
-        group: the process group over which the gradients are averaged.
+    """A model as a source of buckets. References to modules and process groups are weak.
 
     Attributes:
-        names: the parameters that are reduced. For a sharded model these are this rank's shards.
+        names: the parameters that are reduced; of a sharded model, this rank's shards.
         device: where the gradients are.
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
-        gives_grad_buckets: whether it passes torch's `GradBucket`, which users' functions need.
+        gives_grad_buckets: whether buckets have torch's `GradBucket`, which users' functions need.
         averages_alone: whether gradients are averaged over `group` without a hook.
     """
 
@@ -119,13 +116,13 @@ class GradientSource(ABC):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group over which the gradients are averaged. Raises HookRunError if it was destroyed."""
+        """The process group over which gradients are averaged. Raises HookRunError if it was destroyed."""
         return self._group()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other shards of the same replica; None if nothing is sharded. A step is committed on
-        all of them or on none."""
+        """The ranks that hold the shards of one replica; None without sharding. A step is committed on all of these
+        ranks or on none."""
         return None
 
     @property
@@ -135,34 +132,27 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Have the model call the hook from now on. `state`: what DDP passes to its hook.
-
-        Raises:
-            AttachError: the model has a hook already.
-        """
+        """Register the hook with the model. `state`: passed by DDP to its hook. Raises AttachError if the model has a
+        hook."""
 
     @abstractmethod
     def described(self) -> list[str]:
-        """One line per parameter of the model, in order; equal on two ranks if their models are."""
+        """Return a line per parameter, equal on two ranks if their models are."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that must be equal on all ranks of `group`, by name; empty if the model was deleted."""
+        """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """The current `.grad` of each parameter, on a sharded model of each shard."""
+        """Return the current `.grad` of each entry of `names`."""
 
     @abstractmethod
     def unregister(self) -> None:
-        """Undo `register`, between two backward passes.
-
-        Raises:
-            AttachError: the model keeps its hook for life.
-        """
+        """Undo `register`, between two backward passes. Raises AttachError if the model keeps its hook for life."""
 
     def stepped(self) -> Sequence[torch.Tensor]:
-        """The parameters that optimizers have, in the order of `names`."""
+        """Return the parameters that optimizers hold, in the order of `names`."""
         return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
@@ -170,8 +160,8 @@ class GradientSource(ABC):
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Let each rank keep its own buffers, such as running statistics. Returns warnings about what the source still
-        sends in every step."""
+        """Stop synchronising buffers, such as running statistics. Returns warnings about remaining messages in every
+        step."""
         return []
 
     def close(self) -> None:
@@ -195,16 +185,16 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """A tensor that is placed like the parameter, from the `part` of this rank's shard."""
+        """Make a tensor that is placed like the parameter, from this rank's `part`."""
         return part
 
 
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method` of an object with each parameter whose gradient has been accumulated, while the object lives.
+    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists.
 
-    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that held the object, which holds
+    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns
     the parameters, would keep them and the process group for ever.
     """
     weak = weakref.WeakMethod(method)
@@ -218,17 +208,14 @@ def call_after_accumulation(
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:
-    """A line for `GradientSource.described`."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     frozen = "" if parameter.requires_grad else " (frozen)"
     return f"{own_name(name)} {tuple(parameter.shape)} {dtype}{frozen}"
 
 
 class PlainGradients(GradientSource):
-    """The gradients of a module that nothing wraps, for hooks that average weights, with one process per machine.
-
-    Each gradient is a bucket of its own, passed to the hook at the end of the backward pass.
-    """
+    """The gradients of an unwrapped module, for hooks that average weights with one process per machine. At the end of
+    the backward pass each gradient becomes a bucket."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
@@ -244,7 +231,7 @@ class PlainGradients(GradientSource):
         self.device = next(iter([*self.names.named_parameters().values(), torch.empty(0)])).device
         self._callbacks: HookCallbacks | None = None
         self._handles: list[RemovableHandle] = []
-        self._task = -1  # the backward pass whose end is waited for
+        self._task = -1  # the running backward pass
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -298,11 +285,11 @@ class PlainGradients(GradientSource):
 
 
 def _keep(source: PlainGradients) -> None:
-    """Called when the module has ended."""
+    """Does nothing: the module's finalizer owns the source, and drops it after this call."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """ids of the parameters whose gradients will be sparse."""
+    """Return the ids of the parameters whose gradients will be sparse."""
     return {
         id(each.weight)
         for each in module.modules()

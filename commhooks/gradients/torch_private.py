@@ -1,7 +1,7 @@
-"""Every private name of torch that commhooks uses. docs/versions.md says what follows where one is missing.
+"""All private names of torch that commhooks uses; docs/versions.md lists the consequences of a missing name.
 
-The names without which nothing works are looked up on import, so that a torch without one of them is an ImportError at
-once. The others are for refusing what cannot work: without them it is not refused.
+Names without which nothing works are looked up on import, and raise ImportError. The other names are for error
+messages: without them, an unsupported set-up is not detected.
 """
 
 import contextlib
@@ -30,33 +30,33 @@ def _needed(owner: Any, name: str) -> Any:
 
 
 current_task: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
-"""The id of the backward pass that runs in this thread, also in the callbacks at its end; -1 if none does."""
+"""Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside of a backward pass."""
 
 current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
-"""In a callback at the end of a backward pass: the current node of the enclosing pass; None in the outermost one."""
+"""In a callback at the end of a backward pass: return the current node of the enclosing pass; None in the outermost."""
 
 queue_callback: Callable[[Callable[[], None]], None] = _needed(
     _needed(torch.autograd.Variable, "_execution_engine"), "queue_callback"
 )
-"""Call the argument at the end of this backward pass. The only way to queue that from within the pass; torch's
-optimizer_overlap_hooks.py does the same. Raises RuntimeError outside of one."""
+"""Call the argument at the end of this backward pass, as torch's optimizer_overlap_hooks.py does. Raises RuntimeError
+outside of a backward pass."""
 
 AnyFuture: Any = _needed(torch._C, "Future")
 """The class of what `Work.get_future()` returns, and base class of `torch.futures.Future`."""
 
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_values")
-"""The values of a sparse tensor; the public `values()` wants a coalesced one."""
+"""The values of a sparse tensor; the public `values()` requires a coalesced tensor."""
 
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_indices")
-"""The indices of a sparse tensor; the public `indices()` wants a coalesced one."""
+"""The indices of a sparse tensor; the public `indices()` requires a coalesced tensor."""
 
 
 def run_after_backward(callback: Callable[[], None], within: Callable[[], None] | None = None) -> None:
     """Call `callback` at the end of the current backward pass unless that ends in an exception.
 
-    Call this at every bucket: reentrant checkpointing runs backward passes inside the backward pass, and a callback
-    queued in an inner pass is dropped at the end of that pass, where `within` is called instead. Outside of a backward
-    pass (when `Join` shadows the collectives of other ranks) it does nothing.
+    Call this at every bucket: reentrant checkpointing runs backward passes inside the backward pass. A callback queued
+    in an inner pass is dropped at the end of that pass, where `within` is called instead. Does nothing outside of a
+    backward pass, where `Join` shadows the collectives of other ranks.
     """
 
     def at_the_end() -> None:
@@ -70,11 +70,8 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store of `group`. Public in newer versions than torch 2.8.
-
-    Raises:
-        HookRunError: it has none.
-    """
+    """Return the key-value store of `group`; public in newer versions than torch 2.8. Raises HookRunError if there is
+    none."""
     public = hasattr(group, "get_group_store")
     store: dist.Store | None = (
         group.get_group_store() if public else dist.distributed_c10d._get_process_group_store(group)
@@ -88,7 +85,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long collectives of `group` on `device` wait for other ranks; None if torch does not tell."""
+    """Return the timeout of the collectives of `group` on `device`; None if unknown."""
     backend_on = getattr(group, "_get_backend", None)
     with contextlib.suppress(RuntimeError):  # a backend without options
         return getattr(getattr(backend_on and backend_on(device), "options", None), "_timeout", None)
@@ -96,18 +93,18 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def groups_here() -> int:
-    """How many process groups of torch this rank is in."""
+    """Return the number of torch's process groups of which this rank is a member."""
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
 
 
 def address_key(rank: int) -> str:
-    """The key under which `ProcessGroupGloo` puts the address of a rank into the store that it is made with."""
+    """Return the key under which `ProcessGroupGloo` stores the address of a rank."""
     return f"0/{rank}"
 
 
 def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
-    """What reduces the gradients of a module that was replicated by `torch.distributed._composable.replicate`; None for
-    other modules. `replicate` makes it in the first forward pass, or here."""
+    """Return the DDP model inside a module that was replicated by `torch.distributed._composable.replicate`, which
+    creates it in the first forward pass, or here; None for other modules."""
     used: Any = sys.modules.get("torch.distributed._composable.replicate")
     if used is None or not isinstance(model, used.DDP):
         return None
@@ -144,6 +141,6 @@ def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
 
 
 def compiled_from(model: object) -> nn.Module | None:
-    """The module inside of one that `torch.compile` returned."""
+    """Return the module that `torch.compile` wraps in `model`; None if it does not."""
     inner: nn.Module | None = getattr(model, "_orig_mod", None)
     return inner

@@ -1,4 +1,4 @@
-"""Attach a hook to a model: from a checked request to a registered hook."""
+"""`attach`: register a hook with a model."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
-from commhooks.engine.kernel_choice import Choice
-from commhooks.engine.nodes import EqualInNodes, Hierarchy
+from commhooks.engine.kernel_choice import KernelChoice
+from commhooks.engine.reduction import HierarchicalReduction
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
@@ -26,14 +26,16 @@ from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
+from commhooks.hook.compressor_hook import CompressorHook
+from commhooks.hook.function_hook import FunctionHook
 from commhooks.hook.local_steps_hook import LocalStepsHook
+from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.options import LocalSteps
-from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
@@ -59,50 +61,50 @@ def attach(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook on a model that is wrapped in DDP, or sharded by `fully_shard` (FSDP2). Every rank
-    of the model must call this with equal arguments: the ranks compare their requests and their models in one small
+    """Register a communication hook with a model that is wrapped in DDP, or sharded by `fully_shard` (FSDP2). Every
+    rank of the model must call this with equal arguments; the ranks compare their requests and models in one small
     collective.
 
     Args:
-        ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
-            `fully_shard` over a mesh of one dimension, with its parameters on their device. `DiLoCo` and `LocalSGD`
-            also take a module that nothing wraps, for one process per machine.
+        ddp_model: a `DistributedDataParallel` model without a hook; or a root module that was sharded by `fully_shard`
+            over a one-dimensional mesh, with its parameters on their device. `DiLoCo` and `LocalSGD` also take an
+            unwrapped module, for one process per machine.
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
             `available_hooks()`), a path `"package.module:function"`, or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
-            DDP then averages the gradients itself, and what is returned counts and learns nothing; a model sharded by
-            `fully_shard` is averaged by plain all-reduce.
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons;
+            DDP then averages the gradients itself, and a model sharded by `fully_shard` is averaged by plain
+            all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16").
+        wrapper: communicate in float16 or bfloat16 ("fp16", "bf16").
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
-            communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
+            communication), "mean" (over the ranks, which must all save), "drop" (no residuals), "distributed" (the
             mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
-            sharded by `fully_shard`, which takes that and "drop" only.
-        strict: whether loading the state of another hook or model is an error (the default), or gives what does not
-            fit fresh memory and one warning.
+            sharded by `fully_shard`, which takes "distributed" and "drop" only.
+        strict: whether loading the state of another hook or model is an error. If False, mismatched parameters start
+            without learned state, with one warning.
         total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
-        check_every: compare the weights of all ranks before every `check_every`-th backward pass, the first included.
-            If they differ, all ranks raise HookRunError with the names of the parameters. None: never. Each check reads
-            all weights once.
-        ranks_per_node: average exactly inside a node and compress between nodes only; every rank then compresses and
-            keeps residuals for its share of the parameters. A number: so many consecutive ranks are a node. "auto":
-            those that one launcher has started, or that have one host name. None: compress between all ranks. With
-            one node, or one rank per node, there is nothing to divide. Warns if a number exceeds the world size.
+        check_every: compare the weights of all ranks before every `check_every`-th backward pass, beginning with the
+            first, which reads all weights once. If they differ, all ranks raise HookRunError with the names of the
+            parameters. None: never.
+        ranks_per_node: average exactly inside a node and compress between nodes only; every rank compresses its share
+            of the parameters. A number: that many consecutive ranks form a node. "auto": the ranks that one launcher
+            has started, or that have one host name. None: compress between all ranks. No effect with one node, or one
+            rank per node. Warns if it exceeds the world size.
         process_group: the group over which to average a DDP model; None: the model's group.
-        replicate_group: for a model sharded by `fully_shard`: the group, or the mesh of one dimension, over which to
-            average: the ranks that hold the same shard, such as `mesh["replicate"]`.
+        replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
+            that is, the ranks that hold the same shard, such as `mesh["replicate"]`.
         loss_scale: returns the current loss scale, e.g. `scaler.get_scale`; the residuals are rescaled when it changes.
 
     Returns:
-        The registered hook: state_dict(), load_state_dict(), stats(), plan().
+        The registered hook, with state_dict(), load_state_dict(), stats(), plan().
 
     Raises:
         HookConfigError: the arguments are invalid, or no rank's machine supports them.
         AttachError: the model cannot take a hook. Or, on all ranks: the ranks attach different hooks or have different
             models, the machines of some ranks do not support the hook, or the nodes have different numbers of ranks.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+        HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
     kept = {"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual)
@@ -133,11 +135,11 @@ def attach_request(
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
     on_unused: Callable[[str], None] | None = None,
 ) -> CommHook:
-    """`attach` for a request that was checked before; see `attach`.
+    """Attach a hook for a checked request; see `attach`.
 
     Args:
-        total_steps: None: those of the request.
-        on_unused: called on the rank that logs, with the warning that a training has not used the hook.
+        total_steps: None: the `total_steps` of the request.
+        on_unused: called on the logging rank with the warning that the hook had no effect.
     """
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
@@ -181,7 +183,7 @@ def attach_request(
 
 
 def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
-    """The state and the function of a user's hook `(state, bucket)`."""
+    """Return the state and the function of a user's hook."""
     if not source.gives_grad_buckets:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
@@ -203,29 +205,25 @@ def _build_hook(
     function: Callable[..., Any] | None,
     source: GradientSource,
     binding: Binding,
-    choice: Choice,
+    choice: KernelChoice,
 ) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """Build the hook. Returns (hook, run, finish): `run(bucket)` reduces one bucket; `finish()` ends a pass in which
-    DDP never flagged a last bucket."""
+    """Return (hook, run, finish): `run(bucket)` reduces a bucket; `finish()` ends a pass without a last bucket."""
     if compressor is None:
         assert function is not None
         of_function = FunctionHook(request, source, state, function)
         return of_function, of_function.run, of_function.end_pass
     if isinstance(compressor, LocalStepsCompressor):
         loss_scale = binding.loss_scale
-        if compressor.config.delay:  # a thread issues collectives beside those of the model
+        if compressor.config.delay:  # a thread issues collectives while the model's own are running
             own = new_group(range(source.group.size()), source.group)
             binding = dataclasses.replace(binding, group=held_weakly(own))
         sizes = {
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
-        outer = OuterSteps(compressor, binding, sizes)
-        outer.consensus.compute_with(choice)
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        if nodes is not None:
-            # The mean of the gradients keeps the weights of a node's ranks equal.
-            outer.consensus.arrangement = EqualInNodes(nodes)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale, nodes)
+        outer = FragmentSession(compressor, binding, sizes, nodes)
+        outer.consensus.compute_with(choice)
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
         return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
@@ -234,7 +232,7 @@ def _build_hook(
     session.consensus.compute_with(choice)
     nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
     if nodes is not None:
-        session.consensus.arrangement = Hierarchy(nodes, source.names.named_parameters())
+        session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
 

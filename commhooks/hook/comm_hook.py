@@ -1,4 +1,4 @@
-"""`CommHook`: what users hold of a hook that is attached to a model."""
+"""`CommHook`: the user's handle on an attached hook."""
 
 import sys
 import weakref
@@ -20,7 +20,7 @@ from commhooks.errors import (
 )
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource, HookCallbacks
-from commhooks.hook.hooks import Hook
+from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
@@ -73,8 +73,7 @@ class CommHook:
         )
 
     def quiet(self) -> None:
-        """Log no summary at the first backward pass and no warning that the training does not use the hook. For
-        callers such as the doctor."""
+        """Log no summary and no warning that the hook has no effect. For callers such as the doctor."""
         self._quiet = True
         self._unused.silence()
 
@@ -89,7 +88,7 @@ class CommHook:
         state: Any,
         on_unused: Callable[[str], None] | None,
     ) -> None:
-        """Register `run` and `finish` (see `HookCallbacks`) with the model. `state`: what DDP passes to its hook."""
+        """Register `run` and `finish` with the model; see `HookCallbacks`. `state`: passed by DDP to its hook."""
         every = self._request.check_every
         check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
         self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
@@ -100,7 +99,7 @@ class CommHook:
             self._unused.watch(self._source.stepped())
 
     def _begun(self) -> None:
-        """The first backward pass has ended: log the summary."""
+        """Called at the end of the first backward pass: log the summary."""
         self._unused.called()
         if self._quiet or not self._logs:
             return
@@ -117,9 +116,9 @@ class CommHook:
             logger.warning("%s", warning)
 
     def detach(self) -> None:
-        """Remove the hook from a model sharded by `fully_shard`, so that another one can be attached. Every rank must
-        call this, between two backward passes. Without a hook the gradients of the replicas are not averaged. A hook
-        that averages weights first averages them once more (`synchronize`).
+        """Remove the hook from a model sharded by `fully_shard`, so that another hook can be attached. Every rank must
+        call this between two backward passes. Without a hook, the gradients of the replicas are not averaged. A hook
+        that averages weights averages them once more (`synchronize`).
 
         Raises:
             AttachError: the model is a DDP model, which keeps its hook for life.
@@ -131,13 +130,10 @@ class CommHook:
         self.detached = True
 
     def close(self) -> None:
-        """Free the buffers at the end of a training, remove the hook from a model sharded by `fully_shard`, and move
-        the learned state to the host. `stats()`, `plan()` and `state_dict()` still work; a further backward pass raises
-        HookRunError. Does not communicate. Repeated calls do nothing.
-
-        The plugins for Lightning and transformers call this at the end of each training. Otherwise the buffers are
-        freed with the model.
-        """
+        """End the training: free the buffers, move the learned state to the host, and remove the hook from a model
+        sharded by `fully_shard`. `stats()`, `plan()` and `state_dict()` still work; another backward pass raises
+        HookRunError. Does not communicate; repeated calls do nothing. The plugins for Lightning and transformers call
+        this at the end of each training."""
         self._unused.ended()
         self._source.close()
         self._hook.close()
@@ -154,15 +150,14 @@ class CommHook:
         return self._hook.status().run_number
 
     def plan(self) -> ModelPlan:
-        """What is compressed: one row per parameter, or per bucket for batched PowerSGD, whose buckets are known after
-        the first backward pass."""
+        """Return the plan of what is compressed: a row per parameter, or per bucket for batched PowerSGD, whose buckets
+        are known after the first backward pass."""
         return self._hook.plan()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of this rank since the hook was attached. Bytes are the sizes of the tensors passed to collectives.
-        Synchronises with the accelerator if the outcome of recent steps is unread.
-
-        A value is None if it is unknown, such as the bytes of a user's hook, or if the hook has no such value:
+        """Return the counters of this rank since `attach`. Bytes are the sizes of the tensors passed to collectives.
+        Synchronises with the accelerator if the outcome of recent steps is unread. A value is None if it is unknown
+        (the bytes of a user's hook) or does not exist for this hook:
 
         - `so_far`: the counters that a checkpoint holds, including the runs before this one.
         - `kernel`: "native" for a native kernel, "torch" otherwise.
@@ -171,10 +166,10 @@ class CommHook:
           `nonfinite_steps` count the outer steps that were committed and discarded.
         - `outer_gradient_norm`, `outer_gradient_cosine`: of the latest outer step; the cosine with the outer gradient
           before, computed from every 64th number.
-        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
-          the delay of other ranks; for hooks without learned state from the last hook call to the completion of the
-          last future. Measured on the host, on CUDA by events; None on other accelerators. Without the small
-          collectives after a start or a load.
+        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives and for
+          slower ranks; for hooks without learned state, from the last hook call to the completion of the last future.
+          Measured on the host, on CUDA by events; None on other accelerators. The small collectives after a start or a
+          load do not count.
         """
         status, found = self._hook.status(), self._hook.stats()
         c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
@@ -211,37 +206,36 @@ class CommHook:
         return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
-        """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank over the parameters that
-        the hook compresses; over all parameters for hooks without learned state, which have no residual. With
-        `ranks_per_node` over this rank's share, with the residual of the node's mean. A norm is None if there is
-        nothing to measure.
+        """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, each a float or None,
+        over the compressed parameters; over all parameters for hooks without learned state, which have no residual.
+        With `ranks_per_node` over this rank's share, with the residual of the node's mean.
 
-        Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this after the backward pass
-        (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed.
+        Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this between the backward
+        pass (with a GradScaler: `unscale_` or the optimizer's step) and `zero_grad`.
         """
         with self._hook.residuals() as (residuals, factor, measured):
             gradients = {name: each for name, each in self._source.gradients().items() if name in measured}
             return norms(gradients, residuals, factor)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
+        """Return the state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
 
         Args:
             residual: "per_rank", "mean", "drop" or "distributed"; None is the `save_residual` of `attach`.
                 "per_rank": this rank's own residuals, without communication: save one file per rank.
-                "mean": the mean over the ranks; *all ranks must call*. It also sets every rank's residuals to that
-                mean, so that this run and a run that resumes from the checkpoint stay bitwise equal.
+                "mean": the mean over the ranks; *all ranks must call*. The residuals of every rank are set to the mean,
+                so that this run and a run that resumes from the checkpoint stay bitwise equal.
                 "drop": no residuals.
                 "distributed": the mean, in a form that `torch.distributed.checkpoint` saves and loads, as in
                 `dcp.save({"hook": hook})`; *all ranks must call*. Models sharded by `fully_shard` have this form only,
                 with or without residuals.
             gather: with "per_rank", the residuals of all ranks in one payload; *all ranks must call*.
-            joint: False if some ranks might not join this save (signal handlers, exceptions): nothing is communicated.
+            joint: False if other ranks might not join this save (signal handlers, exceptions): nothing is communicated.
 
         Returns:
             Plain types and tensors, for `torch.save`. A joint save waits at most `joint_save_limit_s` seconds for the
-            other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged.
-            A call from another thread waits for a running commit, so the payload never mixes two steps.
+            other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged. May
+            be called from another thread: the payload never mixes two steps.
         """
         sharded = self._source.shard_group is not None
         if residual is None:
@@ -278,30 +272,30 @@ class CommHook:
 
     def synchronize(self, *, optimizers: bool = False) -> bool:
         """Average the weights now, for example before a validation, if the hook averages weights once in several steps
-        (`diloco`, `local_sgd`); other hooks do nothing. *All ranks must call* this, between two steps.
+        (`diloco`, `local_sgd`); other hooks do nothing. *All ranks must call* this between two steps.
 
         Args:
-            optimizers: also give all ranks the optimizers' state of rank 0, as a resumed run has it. A joint
+            optimizers: also copy the optimizers' state of rank 0 to all ranks, as a resumed run has it. A joint
                 `state_dict` does the same: call one of them before you copy the state of the model or an optimizer.
 
         Returns:
-            Whether all ranks took part within `joint_save_limit_s` seconds. If not, nothing has changed, and one
+            Whether all ranks took part within `joint_save_limit_s` seconds. If False, nothing has changed, and one
             warning is logged.
         """
         return self._hook.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 
     @print_error_on_rank_zero()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
-        """Load the result of `state_dict`. *All ranks must call* this, before the next backward pass.
+        """Load the result of `state_dict`. *All ranks must call* this before the next backward pass.
 
-        All or nothing: everything is checked before anything changes. The saved `start_powerSGD_iter` replaces the
-        current one. After a change of `matrix_approximation_rank` the residuals are kept and Q is refitted. After a
-        change of the world size every rank gets the mean of the residuals. If the residual of any rank is missing, all
-        ranks start from residuals of zero, with one warning. Tensors are copied: training does not change `saved`.
+        Everything is checked before anything changes. The saved `start_powerSGD_iter` replaces the current value. If
+        `matrix_approximation_rank` has changed, the residuals are kept and Q is refitted. If the world size has
+        changed, every rank gets the mean of the residuals. If the residual of any rank is missing, all ranks start from
+        zero residuals, with one warning. Tensors are copied: training does not change `saved`.
 
         Args:
-            strict: whether a state of another hook or model is an error (default: the `strict` of `attach`). If not,
-                mismatched parameters start with empty learned state, and one warning lists them.
+            strict: whether the state of another hook or model is an error; None: the `strict` of `attach`. If not,
+                mismatched parameters start without learned state, and one warning lists them.
 
         Raises:
             PayloadError: `saved` is damaged or does not fit; nothing was changed. The message lists the mismatches.
@@ -309,11 +303,7 @@ class CommHook:
         self.prepare_load(saved, strict)()
 
     def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
-        """Check all of `saved` without changing anything. Returns a function that applies it. See `load_state_dict`.
-
-        Raises:
-            PayloadError: `saved` is damaged or does not fit.
-        """
+        """Check all of `saved` without changing anything. Returns a function that applies it. See `load_state_dict`."""
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:
@@ -350,7 +340,7 @@ class CommHook:
 
 
 def _at_exit(hook: "weakref.ref[CommHook]") -> None:
-    """Called at the end of the interpreter, and when the hook is deleted: then `hook` returns None."""
+    """Called when the interpreter ends, and when the hook is deleted: then `hook` returns None."""
     alive = hook()
     if alive is None:
         return

@@ -1,4 +1,4 @@
-"""Local steps behind a `CommHook`: what `LocalStepsDriver` reports, saves and loads."""
+"""Local steps (DiLoCo, local SGD) behind a `CommHook`."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.hooks import Residuals
+from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.plan import ModelPlan, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
@@ -19,7 +19,7 @@ from commhooks.request import HookRequest
 
 
 class LocalStepsHook:
-    """Implements `Hook` for local steps: reports what `LocalStepsDriver` does, and saves it."""
+    """Implements `Hook` for local steps. `LocalStepsDriver` runs them."""
 
     def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
         self.driver, self.counters = driver, driver.counters
@@ -51,7 +51,7 @@ class LocalStepsHook:
         assert self._outer.consensus.choice is not None
         return {
             "step": self.checkpointer.step,
-            "kernel": self._outer.consensus.choice.kernel,
+            "kernel": self._outer.consensus.choice.name,
             "step_in_round": self.driver.in_round,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
@@ -63,12 +63,13 @@ class LocalStepsHook:
         compressor, consensus = self._outer.compressor, self._outer.consensus
         assert consensus.choice is not None
         kernel = "native kernel" if consensus.choice.native else ""
+        nodes = "" if self._outer.nodes is None else self._outer.nodes.description
         return Summary(
-            [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each],
+            [each for each in (compressor.summary, kernel, nodes) if each],
             f"{self.plan().summary()}{more}",
             ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
             "trains without",
-            consensus.choice.remarks(compressor.display_name, checked=self._request.check_every is not None),
+            consensus.choice.warnings(compressor.display_name, checked=self._request.check_every is not None),
         )
 
     def warnings(self) -> list[str]:
@@ -81,13 +82,13 @@ class LocalStepsHook:
         return [f"hook {self._request.name}: {each}" for each in found]
 
     def plan(self) -> ModelPlan:
-        return session_plan(self._request.name, self._outer, self._source.sparse)
+        plan, nodes = session_plan(self._request.name, self._outer, self._source.sparse), self._outer.nodes
+        return plan if nodes is None else dataclasses.replace(plan, arrangement=nodes.description)
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
         # The residuals of weights cannot be compared with gradients.
-        keeps, plans = self._outer.consensus.arrangement.keeps, self.plan().parameters
-        yield Residuals({}, 1.0, {plan.name for plan in plans if plan.compressed and keeps(plan.name)})
+        yield Residuals({}, 1.0, {plan.name for plan in self.plan().parameters if plan.compressed})
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         return self.driver.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
@@ -97,12 +98,12 @@ class LocalStepsHook:
 
 
 class _LocalStepsCheckpointer(LearnedStateCheckpointer):
-    """Saves at the end of a round, when weights and optimizers are the same on all ranks."""
+    """Ends the round before a save, so that all ranks have equal weights and optimizers."""
 
     step_is = "round"
 
     def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
-        # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
+        # A bound method would keep this object, and with it the learned state, in a reference cycle.
         plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
         super().__init__(hook, driver.outer, source.group, plans)
         self._driver = driver

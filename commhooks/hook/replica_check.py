@@ -1,8 +1,5 @@
-"""Check that the replicas still have equal weights, so that divergence is detected early.
-
-Every rank computes a checksum of each parameter; the ranks compare the checksums. The cost is one read of all weights
-and one small collective every `every` steps.
-"""
+"""Check that the replicas still have equal weights. Every rank computes a checksum of each parameter, which reads all
+weights once, and the ranks compare the checksums in one small collective."""
 
 import torch
 
@@ -10,16 +7,12 @@ from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_
 from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.torch_private import current_task
-from commhooks.hook.hooks import Hook
+from commhooks.hook.protocol import Hook
 
 
 class ReplicaCheck:
-    """Compares the replicas of one model before every `every`-th synchronised backward pass, the first included.
-
-    Args:
-        source: its weights are compared, including frozen ones, without those that DDP ignores. All ranks of its
-            process group must run the same check.
-    """
+    """Compares the replicas of a model before every `every`-th synchronised backward pass, beginning with the first.
+    Frozen weights are compared, too; parameters that DDP ignores are not. All ranks of the model must run this."""
 
     def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
         self._source, self._hook, self._every = source, hook, every
@@ -27,11 +20,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """All ranks of the model must call this before each of their backward passes.
-
-        Raises:
-            HookRunError: on all ranks, if anything differs; the message names the parameters and the ranks.
-        """
+        """Called before each backward pass. Raises HookRunError on all ranks if anything differs; the message names the
+        parameters and the ranks."""
         if not self._hook.status().replicas_agree:
             return
         self._passes += 1
@@ -39,14 +29,14 @@ class ReplicaCheck:
             return
         step: int = self._hook.stats()["step"]
         plan = agreement_key(*(repr(row) for row in self._hook.plan().parameters))
-        # A rank that has run out of data (`Join`) has the weights of an earlier step. Its collectives are shadowed
-        # outside of a backward pass.
+        # In `Join` a rank without data has the weights of an earlier step. It shadows the collectives of the others
+        # outside of a backward pass, and its weights are not compared.
         own = [int(current_task() != -1), step, plan]
         source = self._source
         on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)
 
     def _compare(self, own: list[int]) -> None:
-        """`own`: whether this rank takes part, its step, and a hash of the plan."""
+        """`own`: 1 if this rank takes part, its step, and a hash of the plan."""
         group, counters, step = self._source.group, self._hook.counters, own[1]
         if group.size() == 1:
             return
@@ -67,7 +57,7 @@ class ReplicaCheck:
 
 
 def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[int]]) -> None:
-    """Raise HookRunError if the ranks differ in a subject. `rows`: rank -> one number per subject."""
+    """`rows`: rank -> one number per subject."""
     if not rows:
         return
     first = min(rows)

@@ -1,8 +1,5 @@
-"""Check in `attach` that all ranks attach the same hook to the same model, and that each of them can run it.
-
-Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds unrelated
-numbers.
-"""
+"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise
+collectives of different sizes would meet: gloo aborts, NCCL waits for its timeout or adds unrelated numbers."""
 
 import dataclasses
 import itertools
@@ -16,7 +13,7 @@ from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts,
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
+from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.source import GradientSource
@@ -45,20 +42,19 @@ def check_arrangement(request: HookRequest, source: GradientSource) -> None:
 
 def check_on_all_ranks(
     request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
-) -> Choice:
-    """Compare requests, models and plans over the ranks that average together, and choose the kernel with which all of
-    them compute. Compare the requests with those of the ranks that hold other shards. All ranks of the model must call
-    this.
+) -> KernelChoice:
+    """Compare requests, models and plans over the ranks that average together, and requests over all shards. Returns
+    the kernel with which all ranks compute. All ranks of the model must call this.
 
     Args:
         compressor: None for a user's function.
-        loss_scale: whether this rank gives one.
+        loss_scale: whether this rank passes a loss scale.
 
     Raises:
-        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if the
-            group does not number its ranks from 0; the message names the ranks and the differences or reasons.
+        AttachError: on all ranks, if the requests or models differ, if some ranks cannot run the hook, or if the group
+            does not number its ranks from 0; the message names the ranks.
         HookConfigError: no rank can run the hook.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+        HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     group, shard_group, device = source.group, source.shard_group, source.device
     support = kernel_support(request, compressor, source)
@@ -73,7 +69,7 @@ def check_on_all_ranks(
     def lines_of_ranks(text: str, group: dist.ProcessGroup) -> list[list[str]]:
         return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
 
-    def compare_replicas() -> Choice:
+    def compare_replicas() -> KernelChoice:
         own = torch.tensor([group.rank(), *map(agreement_key, texts), support.key], dtype=torch.int64, device=device)
         table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
         ranks, *keys, supports = table.t().tolist()
@@ -94,7 +90,7 @@ def check_on_all_ranks(
 
 
 def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource) -> KernelSupport:
-    """What this machine can compute with. It may differ between ranks."""
+    """Find out with which kernels this machine can compute; ranks may differ."""
     if compressor is None:
         return KernelSupport()
     parameters, learns = source.names.named_parameters().values(), compressor.transactional
@@ -110,7 +106,7 @@ def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, sou
 
 
 def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """Lines that are equal on two ranks if their requests are: the hook, and a setting each. `options`: the options in
+    """Describe the request in lines that are equal on two ranks if their requests are. `options`: the options in
     force."""
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
@@ -134,7 +130,7 @@ def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
 
 
 def _different_hooks(lines: list[list[str]]) -> str:
-    """What differs, and nothing else: the hooks, or else their settings."""
+    """The message names only what differs: the hooks, or else the settings."""
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
     ranks: dict[str, list[str]] = {}

@@ -21,13 +21,8 @@ def source_of(
     *,
     unwrapped: bool = False,
 ) -> GradientSource:
-    """The source of a model's gradients; see `attach` for the arguments. `unwrapped`: the hook takes a module that is
-    not wrapped, too.
-
-    Raises:
-        AttachError: the model cannot take a hook.
-        HookConfigError: a group is of the wrong type, or of the wrong kind for this model.
-    """
+    """Make the source of a model's gradients; see `attach` for the arguments and the errors. `unwrapped`: whether the
+    hook also takes a module without a wrapper."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise HookConfigError(
             f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "

@@ -1,4 +1,4 @@
-"""One warning for a hook that a training does not use: it begins after the end of the training, or is never called."""
+"""One warning about a hook without effect: it would begin after the end of the training, or is never called."""
 
 import collections
 import functools
@@ -11,20 +11,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import logger_of
-from commhooks.hook.hooks import Hook
+from commhooks.hook.protocol import Hook
 
 logger = logger_of(__name__)
 
 _waiting: "weakref.WeakSet[UnusedWarning]" = weakref.WeakSet()
-"""Those whose hooks were not called yet."""
+"""The warnings of hooks that were not called yet."""
 
 
 class UnusedWarning:
-    """Logs the warning, once.
-
-    Args:
-        name: the name of the hook.
-        logs: whether this rank logs.
+    """Logs the warning once.
 
     Attributes:
         callback: called with the warning after the training.
@@ -40,16 +36,17 @@ class UnusedWarning:
         self._handles: dict[int, RemovableHandle] = {}
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count the backward passes of these parameters, whoever averages their gradients, until the hook is called."""
+        """Count the backward passes of these parameters until the hook is called, with and without synchronisation."""
         self._parameters = set(map(id, parameters))
         if not self._silent:
-            note = functools.partial(_count, self._passes)  # it holds no more than the counter
+            note = functools.partial(_count, self._passes)  # a method would keep this object alive
             trained = [each for each in parameters if each.requires_grad]
             self._handles = {id(each): each.register_post_accumulate_grad_hook(note) for each in trained}
             _waiting.add(self)
 
     def called(self) -> None:
-        """The hook has been called in a backward pass. Waiting hooks of other wrappers stop counting its parameters."""
+        """Called in the first backward pass of the hook. Hooks of other wrappers of the same parameters stop counting
+        them."""
         self._called = True
         self._stop_counting()
         for other in list(_waiting):
@@ -58,12 +55,12 @@ class UnusedWarning:
                 other._passes.pop(each, None)
 
     def silence(self) -> None:
-        """Log nothing from now on."""
+        """Log nothing from here on."""
         self._silent = True
         self._stop_counting()
 
     def will_end(self, passes: int) -> None:
-        """The training will end after so many further backward passes."""
+        """Log the warning now if the training ends after `passes` more backward passes, before the hook begins."""
         use, end = self._hook.status().use, passes + self._passes_so_far()
         if use is not None and not (self._silent or use.acted or use.begins < end):
             self._warned_before = True
@@ -76,8 +73,8 @@ class UnusedWarning:
             )
 
     def ended(self) -> None:
-        """The training has ended. Nothing is logged while an exception is being handled, which may have ended it, and
-        in a forked process, where the training goes on elsewhere."""
+        """Called at the end of the training. Logs nothing while an exception is being handled, which may have ended the
+        training, and in a forked process, because the parent process goes on."""
         if sys.exc_info()[0] is not None or os.getpid() != self._process:
             self.silence()
         use = None if self._silent else self._hook.status().use

@@ -1,6 +1,6 @@
-"""State other than trained weights is taken from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
+"""Copies state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
 
-The state of one rank is consistent in itself; a mean over ranks often is not: moments, 8-bit codes with their scales,
+It is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their scales,
 the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model rank 0 is the rank of the
 first replica that holds the same shard.
 """
@@ -20,15 +20,17 @@ from commhooks.errors import logger_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.flat_weights import layouts, packed, write_back
 from commhooks.local_steps.optimizers import OptimizerSteps
-from commhooks.local_steps.outer_steps import layouts, packed, write_back
 
 logger = logger_of(__name__)
 
 Node = tuple[str, Any]
-"""The description of a value: a kind, and what it has. "tensor": the fields of a `_Leaf`. "dict", and "components" of a
-tensor that consists of others, such as a DTensor: nodes by name. "list", "tuple": nodes. "value": the value itself.
-"own": nothing, because it is not shared."""
+"""A kind and its content, which describe a value without its tensors:
+
+"tensor": the fields of a `_Leaf`; "dict", and "components" of a tensor made of tensors, such as a DTensor: nodes by
+name; "list", "tuple": nodes; "value": the value itself; "own": None, because the value is not shared.
+"""
 
 _WHAT = "the state of rank 0"
 _MESSAGE_BYTES = 64 * 2**20
@@ -36,11 +38,11 @@ _ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
 
 
 class CommonState:
-    """All ranks must call each method at the same point of the training.
+    """Shares state among the ranks. All ranks must call each method at the same point of the training.
 
     Args:
         hook: name of the hook, for messages.
-        loss_scale: as passed to `attach`; its GradScaler is shared, too, if it can be found.
+        loss_scale: as passed to `attach`. If it belongs to a GradScaler, that is shared, too.
         counters: count what is sent.
         logs: whether this rank logs.
     """
@@ -66,7 +68,7 @@ class CommonState:
             optimizers: share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
 
         Returns:
-            What still differs, because only some ranks have it; the same on all ranks.
+            Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
         """
         group, device = self._source.group, self._source.device
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
@@ -102,7 +104,7 @@ class CommonState:
         return sorted({each for text in found for each in text.splitlines()})
 
     def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
-        """Each part of the state by its label in messages: its value, and a function that sets it."""
+        """The parts of the state: label in messages -> value, function that sets the value."""
         found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
         module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
@@ -119,14 +121,14 @@ class CommonState:
             groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
             names = self._names_of(parameters)
             set_value = functools.partial(_set_optimizer, optimizer, names)
-            value = {names: {"state": state, "groups": groups}}  # so nothing is copied between other parameters
+            value = {names: {"state": state, "groups": groups}}  # the key keeps state from reaching other parameters
             found[label + (f" ({same + 1})" if same else "")] = value, set_value
         if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
             found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
         return found
 
     def _set_new(self, label: str, value: Any) -> None:
-        """Register a buffer that this rank does not have."""
+        """Register a buffer that this rank lacks."""
         kind, _, name = label.partition(" ")
         if kind != "buffer" or not isinstance(value, torch.Tensor):
             raise _CannotRebuild
@@ -137,7 +139,6 @@ class CommonState:
         return " ".join(names.get(id(each), str(tuple(each.shape))) for each in parameters)
 
     def _checksums(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """One checksum per tensor. The host waits once per device."""
         sums = [0] * len(tensors)
         for device in {each.device for each in tensors}:
             places = [place for place, each in enumerate(tensors) if each.device == device]
@@ -147,7 +148,6 @@ class CommonState:
         return sums
 
     def _of_first(self, described: dict[str, Node]) -> dict[str, Node]:
-        """The description on rank 0."""
         group, device, file = self._source.group, self._source.device, io.BytesIO()
         torch.save(described, file)
         length = torch.tensor([file.tell()], device=device)
@@ -161,7 +161,7 @@ class CommonState:
         return first
 
     def _receive(self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tensors of rank 0 by their numbers there. `own`: on rank 0 the tensors to send."""
+        """Broadcast tensors of rank 0. Returns them by their numbers on rank 0, which sends them from `own`."""
         found: dict[int, torch.Tensor] = {}
         for piece in _messages(leaves):
             sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
@@ -179,7 +179,7 @@ class CommonState:
 
     @torch.no_grad()
     def differing_weights(self) -> list[str]:
-        """The names of the trained weights that are not equal on all ranks."""
+        """Names of the trained weights that are not equal on all ranks."""
         known = self._source.names.named_parameters()
         own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
         rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
@@ -187,7 +187,7 @@ class CommonState:
 
     @torch.no_grad()
     def equalize(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Average weights that should be equal on all ranks, with a warning, if they are not."""
+        """Average `parameters` if they are not equal on all ranks as they should be, and warn."""
         if not parameters.keys() & set(self.differing_weights()):
             return
         if self._logs:
@@ -207,7 +207,7 @@ class CommonState:
 
 
 class _CannotRebuild(Exception):
-    """This rank has no object into which the state of rank 0 can be copied."""
+    """Raised if this rank has no object into which the state of rank 0 can be copied."""
 
 
 def _set_buffer(module: torch.nn.Module | None, name: str, value: Any) -> None:
@@ -249,7 +249,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Leaf(NamedTuple):
-    """A tensor. `number`: its place in the list of all tensors."""
+    """A tensor in a description. `number`: its index in the list of all tensors."""
 
     number: int
     shape: tuple[int, ...]
@@ -266,7 +266,7 @@ class _Leaf(NamedTuple):
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
-    """The description of `value`, whose tensors are appended to `tensors`."""
+    """Describe `value`, and append its tensors to `tensors`."""
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         return "components", {name: _described(getattr(value, name), tensors) for name in names}
@@ -281,7 +281,7 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
 
 
 def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
-    """All tensors by their paths, which ranks with the same parts have in common."""
+    """All tensors with their paths, by which tensors of different ranks are matched."""
     kind, inner = node
     if kind == "tensor":
         yield path, _Leaf(*inner)
@@ -291,8 +291,11 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
-    """The value that `node` describes, in place of `own` where that fits. `arrived`: tensors by number; `own` has equal
-    ones in place of the others."""
+    """Make `own` the value that `node` describes, in place where possible. Returns the value.
+
+    Args:
+        arrived: tensors of rank 0 by number. Tensors that are missing here are equal in `own`.
+    """
     kind, inner = node
     if kind == "own":
         return own
@@ -330,7 +333,7 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _messages(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
-    """The leaves in messages of up to `_MESSAGE_BYTES`, but at least one leaf."""
+    """Divide the leaves into messages of up to `_MESSAGE_BYTES`, or one leaf."""
     message: list[_Leaf] = []
     size = 0
     for each in leaves:

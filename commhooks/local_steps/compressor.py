@@ -1,4 +1,4 @@
-"""DiLoCo and local SGD as compressors: the exchange of a buffer of weights is an outer step."""
+"""DiLoCo and local SGD as compressors, whose exchange is the outer step of a buffer of weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 from commhooks.local_steps.options import DiLoCo, LocalSGD, LocalSteps
-from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, Workspace, outer_step
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, outer_step
 
 AnyLocalSteps = TypeVar("AnyLocalSteps", bound=LocalSteps)
 _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": Int4Compressor}
@@ -22,23 +22,23 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """The plan of the weights of a parameter. All parameters count as compressed.
+    """The plan of a parameter's weights, which always counts as compressed.
 
     Attributes:
-        on_wire: how its differences are sent in an outer step.
-        every: steps between two outer steps.
+        on_wire: the plan by which the differences are sent in an outer step.
+        every: H, the steps of a round.
     """
 
     on_wire: UnitPlan = field(kw_only=True)
     every: int = field(kw_only=True)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
-        """Bytes per rank and step, the mean over a round."""
+        """Bytes per rank and step, averaged over a round."""
         return -(-self.on_wire.sent_bytes(None) // self.every)
 
 
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
-    """Base of both compressors. `driver.py` decides when there is an outer step."""
+    """Base of both compressors. `driver.py` decides when an outer step runs."""
 
     wrappers = False
     computes_from_received = False
@@ -77,18 +77,18 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
             every=self.config.sync_every,
         )
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> OuterStepWorkspace:
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         if self._wire is None or not any(each.compressed for each in on_wire):
-            return Workspace(layout, None, None)
+            return OuterStepWorkspace(layout, None, None)
         self._wire.native = self.native
-        return Workspace(layout, self._wire, self._wire.workspace(layout, on_wire))
+        return OuterStepWorkspace(layout, self._wire, self._wire.workspace(layout, on_wire))
 
-    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
+    def exchange(self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo) -> Exchange:
         return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies`: the weights in an outer step; twice with a delay."""
+        """`copies` are the weights in an outer step, twice with a delay."""
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         weights = sum(each.numel * each.dtype.itemsize for each in on_wire)
         sending = MemoryPlan()

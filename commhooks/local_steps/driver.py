@@ -1,10 +1,10 @@
-"""The driver of local steps: it counts backward passes and decides when the ranks exchange weights.
+"""Counts backward passes and decides when the ranks exchange weights.
 
 A round has `sync_every` backward passes; the passes of one step with a closure (LBFGS) count once. After the last pass
-of a round, or the pass at which a fragment of the weights is applied (`outer_steps.py`), an outer step is due. It runs
-at the first of these events: the optimizers have stepped all parameters; the next forward pass begins; the next
-backward pass ends (for models whose own forward is not called). It also runs before anything that needs the model as a
-whole: a joint save, and `CommHook.synchronize`.
+of a round, or the pass at which a fragment is applied (`fragments.py`), an outer step is due. It runs at the first of
+these events: the optimizers have stepped all parameters; the next forward pass begins; the next backward pass ends (for
+models whose own forward is not called). It also runs before anything that needs equal weights on all ranks: a joint
+save, and `CommHook.synchronize`.
 """
 
 import functools
@@ -18,7 +18,6 @@ import torch
 from commhooks.comm.collectives import gather_rows, good_on_all, new_future
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import JointSave
-from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
@@ -28,50 +27,49 @@ from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.flat_weights import copied, set_weights
+from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
-from commhooks.local_steps.outer_steps import OuterSteps, copied, set_weights
 
 logger = logger_of(__name__)
 
 
 class LocalStepsDriver:
-    """Counts the backward passes of one model. The counts are the same on all ranks.
+    """Drives the rounds of one model. Its counts are the same on all ranks.
 
     Args:
         name: name of the hook, for messages.
         outer: runs the outer steps.
         loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
-            step. So the ranks agree in each pass before an outer step whether no rank will skip; otherwise the round
+            step. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the round
             goes on.
-        nodes: the ranks of a node average gradients, which keeps their weights equal; None: no nodes.
 
     Attributes:
         in_round: passes of the running round.
         diverged: whether the ranks have trained since they had equal weights.
         averages: whether the running pass is one of the first `start_iter`, which average gradients.
-        still_sent: what DDP still sends in every pass, as messages.
+        still_sent: messages about what DDP still sends in every pass.
     """
 
     def __init__(
         self,
         name: str,
         source: GradientSource,
-        outer: OuterSteps,
+        outer: FragmentSession,
         loss_scale: Callable[[], LossScale] | None,
-        nodes: Nodes | None,
     ) -> None:
         self.outer = outer
         self.counters = outer.counters
         self.in_round = 0
         self.diverged = False
         self.still_sent = source.let_ranks_differ()
-        self._name, self._source, self._nodes = name, source, nodes
+        self._name, self._source = name, source
         self._logs = is_logging_rank(source.group, source.shard_group)
         self._scaled = loss_scale is not None
         self._exact = AllReduceCompressor(AllReduce())
         self._passes = 0  # of the run
-        self._shared_at = {False: 0, True: 0}  # passes at which the other state was shared: without, with optimizers
+        self._shared_at = {False: 0, True: 0}  # passes at which `CommonState.share` ran: without, with optimizers
         self._due = False  # an outer step waits for the optimizers
         self._loaded = False  # the model may have other weights than the anchor of the loaded state
         self._trained_in_mode = True  # `Module.training` in the latest pass
@@ -112,8 +110,8 @@ class LocalStepsDriver:
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
             future = reduce_immediately(self._exact, bucket, group, self.counters)
-        elif self._nodes is not None:
-            future = reduce_immediately(self._exact, bucket, self._nodes.node, self.counters, over="node")
+        elif self.outer.nodes is not None:
+            future = reduce_immediately(self._exact, bucket, self.outer.nodes.intra_node, self.counters, "intra_node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)
@@ -145,7 +143,7 @@ class LocalStepsDriver:
         batch_norms = (each for each in self.module.modules() if isinstance(each, torch.nn.SyncBatchNorm))
         for what, communicates in {
             "find_unused_parameters=True": bool(self.still_sent),
-            "ranks_per_node": self._nodes is not None,
+            "ranks_per_node": self.outer.nodes is not None,
             "start_iter": starting,
             "SyncBatchNorm": any(each.training for each in batch_norms),
         }.items():
@@ -157,7 +155,7 @@ class LocalStepsDriver:
                 )
 
     def end_pass(self) -> None:
-        """No further bucket of this backward pass will come."""
+        """Count this backward pass, of which no further bucket will come."""
         repeated = self._optimizers.on_pass_end()
         if (self._due or self._loaded) and not repeated and not self._optimizers.stepping:
             run_after_backward(self._late)
@@ -170,7 +168,6 @@ class LocalStepsDriver:
         self._count(repeated=False)
 
     def _count(self, repeated: bool) -> None:
-        """Count a pass that has ended."""
         if self.averages:
             return
         self.diverged = True
@@ -182,8 +179,8 @@ class LocalStepsDriver:
         self.in_round += 1
 
     def _all_step(self) -> bool:
-        """Whether no rank will skip the step of this pass. Also true if the weights of a rank are not finite: its
-        gradients never will be. The same on all ranks."""
+        """Whether no rank will skip the step of this pass; the same on all ranks. Also true if the weights of a rank
+        are not finite, because its gradients will never be finite again."""
         if not self._scaled:
             return True
         good = self._on_all_shards(torch.stack(self._finite).all())
@@ -196,13 +193,12 @@ class LocalStepsDriver:
     # ---- outer steps -------------------------------------------------------------------------------------------------
 
     def _after_steps(self) -> None:
-        """The optimizers have stepped all parameters since the last pass of the round."""
         if self._due:
             self._outer_step()
 
     @torch.no_grad()
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Before a forward pass that records gradients."""
+        """Run what is due before a forward pass that records gradients."""
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
         # Rank 0 alone may run a forward pass in the other mode, and a model may be trained in evaluation mode.
@@ -210,7 +206,6 @@ class LocalStepsDriver:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Do what is overdue."""
         if self._loaded:
             self._loaded = False
             self._begin_from_loaded()
@@ -226,7 +221,8 @@ class LocalStepsDriver:
 
     @torch.no_grad()
     def _outer_step(self, *, early: bool = False) -> None:
-        """All ranks must call this between the same two steps. `early`: end the round before its last pass."""
+        """Run the outer step that is due, or with `early` end the round before its last pass. All ranks must call this
+        between the same two steps."""
         self._due = False
         self._optimizers.forget()
         self._source.before_weights_change()
@@ -253,7 +249,7 @@ class LocalStepsDriver:
         set_weights(self._source.names.named_parameters(), self.outer.state[ANCHOR.key])
 
     def load(self, take_over: Callable[[], None]) -> None:
-        """Load a state, which `take_over` does."""
+        """Load a state by calling `take_over`, and begin a round."""
         self.outer.forget(until_timeout=True)  # the exchange in flight would count as a step of the loaded state
         take_over()
         self.in_round, self._due, self.diverged = 0, False, False
@@ -276,16 +272,20 @@ class LocalStepsDriver:
             self._go_to_anchor()
         if self._logs:
             logger.warning(
-                "hook %s: the model has other weights than those that all ranks had in common when the hook was saved. "
+                "hook %s: the weights of the model differ from the common weights that were saved with the hook. "
                 "The training goes on from %s.",
                 self._name,
-                "the weights of the model" if common else "the common ones, because the ranks have different models",
+                "the weights of the model" if common else "the common weights, because the ranks have different models",
             )
 
-    # ---- where the model is needed as a whole ------------------------------------------------------------------------
+    # ---- saves and validations ---------------------------------------------------------------------------------------
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
-        """See `CommHook.synchronize`. `saver`: the joint saves of this hook; None before the first backward pass."""
+        """Give all ranks equal weights and buffers; see `CommHook.synchronize`.
+
+        Args:
+            saver: the joint saves of this hook; None before the first backward pass.
+        """
         self._differences = []
         trained = self.diverged or self._passes > self._shared_at[optimizers]
         if not trained and not (optimizers and self.outer.has_run):
@@ -328,8 +328,11 @@ class LocalStepsDriver:
                 self._differences.insert(0, f"the weights ({differing[0]}{more})")
 
     def is_exact(self, *, together: bool) -> bool:
-        """Whether a run that resumes from the state saved now continues as this run does; logs a warning if not.
-        `together`: `synchronize` before the save has succeeded."""
+        """Whether a run that resumes from the state saved now continues exactly as this run; warns if not.
+
+        Args:
+            together: whether `synchronize` succeeded before the save.
+        """
         if not together and (self.diverged or self._passes > self._shared_at[True]):
             if self.diverged:
                 logger.warning(
@@ -353,7 +356,6 @@ class LocalStepsDriver:
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def _rows(self, *own: bool, what: str) -> torch.Tensor:
-        """`own` of every rank, one row per rank."""
         row = torch.tensor(own, device=self._source.device, dtype=torch.int64)
         return gather_rows(row, self._source.group, self.counters, what)
 

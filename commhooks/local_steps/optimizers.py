@@ -1,4 +1,4 @@
-"""When the optimizers of a model step."""
+"""Finds out when the optimizers of a model step."""
 
 import functools
 import weakref
@@ -17,15 +17,17 @@ from commhooks.errors import HookRunError
 
 
 class OptimizerSteps:
-    """Watches all optimizers of torch for steps of these parameters.
+    """Watches all optimizers of torch for steps of the model's parameters.
 
     Args:
         parameters: the parameters of the model.
-        stepped: callback: runs once every parameter has been stepped since `expect()`.
+        stepped: runs once every parameter has been stepped since `expect()`.
 
     Attributes:
-        stepping: an optimizer of the model is in its step, and may call a closure with further passes.
-        repeats: the next backward pass repeats the pass of a step: an optimizer calls its closure again.
+        stepping: True while an optimizer of the model runs its step, in which it may call a closure with backward
+            passes.
+        repeats: True if the next backward pass repeats the pass of its step, because an optimizer calls its closure
+            again.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], stepped: "weakref.WeakMethod[Callable[[], None]]") -> None:
@@ -45,15 +47,15 @@ class OptimizerSteps:
         return list(self._optimizers)
 
     def expect(self) -> None:
-        """Wait for a step of every parameter."""
+        """From now on wait for a step of every parameter."""
         self._missing = set(self._parameters)
 
     def forget(self) -> None:
-        """Wait for no step."""
+        """Undo `expect()`."""
         self._missing = None
 
     def on_pass_end(self) -> bool:
-        """A backward pass has ended. Returns whether it repeated the pass of a step."""
+        """Call this at the end of a backward pass. Returns whether the pass repeated the pass of its step."""
         repeated, self.repeats = self.repeats, self.stepping
         return repeated
 
@@ -85,14 +87,14 @@ class OptimizerSteps:
         return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
 
     def reset_nonfinite(self) -> None:
-        """Reset the state of each parameter for which an optimizer holds a number that is not finite, such as Adam's
-        moments after a bad gradient: its next steps would not be finite, either."""
+        """Reset the optimizer state of each parameter that has a non-finite number there, such as Adam's moments after
+        a bad gradient: all its later steps would be non-finite."""
         for optimizer in self._optimizers:
             for parameter in self._parameters.values():
                 numbers = _numbers(optimizer.state.get(parameter, {}))
                 if all(each.isfinite().all() for each in numbers):
                     continue
-                if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the state, not its step
+                if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in the constructor, not in `step`
                     for each in numbers:
                         each.zero_()
                 else:
@@ -100,20 +102,20 @@ class OptimizerSteps:
 
 
 def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
-    """The floating-point tensors of a parameter's state; of a DTensor this rank's shard."""
+    """The floating-point tensors of a parameter's optimizer state; of a DTensor this rank's shard."""
     tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     return [each for each in local if each.is_floating_point()]
 
 
 _watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()
-"""In the order of construction, which is the same on all ranks."""
+"""Ordered by construction, which is the same on all ranks."""
 
 
 @functools.cache
 def _watch_all_optimizers() -> None:
-    # Once per process, and never removed: torch fails if a hook is removed while it calls them, as the garbage
-    # collector could do.
+    # Once per process, and never removed: torch fails if a hook is removed while it calls hooks, and the garbage
+    # collector could run at that moment.
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

@@ -1,14 +1,16 @@
-"""The weights of one buffer in an outer step (Douillard et al., DiLoCo: Distributed Low-Communication Training of
-Language Models, 2023, algorithm 1).
+"""The outer step of DiLoCo, for one buffer of weights (Douillard et al., DiLoCo: Distributed Low-Communication Training
+of Language Models, 2023, algorithm 1).
 
-Between two outer steps each rank m trains its own weights theta_m. All ranks share the anchor A, from which they
-started, and the momentum v of the outer optimizer, which is SGD with Nesterov momentum:
+Between two outer steps rank i trains its own weights theta_i with the inner optimizer. All ranks share the anchor,
+which is the paper's theta, and v, the momentum of the outer optimizer (SGD with Nesterov momentum mu). An outer step
+computes
 
-    g = mean over the ranks of A - theta_m
-    v = mu v + g
-    A = A - lr (g + mu v)
+    delta   = mean over the ranks of (anchor - theta_i)         the outer gradient
+    v       = mu v + delta
+    anchor  = anchor - lr (delta + mu v)
+    theta_i = anchor
 
-`reference.py` has the readable form.
+`reference.py` computes the same in a few lines of plain torch.
 """
 
 import math
@@ -25,21 +27,21 @@ from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import chosen
 
 ANCHOR = StateField("anchor")
-"""A: the weights on which all ranks have agreed last."""
+"""The weights from which all ranks have started the round."""
 MOMENTUM = StateField("outer_momentum")
-"""v: of the outer optimizer."""
+"""v, the momentum of the outer optimizer. A missing entry stands for zeros."""
 SAMPLED_EVERY = 64
 
 
 @dataclass
-class Workspace:
-    """One buffer: the weights that are exchanged as one tensor, and what their outer steps need.
+class OuterStepWorkspace:
+    """A buffer of weights, and what its outer steps need.
 
     Attributes:
         wire: the compressor that averages the differences; None: float32.
-        wire_work: its workspace.
-        sample: every 64th element of g in the latest outer step that was not discarded.
-        measured: of the latest outer step: the squared norms of g, of its sample and of the sample before, and the
+        wire_work: the workspace of `wire`.
+        sample: every 64th element of delta in the latest outer step that was not discarded.
+        measured: of the latest outer step: the squared norms of delta, of its sample and of the sample before, and the
             inner product of both samples.
     """
 
@@ -49,49 +51,54 @@ class Workspace:
     sample: torch.Tensor | None = None
     measured: torch.Tensor | None = None
 
-    def measure(self, g: torch.Tensor, good: torch.Tensor | bool) -> None:
-        """Note the norm of g (1-D), and its inner product with the g before. `good`: the round is not discarded."""
-        new = g[::SAMPLED_EVERY].clone()
+    def measure(self, delta: torch.Tensor, good: torch.Tensor | bool) -> None:
+        """Set `measured`, and `sample` if the round is not discarded (`good`)."""
+        new = delta[::SAMPLED_EVERY].clone()
         before = self.sample if self.sample is not None else torch.zeros_like(new)
-        self.measured = torch.stack([g.dot(g), new.dot(new), before.dot(before), new.dot(before)])
+        self.measured = torch.stack([delta.dot(delta), new.dot(new), before.dot(before), new.dot(before)])
         self.sample = chosen(good, new, before)
 
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """The norm of g, and its cosine with the g before, from `Workspace.measured` of all buffers of an outer step. None
-    where there is none. Waits for an accelerator."""
+    """The norm of delta, and its cosine with the delta before; None where undefined. Waits for an accelerator.
+
+    Args:
+        measured: `OuterStepWorkspace.measured` of all buffers of an outer step.
+    """
     if not measured:
         return None, None
     squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
     return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 
-def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, lr: float, mu: float) -> Exchange:
-    """Replace the weights of this rank by the new anchor. If a number is not finite on any rank, by the old one: the
-    round is discarded.
+def outer_step(
+    flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
+) -> Exchange:
+    """Replace the weights in `flat` by the new anchor. If a number is not finite on any rank, the round is discarded:
+    the anchor and the momentum stay, and the weights are set to the old anchor.
 
     Args:
         flat: the weights of this rank, 1-D, in float32 (float64 for weights in float64).
         lr, mu: learning rate and momentum of the outer optimizer.
     """
-    slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]
+    slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]  # views: `part` changes with `flat`
     anchor, momentum = state[ANCHOR.key], state[MOMENTUM.key]
     for name, part in slots:
-        torch.sub(anchor[name], part, out=part)  # 1  d = A - theta
+        torch.sub(anchor[name], part, out=part)  # anchor - theta_i
     if work.wire is None:
-        yield Send(flat.div_(step.world_size), what="differences", last=True)  # 2  g
+        yield Send(flat.div_(step.world_size), what="differences", last=True)  # their sum over the ranks: delta
         good = yield Verdict(all_finite(flat))
     else:
         _, good = yield from with_verdict(work.wire.exchange(flat, work.wire_work, state, step))
     work.measure(flat, good)
-    for name, part in slots:
-        # Each operation rounds by itself: fused ones give other bits on other processors.
+    for name, part in slots:  # part: delta
+        # Each operation rounds by itself: a fused one gives other bits on other processors.
         if mu:
             before = momentum.get(name, torch.zeros_like(part))
-            after = (before * mu).add_(part)  # 3  v = mu v + g
+            after = (before * mu).add_(part)  # v = mu v + delta
             momentum[name] = chosen(good, after, before)
             part.add_(after * mu)
-        moved = anchor[name] - part.mul_(lr)  # 4  A = A - lr (g + mu v)
+        moved = anchor[name] - part.mul_(lr)  # anchor - lr (delta + mu v)
         anchor[name].copy_(chosen(good, moved, anchor[name]))
-        part.copy_(anchor[name])  # 5  theta = A
+        part.copy_(anchor[name])  # theta_i = anchor
     return None

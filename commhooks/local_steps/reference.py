@@ -1,6 +1,6 @@
-"""DiLoCo as the paper has it, in plain torch, for readers and tests: algorithm 1 of Douillard et al., 2023.
+"""DiLoCo in plain torch, for readers and tests: algorithm 1 of Douillard et al., 2023.
 
-The fast form (`outer_step.py`) works in place, on buffers, over real ranks, and may quantise what it sends.
+`outer_step.py` computes the same in place, on buffers, over real ranks, and may quantise what it sends.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 
 
 class ReferenceDiLoCo:
-    """The outer optimizer of any number of ranks in one process, in float64.
+    """The outer steps of any number of ranks in one process, in float64.
 
     Args:
         weights: the initial weights of the model, of any shape.
@@ -25,9 +25,8 @@ class ReferenceDiLoCo:
         self._lr, self._mu = outer_lr, outer_momentum
 
     def step(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One outer step. `weights`: the weights of each rank. Returns the new anchor."""
-        differences = [self.anchor - each for each in weights]
-        outer_gradient = torch.stack(differences).mean(0)
-        self.momentum = self._mu * self.momentum + outer_gradient
-        self.anchor = self.anchor - self._lr * (outer_gradient + self._mu * self.momentum)  # Nesterov
+        """Do an outer step with the weights of all ranks. Returns the new anchor."""
+        delta = torch.stack([self.anchor - theta for theta in weights]).mean(0)
+        self.momentum = self._mu * self.momentum + delta
+        self.anchor = self.anchor - self._lr * (delta + self._mu * self.momentum)  # Nesterov
         return self.anchor

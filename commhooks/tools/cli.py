@@ -1,5 +1,5 @@
-"""The `commhooks` command: its arguments, and the list of hooks. The other subcommands are modules of this package with
-a function `run(arguments)`. Nothing is imported here that needs torch, so that `--help` and completion are quick."""
+"""The `commhooks` command: its arguments, and `commhooks hooks`. The other subcommands are modules of this package with
+a function `run(arguments)`. This module does not import torch, so that `--help` and completion are fast."""
 
 import argparse
 import dataclasses
@@ -58,7 +58,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit status. A `CommHookError` is one line on stderr and status 1."""
+    """Run the command; returns the exit status. A `CommHookError` prints one line to stderr and returns 1."""
     parser, parsers = make_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     used = parsers.get(parsed.command, parser)
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the subcommands. None takes abbreviations: `--rank` must not mean `--ranks-per-node`."""
+    """Return the parser and its subparsers. They accept no abbreviations: `--rank` must not mean `--ranks-per-node`."""
     parser = argparse.ArgumentParser(
         prog="commhooks",
         description="Communication hooks for DistributedDataParallel: compressed gradients.",
@@ -137,7 +137,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
 
 
 def hook_names(**_: object) -> list[str]:
-    """For the completion of `--hook`."""
+    """Completions of `--hook`."""
     from commhooks.registry import names_to_offer
 
     return names_to_offer()
@@ -147,7 +147,6 @@ def hook_names(**_: object) -> list[str]:
 
 
 def print_hooks() -> None:
-    """Print the hooks with their options, defaults and explanations."""
     from rich.console import Console
     from rich.table import Table
 
@@ -174,8 +173,7 @@ def print_hooks() -> None:
 
 
 def explained_options(config: type[Any]) -> dict[str, str]:
-    """Option -> the first sentence about it in the docstring of the config class or of its nearest base; "" without
-    one."""
+    """Return {option: its first sentence in the docstring of the config class or a base, or ""}."""
     found: dict[str, str] = {}
     for each in config.__mro__:
         section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]

@@ -1,4 +1,4 @@
-"""What the commands share: the user's code, options as text, the process group, a stopwatch."""
+"""Helpers of the commands: running the user's code, parsing options, the process group, a stopwatch."""
 
 import contextlib
 import os
@@ -20,12 +20,9 @@ from commhooks.request import import_path, why_not_called
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
-    """Context manager for importing and running the code at `path` as `python -m` would without arguments: the current
-    folder is first in `sys.path`, and `sys.argv` does not hold the arguments of our command.
-
-    Raises:
-        HookConfigError: the code ends the program, as `parse_args()` does where an argument is missing.
-    """
+    """Context manager for running the code at `path` as `python -m` does without arguments: the current folder is first
+    in `sys.path`, and `sys.argv` does not hold this command's arguments. Raises HookConfigError if the code calls
+    `sys.exit`, as `parse_args()` does if an argument is missing."""
     before, folder = sys.argv, os.getcwd()
     sys.argv = [path.partition(":")[0]]
     sys.path.insert(0, folder)
@@ -43,7 +40,7 @@ def user_code(path: str) -> Iterator[None]:
 
 
 def call(path: str) -> Any:
-    """The result of the function at `path`, called without arguments."""
+    """Call the function at `path` without arguments."""
     with user_code(path):
         function = import_path(path, repr(path))
         if not callable(function) or isinstance(function, torch.nn.Module):
@@ -56,7 +53,7 @@ def call(path: str) -> Any:
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`["random_seed=1", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    """Convert `["random_seed=1", "exclude=['*embed*']"]` to a dict; values are YAML."""
     for text in texts:
         if not text.partition("=")[0].strip() or "=" not in text:
             raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
@@ -74,15 +71,15 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
-    """Context manager: use the existing process group, or make one of the ranks that torchrun has started; on a GPU the
-    device of LOCAL_RANK is set then.
+    """Context manager: use the existing process group, or make one of the ranks that torchrun has started, and on GPUs
+    set the device of LOCAL_RANK.
 
     Args:
         backend: nccl, gloo; None: torch's choice.
         example: a command that starts ranks, for the message.
 
     Raises:
-        DoctorError: there are no ranks, or they make no process group with this backend.
+        DoctorError: torchrun has started no ranks, or `init_process_group` fails.
     """
     if dist.is_initialized():
         yield
@@ -104,7 +101,7 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `work` takes, with everything that it queues on the device."""
+    """Measure the seconds of `work`, with everything that it queues on the device."""
 
     def synchronize() -> None:
         if device.type != "cpu":

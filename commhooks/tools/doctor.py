@@ -1,5 +1,4 @@
-"""`commhooks.doctor` and `commhooks doctor`: measure on the ranks and the network of a training whether a hook makes it
-faster, and which."""
+"""`commhooks.doctor` and `commhooks doctor`: measure which hook makes a training fastest on its ranks and network."""
 
 import argparse
 import copy
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 BatchFn = Callable[[DistributedDataParallel], torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
-"""Of the parameters of a model in their order, on the CPU."""
+"""The gradients of a model's parameters, in their order, on the CPU."""
 
 ROUNDS = 3
 # After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
@@ -74,7 +73,7 @@ _FROZEN = "no parameter of this model requires a gradient: there is nothing to e
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command. All ranks must call this; rank 0 prints."""
+    """Called on all ranks; rank 0 prints."""
     options = parse_options(arguments.options)
     with process_group(arguments.backend, "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"):
         if dist.get_world_size() == 1:
@@ -105,32 +104,31 @@ def doctor(
     seconds: float = 60.0,
     progress: Callable[[str], None] | None = None,
 ) -> "DoctorReport":
-    """Measure the training step with each hook. Every rank of the model's process group must call this with the same
-    arguments; all get the same report.
+    """Measure the training step with each hook. Every rank of the model's process group must call this with equal
+    arguments, and gets the same report.
 
     The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4,
-    PowerSGD and your own registered compressors. They take turns, in rounds, on temporary copies of
-    `ddp_model.module`, one copy at a time, wrapped with the same DDP arguments. The model's weights, gradients, buffers
-    and hook, its optimizer and the random state of torch (CPU and the model's devices), Python and numpy are unchanged
-    afterwards. Side effects of `batch_fn` remain: an iterator that it reads has advanced.
+    PowerSGD and your own registered compressors. They take turns on temporary copies of `ddp_model.module`, one copy at
+    a time, wrapped with the same DDP arguments. The model's weights, gradients, buffers and hook, its optimizer and the
+    random states of torch, Python and numpy are unchanged afterwards. Side effects of `batch_fn` remain: an iterator
+    that it reads has advanced.
 
     Args:
         ddp_model: a `DistributedDataParallel` model; a hook attached to it is neither run nor changed.
-        batch_fn: `batch_fn(model)` makes a batch, calls `model`, which is a copy of `ddp_model`, and returns the loss:
-            a tensor with one number. The doctor calls backward. Batches should be as large as in training.
-        steps: measured steps per candidate. Each of three rounds begins with two steps that are not counted.
+        batch_fn: `batch_fn(model)` makes a batch, calls `model`, a copy of `ddp_model`, and returns the loss, a tensor
+            with one number. The doctor calls backward. Batches should be as large as in training.
+        steps: measured steps per candidate. Each of three rounds begins with two steps that do not count.
         powersgd_ranks: values of `matrix_approximation_rank` to measure.
-        powersgd_options: further options for PowerSGD, e.g. `{"exclude": ["*embed*"]}`.
-        seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
-        progress: called from time to time with a text about what is measured.
+        powersgd_options: other options of PowerSGD, e.g. `{"exclude": ["*embed*"]}`.
+        seconds: time limit per candidate, after at least one measured step.
+        progress: called with a line of text before each measurement.
 
     Returns:
         The report. `print(report)` shows a table and the hook to use; see also `report.chosen`, `report.measured` and
         `report.as_dict()`.
 
     Raises:
-        DoctorError: no process group, only one rank, not a DDP model; or, on all ranks, `batch_fn` fails on one of
-            them.
+        DoctorError: no process group, only one rank, not a DDP model; or, on all ranks, `batch_fn` fails on any rank.
         HookConfigError: an unknown or invalid PowerSGD option.
     """
     check_model(ddp_model)
@@ -165,7 +163,7 @@ def _progress(text: str) -> None:
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
-    """The hooks to measure. Raises HookConfigError for invalid PowerSGD options."""
+    """Return the hooks to measure. Raises HookConfigError for invalid PowerSGD options."""
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
@@ -188,7 +186,7 @@ def _device_of(ddp_model: DistributedDataParallel) -> torch.device:
 
 
 def wrapped(built: Any) -> tuple[DistributedDataParallel, Any]:
-    """Check what the user's `build` has returned, and wrap its model in DDP."""
+    """Check the result of the user's `build`, and wrap its model in DDP."""
     if not isinstance(built, tuple) or len(built) != 2:
         raise DoctorError(
             f"build returned a {type(built).__name__}; expected (model, batch_fn), an nn.Module and a function: "
@@ -234,14 +232,8 @@ def check_model(ddp_model: object) -> None:
 
 
 def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Gradients:
-    """Run `batch_fn` once on a copy of the model, without communication in it. All ranks must call this.
-
-    Returns:
-        The gradients of this rank.
-
-    Raises:
-        DoctorError: on all ranks, if `batch_fn` fails on any of them.
-    """
+    """Run `batch_fn` once on a copy of the model, without communication in the step. All ranks must call this. Returns
+    this rank's gradients. Raises DoctorError on all ranks if `batch_fn` fails on any of them."""
     group, works = ddp_model.process_group, "it works"
     trial = copy_of(ddp_model, alone=True)
     attach(trial, Noop(), process_group=group).quiet()
@@ -300,11 +292,8 @@ def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, bat
 
 
 def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> DistributedDataParallel:
-    """A DDP model around a copy of `ddp_model.module` with the same DDP arguments, without a hook. Sends nothing.
-
-    Args:
-        alone: DDP communicates nothing except gradients, so that one rank can fail without blocking the others.
-    """
+    """Wrap a copy of `ddp_model.module` with the same DDP arguments, without communication and without a hook.
+    `alone`: DDP will communicate nothing but gradients, so that one rank can fail without blocking the others."""
     try:
         module = copy.deepcopy(ddp_model.module)
     except Exception as error:
@@ -338,8 +327,8 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
 
 
 def keep_random_state(devices: set[torch.device]) -> Callable[[], None]:
-    """A function that restores the present state of the global random number generators: torch's on the CPU and on
-    `devices`, Python's, numpy's."""
+    """Return a function that restores the current states of the random number generators of torch (CPU and `devices`),
+    Python and numpy."""
     numpy = sys.modules.get("numpy")
     restorers: list[Callable[[], Any]] = [
         partial(torch.set_rng_state, torch.get_rng_state()),
@@ -367,12 +356,12 @@ class Measured:
     """The measurements of one candidate, equal on every rank.
 
     Attributes:
-        step_ms: per measured step: time of forward, backward and communication, from a common start to the end of the
+        step_ms: of each step, the time of forward, backward and communication, from a common start to the end of the
             slowest rank.
         bytes_sent: mean bytes per step passed to collectives.
         bytes_uncompressed: bytes per step that DDP without a hook passes to all-reduce.
-        error: of the gradient that the hook makes of one step, without residuals of earlier steps: the norm of its
-            difference to the mean of all ranks, as a share of the norm of that mean. None for noop.
+        error: the relative error (Euclidean norm) of the hook's average of one step, without residuals of earlier
+            steps. None for noop.
         useless: the hook compresses no parameter of this model, or cannot run; it was not measured.
         spent_s: time used so far, including warm-up.
     """
@@ -387,7 +376,7 @@ class Measured:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The measured options: compression from the first step on."""
+        """The measured options, with compression from the first step on."""
         return self.candidate.options_at_once(COMPRESSORS[self.candidate.hook].Config)
 
     @property
@@ -405,11 +394,11 @@ class Measured:
 
 @dataclass
 class Rounds:
-    """Measures the candidates in turn, with arguments of `doctor`. One copy of the model exists at a time.
+    """Measures the candidates in turn, with one copy of the model at a time; see `doctor`.
 
     Attributes:
-        restore_random: gives every candidate the same batches.
-        local: gradients of this rank for one batch.
+        restore_random: see `keep_random_state`; every candidate gets the same batches.
+        local: this rank's gradients of one batch.
     """
 
     ddp_model: DistributedDataParallel
@@ -423,12 +412,12 @@ class Rounds:
     """The average of `local` over the ranks."""
 
     def measure(self, candidates: Sequence[Candidate]) -> dict[str, Measured]:
-        """Measure all candidates; plain all-reduce comes before those that compress. All ranks must call this; all get
-        the same result."""
+        """Measure all candidates, plain all-reduce before compressing ones. All ranks must call this, and get the same
+        result."""
         order = [Measured(candidate) for candidate in candidates]
         rounds = min(ROUNDS, self.steps)
         for turn in range(rounds):
-            # Each round begins with another candidate, so that a change of the machine's load affects all of them.
+            # Rounds begin with different candidates, so that a change of the machine's load affects all of them.
             first = turn * len(order) // rounds
             for each in order[first:] + order[:first]:
                 if not each.useless and (not each.step_ms or each.spent_s < self.seconds):
@@ -437,7 +426,7 @@ class Rounds:
         return {each.candidate.label: each for each in order if not each.useless}
 
     def _visit(self, measured: Measured, upto: int) -> None:
-        """Run one copy of the model with one hook until it has `upto` measured steps in total."""
+        """Run a copy of the model with one hook until the candidate has `upto` measured steps."""
         self.restore_random()
         ddp_model = copy_of(self.ddp_model)
         parameter = weakref.ref(next(ddp_model.parameters()))
@@ -478,8 +467,8 @@ class Rounds:
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
 
     def _compare(self, ddp_model: DistributedDataParallel, measured: Measured) -> None:
-        """Run a step in which every rank's gradients are `local`, and compare their average with that of plain
-        all-reduce. `batch_fn` may return another batch in every step."""
+        """Run a step on the gradients `local`, because `batch_fn` may return another batch in every step, and compare
+        the average with plain all-reduce."""
         replaced = [
             parameter.register_hook(lambda grad, own=own: own.to(grad.device))
             for parameter, own in zip(ddp_model.module.parameters(), self.local, strict=True)
@@ -496,7 +485,6 @@ class Rounds:
             measured.error = max(self._all_ranks(error))
 
     def _step(self, ddp_model: DistributedDataParallel, measured: Measured) -> float:
-        """Run a step; returns its time in ms."""
         ddp_model.zero_grad(set_to_none=True)
         self._all_ranks(0.0)  # a common start
         own = seconds_of(lambda: self.batch_fn(ddp_model).backward(), _device_of(ddp_model))
@@ -512,7 +500,7 @@ class Rounds:
 
 
 def _norm(gradients: Gradients, without: Gradients = ()) -> float:
-    """The norm of all gradients together, or of their difference to those of `without`."""
+    """Return the norm of `gradients - without`."""
     squares = 0.0
     for own, other in itertools.zip_longest(gradients, without):
         if own is not None:
@@ -526,12 +514,12 @@ def _norm(gradients: Gradients, without: Gradients = ()) -> float:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Returned by `commhooks.doctor`, the same on every rank. `print(report)` shows a table.
+    """Returned by `commhooks.doctor`, equal on every rank. `print(report)` shows a table.
 
     Attributes:
-        measured: label -> measurements, in display order.
+        measured: measurements by label, in display order.
         world_size: number of ranks.
-        backend: backend of the process group.
+        backend: of the process group.
         not_measured: labels of hooks that compress no parameter of this model.
     """
 
@@ -542,8 +530,8 @@ class DoctorReport:
 
     @property
     def chosen(self) -> str:
-        """The label of the hook to use, by the rule of `auto`: the most exact one among those that are within 10 % of
-        the fastest; "allreduce" if none makes the step 10 % shorter."""
+        """The label of the hook to use, by the rule of `auto`: the most exact of the hooks within 10 % of the fastest;
+        "allreduce" if no hook makes the step 10 % shorter."""
         tried = {label: each for label, each in self.measured.items() if label != NOOP.label}
         known = {label: each.candidate for label, each in tried.items()}
         return choose({label: each.median_ms for label, each in tried.items()}, known, ALLREDUCE.label)
@@ -554,7 +542,7 @@ class DoctorReport:
         return self.measured[ALLREDUCE.label].bytes_uncompressed
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
+        """Return the report as plain types, for JSON. Times are in milliseconds, one per measured step."""
         candidates = {
             label: {
                 "hook": each.candidate.hook,

@@ -1,6 +1,6 @@
-"""`commhooks network`: measure the network between the ranks, and predict what a step of training spends on it.
+"""`commhooks network`: measure the network between the ranks, and predict the time that a training step spends on it.
 
-The model of the network is that of docs/planning.md: a message costs its latency, a byte the inverse of the bandwidth,
+The prediction is the model of docs/commands.md: every message costs a latency, every byte the inverse of the bandwidth,
 and the ranks of a machine share its network card.
 """
 
@@ -37,18 +37,18 @@ CANDIDATES = (
     *(PLAIN, BF16, INT8, powersgd(4, {})),
     *(Candidate(f"diloco, every {every} steps", "diloco", {"sync_every": every}) for every in (5, 30)),
 )
-"""The least lossy first."""
+"""In order of increasing loss."""
 SMALL = 0.15
-"""An exchange is small if it takes at most this share of the time that a step computes. A hook that changes the
-gradients more could then make the step 13 % shorter at most."""
+"""An exchange is small if it takes at most this share of the time that a step computes: a lossier hook could make the
+step at most 13 % shorter."""
 SLOW = 0.5
-"""Share of the median rate, below which the report names a connection."""
+"""A connection is slow below this share of the median rate."""
 UNUSED = 0.25
-"""Share of an interface's rated speed, below which the report names it."""
+"""An interface is slow below this share of its rated speed."""
 MOST = 66
-"""Pairs to measure at most: those of 12 ranks. Each takes a quarter of a second on a fast network."""
+"""Measure at most this many pairs: all pairs of 12 ranks. A pair takes 0.25 s on a fast network."""
 COUNTED_BYTES = 100_000
-"""An interface that has sent less did not carry the messages."""
+"""An interface that has sent fewer bytes did not carry the measurement."""
 SYSTEM = Path("/sys/class/net")  # Linux only
 LEGEND = (
     "Predicted from all ranks together, as if nothing overlapped with the backward pass and the codec took no time; * "
@@ -61,7 +61,7 @@ _REPEATS, _PINGS = 3, 5
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command. All ranks must call this; rank 0 prints."""
+    """Called on all ranks; rank 0 prints."""
     sizes = {text: parsed_size(text) for text in arguments.params}
     if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> "NetworkReport":
-    """Measure the network between the ranks of `group`. All of them must call this; all get the same report.
+    """Measure the network between the ranks of `group`, which must all call this, and get the same report.
 
     Args:
         sizes: numbers of parameters, by the names that the report shows.
@@ -82,7 +82,7 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
 
     Raises:
         DoctorError: there is one rank.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+        HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     if group.size() == 1:
         raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
@@ -131,10 +131,10 @@ class Link:
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Measure the link. All ranks of `group` must call this; all get the same result."""
+    """Called on all ranks, which get the same result."""
 
     def all_reduce_s(buffer: torch.Tensor) -> float:
-        """Seconds on the slowest rank."""
+        """Return the seconds of the slowest rank."""
         row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
         return float(gather_rows(row, group, None, "the time of an all-reduce").max())
 
@@ -155,12 +155,12 @@ def _all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 
 def _enough_s(latency_s: float) -> float:
-    """How long a message must take to show a bandwidth, and not the latency."""
+    """Return how long a message must take so that its time shows the bandwidth, not the latency."""
     return max(_ENOUGH_S, 8 * latency_s)
 
 
 def _without_latency_s(took_s: float, latency_s: float) -> float:
-    """The time for the bytes of a message: a tenth of its time, at least."""
+    """Return the time for the bytes of a message, at least a tenth of its time."""
     return max(took_s - latency_s, took_s / 10)
 
 
@@ -183,8 +183,8 @@ class Pair:
 
 
 def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """All pairs of ranks. If they are too many, one of every two machines and one inside a machine; if those are too
-    many, each machine with the next. `machines`: the ranks of each."""
+    """Return all pairs of ranks; if there are more than `MOST`, one pair per two machines and one inside a machine; if
+    these are too many, each machine with the next. `machines`: the ranks of each."""
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:
         return every
@@ -196,11 +196,7 @@ def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]
 
 
 def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device) -> list[Pair]:
-    """Measure these pairs. All ranks of `group` must call this; all get the same result.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Called on all ranks, which get the same result. Raises HookRunError if a rank fails or times out."""
     found = []
     for one, other in pairs:
         row = torch.zeros(2, dtype=torch.float64, device=device)
@@ -218,7 +214,7 @@ def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, de
 
 
 def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """The first rank of a pair: measures Mbit/s and ms."""
+    """Return Mbit/s and latency in ms; runs on the first rank of a pair."""
 
     def there_and_back(size: int) -> None:
         _send(torch.tensor([size]), other, group, device)
@@ -263,8 +259,8 @@ class Interface:
     """A network interface of a machine.
 
     Attributes:
-        name: as the system calls it; "" where unknown, as with InfiniBand, whose bytes the system does not count.
-        rated_mbit_per_s: its nominal speed; None where unknown.
+        name: "" if unknown, as with InfiniBand, whose bytes Linux does not count.
+        rated_mbit_per_s: nominal speed; None if unknown.
     """
 
     name: str = ""
@@ -278,7 +274,7 @@ class Interface:
 
 
 def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
-    """Bytes that each interface of this machine has sent."""
+    """Return the bytes that each interface of this machine has sent."""
     found = {}
     for counter in system.glob("*/statistics/tx_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -287,12 +283,8 @@ def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
 
 
 def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Interface:
-    """The interface that has sent most since `before`.
-
-    Args:
-        before: an earlier `sent_bytes`.
-        others: there are other machines, to which nothing goes over the loopback interface.
-    """
+    """Return the interface that has sent most since `before`, an earlier `sent_bytes`. `others`: there are other
+    machines, which the loopback interface does not reach."""
     grown = {name: sent - before.get(name, sent) for name, sent in sent_bytes(system).items()}
     if others:
         grown.pop("lo", None)
@@ -306,7 +298,6 @@ def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Inte
 
 
 def bandwidth(mbit_per_s: float) -> str:
-    """The bandwidth as text with a unit."""
     rounded = float(f"{mbit_per_s:.2g}")
     return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
 
@@ -316,13 +307,12 @@ def bandwidth(mbit_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The measured network, as the model sees it.
+    """The parameters of the network model.
 
     Attributes:
-        bandwidth: between machines, bit/s of a machine.
-        inside: inside a machine, bit/s of a rank.
+        bandwidth: between machines, bit/s per machine.
+        inside: inside a machine, bit/s per rank.
         latency: seconds per message between machines.
-        backend: of the collectives.
     """
 
     machines: int
@@ -333,11 +323,11 @@ class Cluster:
     backend: Literal["nccl", "gloo"]
 
     def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
-        """Seconds of the collectives `ops` of each bucket, one after another.
+        """Predict the seconds of the collectives `ops` of each bucket, one after another.
 
         Args:
             counted: bytes in all buckets, see `Counters`; divided equally among `ops`.
-            together: how many ranks of a machine are in one group.
+            together: number of ranks of a machine in one group.
         """
         ranks, found = self.machines * together, 0.0
         for op in ops:
@@ -351,7 +341,7 @@ class Cluster:
 
 
 def _messages(op: Op, ranks: int, backend: str) -> int:
-    """How many messages of a ring follow one another; NCCL sums in a tree where that takes fewer."""
+    """Return the number of consecutive messages of a ring; NCCL sums in a tree if that needs fewer."""
     if op == "gather":
         return ranks - 1
     return 2 * min(ranks - 1, math.ceil(math.log2(ranks)) if backend == "nccl" else ranks)
@@ -360,8 +350,8 @@ def _messages(op: Op, ranks: int, backend: str) -> int:
 def cluster_of(
     machines: Sequence[Sequence[int]], link: Link, inside_mbit_per_s: float, backend: Literal["nccl", "gloo"]
 ) -> Cluster:
-    """The measured network. If the machines have different numbers of ranks, each rank counts as a machine.
-    `machines`: the ranks of each."""
+    """Fit the model. If machines have different numbers of ranks, each rank counts as a machine. `machines`: the ranks
+    of each."""
     ranks, sizes = sum(map(len, machines)), {len(each) for each in machines}
     together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
     latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
@@ -370,12 +360,11 @@ def cluster_of(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The time that a step of a model spends on the network with one hook.
+    """The predicted time that a step spends on the network with one hook.
 
     Attributes:
-        candidate: the hook.
         seconds: per step, on average.
-        between_nodes: with `ranks_per_node`, if that is faster.
+        between_nodes: whether this is with `ranks_per_node`, because it is faster.
     """
 
     candidate: Candidate
@@ -384,7 +373,7 @@ class Exchange:
 
 
 def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
-    """The exchanges of `CANDIDATES`, for a transformer with this number of parameters."""
+    """Predict the exchanges of `CANDIDATES` for a transformer with `numel` parameters."""
     parameters = [ParameterInfo(*each) for each in transformer(numel).items()]
     return [_exchange(candidate, parameters, cluster) for candidate in CANDIDATES]
 
@@ -411,7 +400,7 @@ def _exchange(candidate: Candidate, parameters: list[ParameterInfo], cluster: Cl
 
 
 def parsed_size(text: str) -> float:
-    """The number of parameters that a text such as "124M" means. Raises HookConfigError for other texts."""
+    """Parse a number of parameters such as "124M". Raises HookConfigError for other texts."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmb]?)", text.strip().lower())
     size = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else 0.0
     if size < 1:
@@ -420,7 +409,7 @@ def parsed_size(text: str) -> float:
 
 
 def transformer(numel: float) -> dict[str, torch.Tensor]:
-    """The parameters of a transformer of about this size, on the meta device: as GPT-2, 64 times as wide as deep."""
+    """Make a transformer of about `numel` parameters on the meta device: 64 times as wide as deep, as GPT-2."""
     width = max(64, 64 * round((64 * numel / 12) ** (1 / 3) / 64))
     layers = max(1, round(numel / (12 * width**2)))
     shapes = {"attention": (3 * width, width), "output": (width, width), "norm": (width,)}
@@ -434,15 +423,15 @@ def transformer(numel: float) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """What `commhooks network` has found, the same on every rank. `print(report)` shows tables and advice.
+    """The result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice.
 
     Attributes:
-        machines: their names and ranks.
-        interfaces: of each machine, by its name.
+        machines: ranks by machine.
+        interfaces: by machine.
         backend: of the process group.
         pairs: single connections.
         link: all ranks together.
-        exchanges: by size of the model, as the user wrote it; one for each hook.
+        exchanges: one per hook, by size of the model as the user wrote it.
         step_ms: the time of a step without a network, if known.
         took_s: duration of the measurement.
     """
@@ -484,7 +473,7 @@ class NetworkReport:
         return text_of(*lines, connections, together, times, LEGEND, *self.advice())
 
     def advice(self) -> list[str]:
-        """Sentences about slow connections and interfaces, and about each model."""
+        """Return sentences about slow connections and interfaces, and about each model."""
         hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]
         return [*self._slow_connections(), *self._slow_interfaces(), *hooks]
 
@@ -521,7 +510,7 @@ class NetworkReport:
         ]
 
     def _hook(self, size: str, exchanges: list[Exchange]) -> str:
-        """The least lossy hook with which the exchange of a model of this size is small."""
+        """Recommend the least lossy hook with a small exchange."""
         plain = exchanges[0]
         spends = f"{size} parameters: with plain DDP a step spends {_duration(plain.seconds)} on the network"
         if self.step_ms is None:

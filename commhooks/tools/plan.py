@@ -1,4 +1,4 @@
-"""`commhooks plan`: print what `hook.plan()` will say of a model, before training."""
+"""`commhooks plan`: print a hook's plan of a model before training."""
 
 import argparse
 import json
@@ -14,7 +14,6 @@ from commhooks.tools.common import call, parse_options, user_code
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plan."""
     options = parse_options(arguments.options)
     if arguments.exclude and "exclude" in options:
         raise HookConfigError("--exclude and --options exclude=...: give the patterns in one of them")

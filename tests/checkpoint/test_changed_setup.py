@@ -42,7 +42,7 @@ def users_hook(state: _Sum, bucket: Any) -> Any:
 
 def _model(kind: str) -> torch.nn.Module:
     """`make_model` and what may have become of it."""
-    model = make_model(torch.float64 if kind == "float64" else torch.float32)
+    model = make_model(getattr(torch, kind) if kind in ("float64", "bfloat16") else torch.float32)
     if kind == "added":
         model.append(torch.nn.Linear(10, 10))
     elif kind == "renamed":
@@ -107,6 +107,7 @@ RIGHT: dict[str, dict[str, Any]] = SAME_BITS | {
     "rank 4": {"hook_options": {"matrix_approximation_rank": 4}},
     "bf16 wrapper": {"wrapper": "bf16"},
     "float64": {"kind": "float64"},
+    "bfloat16": {"kind": "bfloat16"},
 }
 
 
@@ -165,7 +166,7 @@ def test_what_is_compressed_no_longer_has_no_residual(run_ranks: Any) -> None:
         assert rank["kept"] == {"3.weight": True, "5.weight": True}
         assert torch.equal(rank["weights"], ranks[0]["weights"])
     (warning,) = ranks[0]["warnings"]
-    assert "compresses these parameters no longer" in warning and warning.endswith(": 0.weight, 7.weight")
+    assert "no longer compresses these parameters" in warning and warning.endswith(": 0.weight, 7.weight")
     assert ranks[1]["warnings"] == []
 
 

@@ -19,7 +19,7 @@ from test_hostile_payloads import Subject, power_sgd, silent, try_to_load
 from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import CommHookError, HookRunError, PayloadError
 from commhooks.checkpoint import payload as parts
-from commhooks.hook.hook_folder import HookFolder
+from commhooks.hook.dcp_folder import DCPFolder
 from lightning_commhooks import CommHookDDP
 from tests.checkpoint import hostile
 from tests.support import sharded
@@ -215,7 +215,7 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
             assert all(bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters())
 
         train(0)
-        folder, rng, count, loaded = HookFolder(tmp_path / "hook", "of the test", lambda it: it), random.Random(7), 0, 0
+        folder, rng, count, loaded = DCPFolder(tmp_path / "hook", "of the test", lambda it: it), random.Random(7), 0, 0
         folder.save(hook)
         good = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
         for _ in range(25 * hostile.TIMES):

@@ -39,7 +39,7 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
 
 def _both(kind: str, ranks_per_node: int, masked: bool) -> dict[str, Any]:
     # gloo has messages on the CPU only
-    messages = mock.patch.object(PointToPoint, "serve", return_value=False) if masked else contextlib.nullcontext()
+    messages = mock.patch.object(PointToPoint, "applies_to", return_value=False) if masked else contextlib.nullcontext()
     with masks(masked), messages:
         flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
         for run in (flat, nodes):
@@ -222,7 +222,7 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
     names, group = session.consensus.binding.names.named_parameters(), session.consensus.binding.group()
-    session.consensus.arrangement.redistribute_residuals(session.state, names, group)
+    session.consensus.reduction.redistribute_residuals(session.state, names, group)
     return residuals(run.hook)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.engine.kernel_choice import Choice, KernelSupport, choose
+from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, choose
 from tests.support.ddp_steps import log_lines, mlp, train, wrap
 from tests.support.inside import session_of
 
@@ -18,24 +18,24 @@ WIDE, NARROW = "wide", "narrow"
 ALIKE = "torch 2, a processor, 1 thread"
 
 
-def chosen(*supports: KernelSupport) -> Choice:
+def chosen(*supports: KernelSupport) -> KernelChoice:
     (choice,) = {choose(supports, rank, commhooks.AttachError) for rank in range(len(supports))}
     return choice
 
 
 def test_what_all_ranks_have() -> None:
     fast, plain = KernelSupport(WIDE, arithmetic=ALIKE), KernelSupport(arithmetic=ALIKE)
-    assert chosen(fast, fast, fast) == Choice(True)
-    assert chosen(plain, plain) == Choice()
-    assert chosen(plain, fast) == Choice()
-    assert chosen(fast, plain) == Choice(
+    assert chosen(fast, fast, fast) == KernelChoice(True)
+    assert chosen(plain, plain) == KernelChoice()
+    assert chosen(plain, fast) == KernelChoice()
+    assert chosen(fast, plain) == KernelChoice(
         False, f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: torch ({ALIKE})"
     )
     without = KernelSupport(missing="install it", arithmetic=ALIKE)
-    assert chosen(without) == Choice(False, "install it")
-    assert chosen(fast, without, fast, without) == Choice(False, "ranks [1, 3]: install it")
+    assert chosen(without) == KernelChoice(False, "install it")
+    assert chosen(fast, without, fast, without) == KernelChoice(False, "ranks [1, 3]: install it")
     other = KernelSupport(NARROW, arithmetic="another processor")
-    assert chosen(fast, other) == Choice(
+    assert chosen(fast, other) == KernelChoice(
         False,
         f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: native narrow (another processor)",
         f"ranks [0]: {ALIKE}; ranks [1]: another processor",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks import AttachError, HookConfigError
 from commhooks.comm.nodes import find_nodes
-from commhooks.engine.nodes import owners_of
+from commhooks.engine.reduction import owners_of
 from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 
@@ -25,7 +25,7 @@ def _nodes(ranks_per_node: Any, group_ranks: list[str] | None) -> Any:
             return str(error)
     if nodes is None:
         return None
-    return dist.get_process_group_ranks(nodes.node), dist.get_process_group_ranks(nodes.across)
+    return dist.get_process_group_ranks(nodes.intra_node), dist.get_process_group_ranks(nodes.inter_node)
 
 
 @pytest.mark.parametrize(

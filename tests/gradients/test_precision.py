@@ -13,7 +13,7 @@ import torch.distributed as dist
 import commhooks
 from commhooks.compressors.powersgd import cpu
 from commhooks.gradients import precision
-from commhooks.gradients.precision import SwitchOfTheProcess
+from commhooks.gradients.precision import GlobalSwitch
 from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
 
@@ -150,7 +150,7 @@ def test_the_switches_come_back_after_an_error(run_ranks):
 @pytest.mark.parametrize("name", [*PER_LIBRARY, "process"])
 def test_threads_that_overlap_leave_the_switches_to_the_last(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Autograd has a thread per GPU, and the switches are those of the process."""
-    switch, inside, go_on = PER_LIBRARY.get(name, SwitchOfTheProcess()), threading.Event(), threading.Event()
+    switch, inside, go_on = PER_LIBRARY.get(name, GlobalSwitch()), threading.Event(), threading.Event()
     monkeypatch.setattr(precision, "_PRECISION_SWITCHES", (switch,))
 
     def other() -> None:
@@ -171,7 +171,7 @@ def test_threads_that_overlap_leave_the_switches_to_the_last(monkeypatch: pytest
 
 
 def test_the_switch_of_the_process_says_what_torch_says() -> None:
-    switch = SwitchOfTheProcess()
+    switch = GlobalSwitch()
     with _restored():
         for torchs, ours in (("highest", "ieee"), ("high", "tf32"), ("medium", "bf16")):
             torch.set_float32_matmul_precision(torchs)

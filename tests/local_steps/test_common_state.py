@@ -208,10 +208,10 @@ def _other_weights(apart: bool) -> Any:
     loaded = run.weights()
     with log_lines("commhooks") as lines:
         run.ddp(batch(0, 0)[0])
-    return anchor, loaded, run.weights(), [line for line in lines if "has other weights than those" in line]
+    return anchor, loaded, run.weights(), [line for line in lines if "differ from the common weights" in line]
 
 
-@pytest.mark.parametrize(("apart", "says"), [(False, "the weights of the model"), (True, "the common ones")])
+@pytest.mark.parametrize(("apart", "says"), [(False, "the weights of the model"), (True, "the common weights")])
 def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
     found = run_ranks(_other_weights, apart)
     for anchor, loaded, now, _ in found:

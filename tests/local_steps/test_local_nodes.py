@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks.local_steps import outer_steps
+from commhooks.local_steps import flat_weights
 from commhooks.local_steps.reference import ReferenceDiLoCo
 from tests.support.training import Run, batch, flat, make_model
 
@@ -35,7 +35,7 @@ def _of_the_paper(every: int, steps: int, momentum: float) -> list[torch.Tensor]
     return [flat(model.parameters()) for model in models]
 
 
-@mock.patch.object(outer_steps, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _train(every: int, steps: int) -> Any:
     config = commhooks.DiLoCo(sync_every=every, wire="float32", outer_lr=0.7, outer_momentum=0.5)
     run = Run.new(hook=config, ranks_per_node=PER_NODE)
@@ -72,7 +72,7 @@ def test_a_node_is_one_rank(run_ranks):
     assert not torch.equal(found[0][0], found[2][0]) and not torch.equal(found[0][1], found[2][1])
 
 
-@mock.patch.object(outer_steps, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _resumed(config: commhooks.DiLoCo, residual: str) -> Any:
     whole, resumed = (Run.new(hook=config, ranks_per_node=PER_NODE).train(5) for _ in range(2))
     whole.save(residual=residual)

@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import commhooks
 from commhooks.comm import collectives
 from commhooks.gradients import precision
-from commhooks.local_steps.outer_steps import OuterSteps
+from commhooks.local_steps.fragments import FragmentSession
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch, flat
@@ -126,7 +126,7 @@ def _collects_another() -> int:
     gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
     gone.append(gone)
     runner = weakref.ref(gone[0].hook._hook)
-    run, advance = Run.new(hook=commhooks.LocalSGD(sync_every=1)), OuterSteps.advance
+    run, advance = Run.new(hook=commhooks.LocalSGD(sync_every=1)), FragmentSession.advance
     third = Run.new(hook="local_sgd")  # told of the step after `run`
     del gone
 
@@ -137,7 +137,7 @@ def _collects_another() -> int:
     gc.disable()
     try:
         alive = runner() is not None
-        with mock.patch.object(OuterSteps, "advance", collecting):
+        with mock.patch.object(FragmentSession, "advance", collecting):
             run.train(2)
     finally:
         gc.enable()
@@ -230,7 +230,7 @@ def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
     if dist.get_rank() == 1:
         time.sleep(1.0)
     run.train(1)
-    with mock.patch("commhooks.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
+    with mock.patch("commhooks.local_steps.fragments.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     at_load = run.hook.stats()["step"]
     time.sleep(1.0 if dist.get_rank() == 0 else 0.0)
@@ -271,13 +271,13 @@ def test_an_outer_step_leaves_the_precision_of_products_to_the_training(run_rank
 
 ENDS_EARLY = """
 import time, torch, torch.distributed as dist, commhooks
-from commhooks.local_steps import outer_steps
+from commhooks.local_steps import fragments
 
 def slow(exchange):
     time.sleep(0.3)
     print("arrived", flush=True)
 
-outer_steps._Exchange._exchange = slow
+fragments._Exchange._exchange = slow
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=2, delay=1))

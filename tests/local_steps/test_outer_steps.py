@@ -13,8 +13,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.local_steps import outer_step, outer_steps
-from commhooks.local_steps.outer_steps import divided
+from commhooks.local_steps import flat_weights, outer_step
+from commhooks.local_steps.flat_weights import divided
 from commhooks.local_steps.reference import ReferenceDiLoCo
 from tests.support.training import Run, batch, flat, make_model
 
@@ -105,7 +105,7 @@ def _reference(run: Run, every: int, count: int, delay: int, steps: int) -> list
     return [own, flat(model.parameters())]
 
 
-@mock.patch.object(outer_steps, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _ours_and_the_papers(wire: str, every: int, parts: int, delay: int, steps: int) -> Any:
     options = {"outer_lr": 0.7, "outer_momentum": 0.5, "fragments": parts, "delay": delay, "wire": wire}
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
@@ -173,7 +173,7 @@ def test_the_plan_knows_what_is_kept(run_ranks, config):
 
 
 @mock.patch.object(outer_step, "SAMPLED_EVERY", 1)
-@mock.patch.object(outer_steps, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _measured() -> Any:
     run = _sgd(Run.new(hook=commhooks.DiLoCo(sync_every=2, wire="float32")))
     anchors, found = [run.weights()], []

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.local_steps import outer_steps
+from commhooks.local_steps import flat_weights
 from tests.support.training import Run, batch, plain
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
 
 
-@mock.patch.object(outer_steps, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how: dict[str, Any]) -> Any:
     """Weights at the end of a run that saves after these steps, and of one that also resumes there each time."""
     whole = Run.new(hook=config)

@@ -129,7 +129,7 @@ def _page(name: str) -> str:
 
 
 def test_the_counters_are_explained():
-    rows = re.findall(r"^\| (`.+?) \|", _page("metrics"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \|", _page("working"), re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     counted = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE))
     assert counted and counted <= explained
@@ -138,7 +138,7 @@ def test_the_counters_are_explained():
 def test_the_doctors_threshold_is_the_one_on_the_page():
     """And of auto."""
     much = f"{100 * (candidates.MARGIN - 1):.0f} %"
-    doctor, auto = _page("commands"), _page("auto")
+    doctor, auto = _page("commands"), _page("choosing")
     assert f"within {much} of the fastest" in doctor
     assert f"within {much} of the fastest and gain at least {much}" in auto
 
@@ -171,7 +171,7 @@ def test_the_reference_has_every_public_name():
 
 def test_the_pages_show_each_kind():
     """An empty list of snippets would pass too."""
-    kinds = {page: set() for page in ("README.md", "docs/quickstart.md", "docs/migrating.md")}
+    kinds = {page: set() for page in ("README.md", "docs/index.md", "docs/migrating.md")}
     for snippet in SNIPPETS:
         kinds.setdefault(snippet.page, set()).add((snippet.language, snippet.needs))
     assert {
@@ -182,7 +182,7 @@ def test_the_pages_show_each_kind():
         ("python", "ddp"),
         ("python", "continued"),
     } <= kinds["README.md"]
-    assert ("yaml", "") in kinds["docs/lightning.md"] and ("python", "transformers") in kinds["docs/quickstart.md"]
+    assert ("yaml", "") in kinds["docs/lightning.md"] and ("python", "transformers") in kinds["docs/index.md"]
     assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds["docs/migrating.md"]
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 

@@ -62,7 +62,7 @@ FOLDERS = {
 AREAS = {
     "engine": [
         Part(
-            "nodes",
+            "reduction",
             (
                 "engine/test_which_nodes",
                 "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",

@@ -4,7 +4,7 @@ from typing import Any
 
 from commhooks import CommHook
 from commhooks.engine.session import Session
-from commhooks.hook.hooks import CompressorHook
+from commhooks.hook.compressor_hook import CompressorHook
 
 
 def session_of(hook: CommHook | None) -> Session:

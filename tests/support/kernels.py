@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from commhooks.compressors.base import Compressor
-    from commhooks.engine.kernel_choice import Choice
+    from commhooks.engine.kernel_choice import KernelChoice
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def computing_with(kernel: str) -> Iterator[None]:
         yield
 
 
-def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> Choice:
+def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> KernelChoice:
     """Compute with the kernel that this machine prefers, where there are no other ranks.
 
     Raises:

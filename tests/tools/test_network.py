@@ -103,7 +103,7 @@ def test_sizes_of_models() -> None:
 
 
 def test_bytes_and_messages_by_hand() -> None:
-    """Of docs/planning.md."""
+    """Of docs/commands.md."""
 
     def seconds(nodes: int, counted: float, ops: Any, together: int, backend: Any, latency: float = 0.0) -> float:
         return Cluster(nodes, together, 1e9, 9e9, latency, backend).seconds(counted, ops, 3, together)

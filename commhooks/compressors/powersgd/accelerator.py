@@ -15,7 +15,7 @@ import torch
 
 from commhooks.comm.wire import concat_into, largest_gradient, pack_factor, put_projection, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
-from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, Workspace
+from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGDWorkspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class AcceleratorKernel:
         largest: per parameter in the matrices the largest absolute value of its gradient.
     """
 
-    def __init__(self, work: Workspace, *, stack_deltas: bool) -> None:
+    def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         self.work = work
         self.p, self.q = self._factors("P"), self._factors("Q")
         self.largest = torch.zeros(len(work.slots), dtype=work.dtype, device=work.layout.device)

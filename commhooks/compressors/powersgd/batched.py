@@ -13,7 +13,7 @@ from commhooks.comm.collectives import agreement_key
 from commhooks.compressors.powersgd.accelerator import AcceleratorKernel
 from commhooks.compressors.powersgd.compressor import FactorField, LowRankCompressor, MatrixPlan
 from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, Tensors, TorchProducts
-from commhooks.compressors.powersgd.exchange import BucketPass, LowRankKernel, Matrix, Workspace
+from commhooks.compressors.powersgd.exchange import BucketPass, LowRankKernel, Matrix, PowerSGDWorkspace
 from commhooks.compressors.powersgd.options import BatchedPowerSGD
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -34,7 +34,7 @@ class BucketQ(FactorField):
 class BatchedCpuKernel(CpuKernel):
     """A `CpuKernel` for the one matrix of a bucket. A parameter without a gradient on any rank takes no part in it."""
 
-    def __init__(self, work: Workspace, products: TorchProducts | NativeProducts) -> None:
+    def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
         self.largest = None  # of the whole bucket
 
@@ -68,7 +68,7 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         parts: the numbers of elements of each parameter and of the padding.
     """
 
-    def __init__(self, work: Workspace, *, stack_deltas: bool) -> None:
+    def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         super().__init__(work, stack_deltas=stack_deltas)
         self._size = work.matrices[0].n * work.matrices[0].m
         parts = [*(slot.numel for slot in work.slots), self._size - work.layout.numel]

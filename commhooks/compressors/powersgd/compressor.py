@@ -12,7 +12,7 @@ from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import cpu
 from commhooks.compressors.powersgd.accelerator import AcceleratorKernel, by_shape
 from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, TorchProducts
-from commhooks.compressors.powersgd.exchange import LowRankKernel, Matrix, Workspace, draw, low_rank_exchange
+from commhooks.compressors.powersgd.exchange import LowRankKernel, Matrix, PowerSGDWorkspace, draw, low_rank_exchange
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.gradients import precision
@@ -127,7 +127,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # The same numbers as `Workspace.draw_q` at the first step.
+        # The same numbers as `PowerSGDWorkspace.draw_q` at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
@@ -148,9 +148,9 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         """With the buffers of one bucket."""
         wire_dtype = self.wire_dtype_for(layout.dtype)
         if not precision.is_host_readable(layout.device):
-            work = Workspace(layout, by_shape(matrices), self.config, wire_dtype)
+            work = PowerSGDWorkspace(layout, by_shape(matrices), self.config, wire_dtype)
             return self.Accelerator(work, stack_deltas=self.config.batch_tensors_with_same_shape)
-        work = Workspace(layout, matrices, self.config, wire_dtype)
+        work = PowerSGDWorkspace(layout, matrices, self.config, wire_dtype)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if self.native:
             return self.Cpu(work, NativeProducts(shapes, work.dtype, refills=self.q.per == "parameter"))

@@ -9,7 +9,7 @@ import torch
 from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_overflow, put_projection
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import FactorTable, MatrixTable
-from commhooks.compressors.powersgd.exchange import BucketPass, Workspace
+from commhooks.compressors.powersgd.exchange import BucketPass, PowerSGDWorkspace
 from commhooks.gradients.layout import Slot
 
 Tensors = Sequence[torch.Tensor]
@@ -26,7 +26,7 @@ class CpuKernel:
         largest: per parameter the largest absolute value of its gradient; None if the products do not find it.
     """
 
-    def __init__(self, work: Workspace, products: "TorchProducts | NativeProducts") -> None:
+    def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
         self.work, self.products, self.largest = work, products, products.largest
         # Of `work`: bound to this kernel, they would hold it and its memory in a cycle.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")

@@ -45,7 +45,7 @@ class LowRankKernel(Protocol):
     """The computations of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values;
     `AcceleratorKernel` uses masks, so the host never synchronises with the device. `work`: the buffers."""
 
-    work: "Workspace"
+    work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
         """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
@@ -88,7 +88,7 @@ class BucketPass:
     used: torch.Tensor
     used_elements: torch.Tensor
 
-    def __init__(self, flat: torch.Tensor, work: "Workspace", state: State, step: StepInfo) -> None:
+    def __init__(self, flat: torch.Tensor, work: "PowerSGDWorkspace", state: State, step: StepInfo) -> None:
         self.flat, self.work, self.step = flat, work, step
         self.q, self.residuals = state["q"], state["residual"]
         pieces = flat.split(work.sizes)
@@ -148,7 +148,7 @@ class Message:
         self.factors = [piece.view(shape) for piece, shape in zip(self.packed.split(numels), factors, strict=True)]
 
 
-class Workspace:
+class PowerSGDWorkspace:
     """The matrices of one bucket layout, with their messages.
 
     Args:

@@ -29,7 +29,7 @@ from commhooks.gradients.precision import compute_dtype
 AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
-def quantised_exchange(flat: torch.Tensor, work: "Workspace", state: State, step: StepInfo) -> Exchange:
+def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
     """See `Compressor.exchange`. Works on any device; on an accelerator the host never waits for it.
 
     What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
@@ -55,7 +55,7 @@ def quantised_exchange(flat: torch.Tensor, work: "Workspace", state: State, step
     return None
 
 
-class Workspace:
+class QuantizedWorkspace:
     """The buffers for quantising the buckets of one layout.
 
     Args:
@@ -174,8 +174,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             block_size=code.block_size,
         )
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        return Workspace(
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> QuantizedWorkspace:
+        return QuantizedWorkspace(
             layout,
             plans,
             self.code,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from commhooks.comm.collectives import Send, resolve_group, start
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized.exchange import Workspace
+from commhooks.compressors.quantized.exchange import QuantizedWorkspace
 from commhooks.compressors.quantized.mean import Averaged, BlockCode, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import UnitPlan
@@ -103,11 +103,11 @@ def _check(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
         raise HookConfigError(f"{_NAME}: {name} is expanded, and cannot be changed in place; pass a clone")
 
 
-def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> Workspace:
+def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> QuantizedWorkspace:
     layout = BucketLayout((Slot(_NAME, flat, 0, len(flat)),), len(flat), flat.dtype, flat.device)
     plan = UnitPlan(_NAME, tuple(flat.shape), len(flat), flat.dtype, compressed=True)
     natively = library.is_wanted(flat.device) and _loads()
-    return Workspace(layout, [plan], code, flat.dtype, error_feedback=error_feedback, natively=natively)
+    return QuantizedWorkspace(layout, [plan], code, flat.dtype, error_feedback=error_feedback, natively=natively)
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def test_residuals_of_what_is_excluded_now_are_dropped() -> None:
         assert again.hook.stats()["chosen"] == "int8"
         assert residuals(again.hook).keys() == {"0.weight", "5.weight", "7.weight"}
         (line,) = (line for line in lines if "no longer" in line)
-        assert line.endswith("the residuals saved for them are dropped: 3.weight")
+        assert line.endswith("their saved residuals are dropped: 3.weight")
 
 
 def _one_rank_loads(saved: dict[str, Any]) -> str:

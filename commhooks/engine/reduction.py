@@ -1,4 +1,4 @@
-"""How the ranks share the work on a bucket: all do the same, or they form nodes.
+"""Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically, with nodes.
 
 With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
 each node: the rank with a certain local rank. For one bucket:
@@ -11,21 +11,20 @@ So each rank compresses its share of the parameters only, and keeps residuals fo
 
 With a compressor that keeps residuals, an owner works on the sum of its node, not on the mean, and divides the result
 at the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero: the
-mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. A compressor
-without residuals gets the node's mean, which overflows float16 later.
+mean over all ranks means the same as without nodes, and checkpoints do not depend on the nodes. A compressor without
+residuals gets the node's mean, which overflows float16 later.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import Reach, Send, gather_rows, start
+from commhooks.comm.collectives import Send, gather_rows, start
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import concat_into, scatter_into
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
@@ -39,24 +38,21 @@ from commhooks.gradients.precision import compute_dtype
 
 Field = tuple[StateField, UnitPlan]
 Splits = tuple[Sequence[int], Sequence[int]]
-"""How many elements go to each rank, and come from each."""
+"""How many elements go to each rank, and how many come from each rank."""
 
 
-class Arrangement:
-    """Every rank compresses every bucket, and sends to all others.
+class FlatReduction:
+    """Every rank compresses every bucket, and exchanges it with all other ranks.
 
     Attributes:
-        words: describes the nodes, for the summary; "" if there are none.
-        complete: every rank has the local tensors (residuals) of all parameters.
+        nodes: None; `HierarchicalReduction` has them.
+        description: of the nodes, for the summary; "" if there are none.
         ranks_per_residual: number of ranks whose summed gradient a residual corrects.
-        groups: by `Reach`: returns the process group of such collectives, if not all ranks of the session take part.
-            The ranks of a "node" receive different numbers: a pass is committed on all of them or on none.
     """
 
-    words: str = ""
-    complete: bool = True
+    nodes: Nodes | None = None
+    description: str = ""
     ranks_per_residual: int = 1
-    groups: Mapping[Reach, Callable[[], dist.ProcessGroup]] = MappingProxyType({})
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
@@ -67,17 +63,17 @@ class Arrangement:
         return list(plans)
 
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """The workspace of `exchange` for buckets of this layout, in which something is compressed."""
+        """Allocate the workspace of `exchange` for buckets of this layout, in which something is compressed."""
         return compressor.workspace(layout, plans)
 
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """Bytes needed on this rank; see `Compressor.memory_plan`."""
+        """Compute the bytes needed on this rank; see `Compressor.memory_plan`."""
         return compressor.memory_plan(plans, buckets)
 
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
-        """The function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
+        """Return the function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
         return compressor.exchange
 
     def redistribute_residuals(
@@ -102,19 +98,14 @@ class Arrangement:
         tensors[name] = mean
 
 
-class EqualInNodes(Arrangement):
-    """The ranks of a node hold equal tensors, and each averages them with one rank of every other node."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self.words = nodes.words
-        self.groups = {"all": lambda: nodes.across, "nodes": lambda: nodes.across, "node": lambda: nodes.node}
+FLAT = FlatReduction()
 
 
 def gather_held(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[list[bool]]:
-    """For each rank of `group` and each of `parameters`, whether `tensors` has an entry on that rank. All ranks of the
-    group must call this."""
+    """Find out, for each rank of `group` and each parameter, whether `tensors` has an entry on that rank. All ranks of
+    the group must call this."""
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
     held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
@@ -125,12 +116,9 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device)
 
 
-FLAT = Arrangement()
-
-
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
-    """The owner of each parameter, a local rank. The parameters are given out from the largest to the smallest, each to
-    the rank with the fewest elements so far. The result depends on the model only, not on its buckets.
+    """Choose the owner of each parameter, a local rank: from the largest parameter to the smallest, the rank with the
+    fewest elements so far. The result depends on the model only, not on its buckets.
 
     Args:
         sizes: name -> number of elements.
@@ -144,12 +132,11 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
 
 
 def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int) -> list[list[UnitPlan]]:
-    """The plans of each owner's parameters."""
     return [[plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)]
 
 
 def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
-    """The learned tensors of these plans that are equal on all ranks: the owner sends them to its node."""
+    """List the learned tensors of these plans that are equal on all ranks. An owner sends them to its node."""
     replicated = [each for each in compressor.state_fields if each.replicated]
     compressed = [plan for plan in plans if plan.compressed]
     # Not every unit has every field.
@@ -157,18 +144,18 @@ def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) ->
 
 
 def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
-    """Bytes of the parts of an owner's message to each rank: gradients, fields, and a flag for each field."""
+    """Bytes of the parts of an owner's message: gradients, fields, and a flag per field."""
     return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
 
 
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
-    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of each owner."""
+    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of all owners."""
     count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
     return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
 
-class NodeShares:
-    """The workspace of one bucket where ranks form nodes. The buffers are allocated once.
+class HierarchicalWorkspace:
+    """The buffers for one bucket where ranks form nodes, allocated once.
 
     Args:
         compressor: averages between the nodes.
@@ -177,11 +164,10 @@ class NodeShares:
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
-        work: the compressor's workspace for the share; None if nothing in it is compressed.
+        work: the compressor's workspace for the share; None if nothing in the share is compressed.
         compresses: whether anything in the share is compressed.
-        to_owners, from_owners: for `by_owner` (elements) and `results` (bytes).
-        gradients, averages: buffers for what arrives from the ranks of the node: gradients of the own share, and the
-            `results` of all shares.
+        to_owners, from_owners: the splits of `by_owner` (elements) and `results` (bytes).
+        gradients, averages: receive the node's gradients of the own share, and the `results` of all shares.
     """
 
     def __init__(
@@ -220,13 +206,13 @@ class NodeShares:
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
-        """The gradients of the bucket, 1-D, in the order of their owners."""
+        """Copy the gradients of the bucket into a message (1-D), in the order of their owners."""
         concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """The message of this rank to all ranks of the node (uint8): `own`, the replicated tensors that the compressor
-        has learned for it, and for each of those tensors a flag that says whether it exists."""
+        """Write the message of this rank to its node (uint8): `own`, the replicated tensors that the compressor has
+        learned for it, and a flag per tensor, 1 if the tensor exists."""
         fields = self._fields[self._local_rank]
         pieces = self._results.split(self._sizes[self._local_rank])
         pieces[0].copy_(self.own.view(torch.uint8))
@@ -239,7 +225,7 @@ class NodeShares:
         return self._results
 
     def take(self, flat: torch.Tensor, state: LearnedState) -> None:
-        """Write the results of all ranks of the node, from `averages`, into the bucket and into the learned state."""
+        """Copy the results of all ranks of the node from `averages` into the bucket and into the learned state."""
         size = flat.element_size()
         bucket = flat.view(torch.uint8)
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
@@ -265,20 +251,18 @@ class NodeShares:
             _bytes(known[plan.key]).copy_(new)
 
 
-class Hierarchy(Arrangement):
-    """Each rank compresses its share of every bucket, for its node.
+class HierarchicalReduction(FlatReduction):
+    """Each rank compresses its share of every bucket, on behalf of its node.
 
     Args:
         parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
     """
 
-    complete = False
+    nodes: Nodes
 
     def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.nodes = nodes
-        self.words = nodes.words
+        self.nodes, self.description = nodes, nodes.description
         self.ranks_per_residual = nodes.ranks_per_node
-        self.groups = {"node": lambda: nodes.node, "nodes": lambda: nodes.across}
         self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
 
     def keeps(self, name: str) -> bool:
@@ -293,13 +277,16 @@ class Hierarchy(Arrangement):
             for plan in plans
         ]
 
-    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
-        return NodeShares(compressor, layout, plans, self._owners, self.nodes)
+    def workspace(
+        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]
+    ) -> HierarchicalWorkspace:
+        return HierarchicalWorkspace(compressor, layout, plans, self._owners, self.nodes)
 
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """`factors` includes what the other owners of the node have learned, `copies` the messages inside the node."""
+        """`factors` includes the tensors that other owners of the node have learned, `copies` the messages inside the
+        node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
         own = compressor.memory_plan(
@@ -320,11 +307,16 @@ class Hierarchy(Arrangement):
 
     def exchange(
         self, compressor: Compressor[Any]
-    ) -> Callable[[torch.Tensor, NodeShares, LearnedState, StepInfo], Exchange]:
+    ) -> Callable[[torch.Tensor, HierarchicalWorkspace, LearnedState, StepInfo], Exchange]:
         return functools.partial(self._shared_exchange, compressor)
 
     def _shared_exchange(
-        self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
+        self,
+        compressor: Compressor[Any],
+        flat: torch.Tensor,
+        work: HierarchicalWorkspace,
+        state: LearnedState,
+        step: StepInfo,
     ) -> Exchange:
         own = work.own
         gradients = work.by_owner(flat)
@@ -334,7 +326,7 @@ class Hierarchy(Arrangement):
             op="all_to_all",
             splits=work.to_owners,
             into=work.gradients,
-            over="node",
+            over="intra_node",
         )
         count = self.nodes.ranks_per_node
         before, after = (1, count) if state.local else (count, 1)
@@ -348,7 +340,7 @@ class Hierarchy(Arrangement):
             task, answer = self._between_nodes(compressor, work, state, step), None
             while not isinstance(next_one := task.advance(answer), Done):
                 if isinstance(next_one, Send):
-                    next_one.over = "nodes"
+                    next_one.over = "inter_node"
                 else:
                     had_verdict = True
                 answer = yield next_one
@@ -360,7 +352,12 @@ class Hierarchy(Arrangement):
 
         results = work.results(state)
         yield Send(
-            results, what="the node's averages", op="gather", splits=work.from_owners, into=work.averages, over="node"
+            results,
+            what="the node's averages",
+            op="gather",
+            splits=work.from_owners,
+            into=work.averages,
+            over="intra_node",
         )
         work.take(flat, state)
         return None
@@ -382,31 +379,33 @@ class Hierarchy(Arrangement):
             tensors[name] = mean * self.nodes.ranks_per_node
 
     def _between_nodes(
-        self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
+        self, compressor: Compressor[Any], work: HierarchicalWorkspace, state: LearnedState, step: StepInfo
     ) -> ExchangeTask:
-        """The exchange of this rank's share of a bucket."""
-        own, mine = work.own, StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.across.rank())
+        own, mine = (
+            work.own,
+            StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank()),
+        )
         if not compressor.transactional:
             return new_task(compressor, True, own, None, NO_STATE, mine)
         return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Add up, at its owner, the node's tensors of each parameter of which other ranks have one, from a checkpoint
-        of another arrangement."""
-        held = gather_held(tensors, parameters, self.nodes.node)
+        """Sum the node's tensors of each parameter at its owner, if ranks other than the owner have one: they have
+        loaded the checkpoint of a run with other nodes."""
+        held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
                 continue
             total = tensors.pop(name, None)
             if total is None:
                 total = zeros_for(parameter)
-            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.node, None).wait()
+            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.intra_node, None).wait()
             if self.keeps(name):
                 tensors[name] = total
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """The slots, in the order of the bucket, as intervals; adjacent ones are joined."""
+    """The slots, in the order of the bucket, as intervals; adjacent intervals are joined."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot.offset:
@@ -417,7 +416,7 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
-    """The layout of `own`, in which these slots lie one after another."""
+    """The layout of `own`, the slots one after another."""
     offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
     moved = [Slot(slot.name, slot.parameter, at, slot.numel) for slot, at in zip(slots, offsets, strict=False)]
     return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)

@@ -1,6 +1,5 @@
 # ruff: noqa: F401
-"""Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins, which also
-import `commhooks.errors`."""
+"""The internal names that the Lightning and Accelerate plugins import, beside those of `commhooks.errors`."""
 
 from commhooks.checkpoint import payload as payload_parts
 from commhooks.checkpoint.payload import cut_off
@@ -8,7 +7,7 @@ from commhooks.errors import check_version, print_error_on_rank_zero
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
-from commhooks.hook.hook_folder import HookFolder, nothing_saved
+from commhooks.hook.dcp_folder import DCPFolder, nothing_saved
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.report import NAMES, PREFIX, Meter

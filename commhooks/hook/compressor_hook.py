@@ -1,69 +1,22 @@
-"""The implementations behind the public CommHook: a compressor, a user's function (local steps are in
-local_steps_hook.py)."""
+"""A compressor behind a `CommHook`."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
-
-import torch
-import torch.distributed as dist
+from collections.abc import Iterator
+from typing import Any
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.checkpoint.user_state import UserStateCheckpointer
-from commhooks.comm.counters import Counters
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.cast import AllReduce, Noop
-from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
-from commhooks.ddp_comm_hooks.default_hooks import checked_future
+from commhooks.compressors.unit_plan import Unit, UnitPlan
 from commhooks.engine.session import Session
-from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future, GradientSource
+from commhooks.gradients.source import GradientSource
+from commhooks.hook.protocol import Residuals
 from commhooks.plan import ModelPlan, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
-
-
-class Residuals(NamedTuple):
-    """For `CommHook.norms`: the residuals (1-D) by parameter name, the factor that they contain (the loss scale, times
-    the ranks of a node), and the names of the parameters that the hook compresses."""
-
-    tensors: Mapping[str, torch.Tensor]
-    factor: float
-    measured: Collection[str]
-
-
-class Hook(Protocol):
-    """What `CommHook` asks of the three kinds of hooks: compressors, users' functions, local steps."""
-
-    counters: Counters
-
-    @property
-    def checkpointer(self) -> LearnedStateCheckpointer | UserStateCheckpointer:
-        """Saves and loads the state of the hook."""
-
-    def status(self) -> Status: ...
-
-    def stats(self) -> dict[str, Any]:
-        """Entries of `CommHook.stats` beside the counters: "step", and what the kind of hook has. Brings the counters
-        up to date, and may wait for an accelerator for that."""
-
-    def summary(self) -> Summary: ...
-
-    def warnings(self) -> list[str]:
-        """What rank 0 warns of when the hook is attached."""
-
-    def plan(self) -> ModelPlan: ...
-
-    def residuals(self) -> contextlib.AbstractContextManager[Residuals]:
-        """The residuals may be read in the body only."""
-
-    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
-        """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
-
-    def close(self) -> None:
-        """Free what only backward passes need."""
 
 
 class CompressorHook:
@@ -75,7 +28,7 @@ class CompressorHook:
         self._request, self._source = request, source
         self._world_size = source.group.size()
         self.learns = session.compressor.transactional
-        # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
+        # A bound method would keep this object, and with it the learned state, in a reference cycle.
         plans = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
         self.checkpointer: LearnedStateCheckpointer | UserStateCheckpointer = (
             LearnedStateCheckpointer(name, session, source.group, plans)
@@ -114,7 +67,7 @@ class CompressorHook:
         found: dict[str, Any] = {"step": self.checkpointer.step}
         if not self._request.off:
             assert session.consensus.choice is not None
-            found["kernel"] = session.consensus.choice.kernel
+            found["kernel"] = session.consensus.choice.name
         if isinstance(compressor, AdaptiveCompressor):
             found |= {"chosen": compressor.chosen, "chosen_at": compressor.chosen_at}
         return found
@@ -131,7 +84,7 @@ class CompressorHook:
             effect = self.plan().summary()
         use = self._use()
         if self.learns and use is not None:
-            # Its residuals must be those that a run with several ranks can continue with.
+            # A run with several ranks must be able to continue from these residuals.
             begin = f"From step {use.begins} on the" if use.plain else "The"
             alone = (
                 f". {begin} gradients are compressed as among several, so that the run can go on with any number of "
@@ -139,7 +92,7 @@ class CompressorHook:
             )
         assert consensus.choice is not None
         if compressor.config.sends or self._world_size == 1:
-            warnings = consensus.choice.remarks(compressor.display_name, checked=self._request.check_every is not None)
+            warnings = consensus.choice.warnings(compressor.display_name, checked=self._request.check_every is not None)
         else:
             warnings = [
                 f"hook {self._request.name!r} averages nothing: every rank trains on its own data only, and the ranks "
@@ -147,7 +100,7 @@ class CompressorHook:
                 "hook"
             ]
         kernel = "native kernel" if self.learns and consensus.choice.native else ""
-        details = [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each]
+        details = [each for each in (compressor.summary, kernel, consensus.reduction.description) if each]
         return Summary(details, effect, alone, warnings)
 
     def warnings(self) -> list[str]:
@@ -167,74 +120,18 @@ class CompressorHook:
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
         session, names = self.session, set(self._source.names.named_parameters())
-        state, arrangement = session.state, session.consensus.arrangement
+        state, reduction = session.state, session.consensus.reduction
         with session.held.lock:
             session.held.settle()
             found = {n: t for key in state.local for n, t in state[key].items()}
             if self.learns and (plans := self._plans()):
-                names = {plan.name for plan in plans if plan.compressed and arrangement.keeps(plan.name)}
+                names = {plan.name for plan in plans if plan.compressed and reduction.keeps(plan.name)}
             elif self.learns:  # whole buckets
                 names = set(found) or names
-            yield Residuals(found, float(state.loss_scale) * arrangement.ranks_per_residual, names)
+            yield Residuals(found, float(state.loss_scale) * reduction.ranks_per_residual, names)
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         return True
 
     def close(self) -> None:
         self.session.close()
-
-
-class FunctionHook:
-    """Implements `Hook` for a user's function `(state, bucket) -> Future`, whose traffic is unknown."""
-
-    def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
-        self.counters = Counters()
-        self.state = state
-        self.checkpointer = UserStateCheckpointer(
-            request.name, dict(request.options), self.counters, source.group, state
-        )
-        self._request, self._source, self._function = request, source, function
-
-    def run(self, bucket: Bucket) -> Future:
-        if bucket.is_first:
-            self.counters.begin_pass()
-        self.counters.bytes_uncompressed += bucket.nbytes
-        return checked_future(self._function(self.state, bucket.grad_bucket), self._request.name)
-
-    def end_pass(self) -> None:
-        return None
-
-    def status(self) -> Status:
-        return Status(dict(self._request.options))
-
-    def stats(self) -> dict[str, Any]:
-        return {"step": self.checkpointer.step}
-
-    def summary(self) -> Summary:
-        return Summary()
-
-    def warnings(self) -> list[str]:
-        if self.state is None or isinstance(self.state, dist.ProcessGroup) or self.checkpointer.saves_state:
-            return []
-        return [
-            f"the state of hook {self._request.name} ({type(self.state).__name__}) has no state_dict and "
-            "load_state_dict: checkpoints do not hold it."
-        ]
-
-    def plan(self) -> ModelPlan:
-        name, wire = self._request.name, self._request.wire_dtype
-        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.named_parameters().items()]
-        rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
-        narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
-        memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
-        return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
-
-    @contextlib.contextmanager
-    def residuals(self) -> Iterator[Residuals]:
-        yield Residuals({}, 1.0, self._source.names.named_parameters())
-
-    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
-        return True
-
-    def close(self) -> None:
-        return None

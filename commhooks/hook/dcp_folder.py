@@ -1,4 +1,4 @@
-"""A hook in a folder of its own, beside a model that was saved with `torch.distributed.checkpoint`: for the plugins."""
+"""Save a hook's state in a folder of `torch.distributed.checkpoint` (DCP), and load it. For the plugins."""
 
 import io
 import shutil
@@ -19,35 +19,29 @@ _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh
 
 
 def nothing_saved(place: object, why: str, hook: str) -> str:
-    """A warning for a load from `place`, where the hook of this name has no state, because of `why`."""
+    """The warning about a load from `place`, which holds no state of `hook`; `why`: the reason."""
     return (
         f"{place} holds no state of a communication hook ({why}): hook {hook!r} goes on with the memory that it has, "
         "which is none in a new run."
     )
 
 
-class HookFolder:
-    """The folder of one hook. All ranks must call each of its methods, together.
+class DCPFolder:
+    """Saves and loads one hook. All ranks must call each method together.
 
     Args:
-        path: the same on all ranks, in a file system that they share.
+        path: equal on all ranks, in a shared file system.
         front_end: the class that users configure, for messages.
-        broadcast: returns on every rank what rank 0 has given to it.
-
-    Attributes:
-        last_file: the one that a save writes last; without it nothing is loaded.
+        broadcast: returns rank 0's argument on every rank.
     """
 
     def __init__(self, path: Path, front_end: str, broadcast: Callable[[Any], Any]) -> None:
         self._path, self._front_end, self._broadcast = path, front_end, broadcast
-        self.last_file = path / ".metadata"  # of DCP
+        self.last_file = path / ".metadata"  # DCP writes it last: without it the save was interrupted
 
     def remove(self) -> None:
-        """Before other weights replace those that it belongs to. A file in place of the checkpoint goes, too.
-
-        Raises:
-            HookRunError: it is still there, and would be loaded.
-        """
+        """Remove the folder before new weights replace the model's checkpoint. A file at the path of that checkpoint
+        is removed, too. Raises HookRunError if the old state is still there and would be loaded."""
         failed = ""
         if dist.get_rank() == 0:
             try:
@@ -65,17 +59,18 @@ class HookFolder:
             )
 
     def is_complete(self) -> bool:
-        """Whether a save has come to its end here."""
+        """Whether a save into this folder was completed."""
         return bool(self._broadcast(self.last_file.is_file()))
 
     def save(self, hook: CommHook) -> None:
         dcp.save({"hook": hook}, checkpoint_id=self._path)
 
     def prepare_load(self, hook: CommHook, *, strict: bool) -> Callable[[], None]:
-        """Read and check what `save` has written. Returns a function that lets `hook` take it over.
+        """Read and check the saved state without changing `hook`. Returns a function that applies it.
 
         Raises:
-            PayloadError: it cannot be read; with `strict` also if it is of another hook, or has no residuals.
+            PayloadError: the state cannot be read; with `strict` also if another hook saved it, or if it has no
+                residuals.
         """
         planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
         try:
@@ -95,7 +90,7 @@ class HookFolder:
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """torch 2.13 reads what is no tensor as a pickle that may run code; here only plain types are accepted."""
+    """Accepts plain types only: torch 2.13 unpickles everything that is not a tensor, which may run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

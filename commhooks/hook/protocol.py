@@ -1,0 +1,54 @@
+"""What `CommHook` asks of the hook behind it. A compressor, a user's function and local steps each implement it, in a
+module of their own."""
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
+from commhooks.checkpoint.user_state import UserStateCheckpointer
+from commhooks.comm.counters import Counters
+from commhooks.plan import ModelPlan
+from commhooks.report import Status, Summary
+
+
+class Residuals(NamedTuple):
+    """The 1-D residuals by parameter name, the factor by which they are multiplied (loss scale times ranks per node),
+    and the names of the parameters that the hook compresses. For `CommHook.norms`."""
+
+    tensors: Mapping[str, torch.Tensor]
+    factor: float
+    measured: Collection[str]
+
+
+class Hook(Protocol):
+    """The interface of the three kinds of hooks."""
+
+    counters: Counters
+
+    @property
+    def checkpointer(self) -> LearnedStateCheckpointer | UserStateCheckpointer: ...
+
+    def status(self) -> Status: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return the entries of `CommHook.stats` that are not counters; "step" is always among them. Updates the
+        counters, which may wait for an accelerator."""
+
+    def summary(self) -> Summary: ...
+
+    def warnings(self) -> list[str]:
+        """Return the warnings that rank 0 logs in `attach`."""
+
+    def plan(self) -> ModelPlan: ...
+
+    def residuals(self) -> contextlib.AbstractContextManager[Residuals]:
+        """Context manager: the residuals are valid inside its body."""
+
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
+        """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
+
+    def close(self) -> None:
+        """Free the buffers of the backward passes."""

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.compressors.base import State, StepInfo
 from commhooks.gradients.layout import Slot
-from commhooks.gradients.precision import compute_dtype, has_streams
+from commhooks.gradients.precision import compute_dtype
 
 Fill = Callable[[int], torch.Tensor]
 
@@ -69,10 +69,6 @@ class NamedViews:
             if known is view:
                 continue
             if known is not None:
-                if has_streams(
-                    known.device
-                ):  # allocated on another stream, and may be freed before this stream has copied it
-                    known.record_stream(torch.cuda.current_stream(known.device))
                 view.copy_(known)
             elif fill is not None:
                 view.copy_(fill(i))

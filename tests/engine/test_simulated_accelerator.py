@@ -6,7 +6,8 @@
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -14,7 +15,10 @@ import torch
 from torch import nn
 
 import commhooks
+from commhooks.compressors.base import Exchange, Send, State, StepInfo
+from commhooks.compressors.cast import Stateless
 from commhooks.engine.backward_pass import BackwardPass
+from commhooks.options import HookConfig
 from tests.support.cuda_stand_ins import Stream
 from tests.support.ddp_steps import descend, wrap
 from tests.support.simulated_accelerator import DEVICE, Accelerator, simulated_accelerator
@@ -55,7 +59,7 @@ HOST_WAITS = {
     "diloco": {"state.py", "common_state.py"},  # at the end of a round
     "diloco, int4": {"state.py", "common_state.py"},
     "local_sgd": {"state.py", "common_state.py"},
-    "powerSGD in nodes": {"nodes.py"},
+    "powerSGD in nodes": {"reduction.py"},
     "random_k in nodes": {"state.py"},
 }
 """The modules in which the host waits for the accelerator in steady state. No other hook makes it wait."""
@@ -116,6 +120,56 @@ def _trained_on_words(hook: str) -> list[str]:
 @pytest.mark.parametrize("hook", ["fp16", "powerSGD"])
 def test_sparse_gradients(run_ranks: Any, hook: str) -> None:
     assert run_ranks(_trained_on_words, hook) == [[], []]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums(HookConfig):
+    hook_name: ClassVar[str] = "sums"
+
+    op: str = "sum"
+
+
+class SumsCompressor(Stateless[Sums]):
+    """Without learned state. What it made before its Send is needed after it."""
+
+    Config = Sums
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        half, share = flat.half(), torch.full_like(flat, 1 / step.world_size)
+        if self.config.op == "sum":
+            total = yield Send(half, last=True)
+        else:
+            total = (yield Send(half, op="gather", last=True)).sum(0)
+        flat.copy_(total).mul_(share)
+        return None
+
+
+def _trained_with_sums(op: str) -> list[str]:
+    with simulated_accelerator() as accelerator:
+        commhooks.register_compressor(SumsCompressor)
+        Run.new(make_model().to(DEVICE), hook=Sums(op=op)).train(3)
+        return accelerator.faults
+
+
+@pytest.mark.parametrize("op", ["sum", "gather"])
+def test_a_compressor_of_ones_own_without_learned_state(run_ranks: Any, op: str) -> None:
+    assert run_ranks(_trained_with_sums, op) == [[], []]
+
+
+def _trained_with_a_scale() -> list[str]:
+    """As a GradScaler does, which changes the scale on the device."""
+    with simulated_accelerator() as accelerator:
+        scale = torch.ones((), device=DEVICE)
+        run = _new("powerSGD", loss_scale=lambda: scale)
+        for _ in range(STEPS):
+            run.train(1)
+            scale.mul_(2)
+        run.hook.stats()
+        return accelerator.faults
+
+
+def test_a_loss_scale(run_ranks: Any) -> None:
+    assert run_ranks(_trained_with_a_scale) == [[], []]
 
 
 # ---- in the middle of a backward pass --------------------------------------------------------------------------------
@@ -228,6 +282,6 @@ def _trained_with(hook: str, event: str) -> list[str]:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("hook", ["powerSGD", "int4"])
+@pytest.mark.parametrize("hook", ["powerSGD", "int8"])
 def test_a_training_that(run_ranks: Any, hook: str, event: str) -> None:
     assert run_ranks(_trained_with, hook, event) == [[], []]

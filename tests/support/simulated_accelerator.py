@@ -444,7 +444,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
             (DistributedDataParallel, "register_comm_hook", register_comm_hook),
-            (PointToPoint, "serve", staticmethod(lambda group, device: False)),
+            (PointToPoint, "applies_to", staticmethod(lambda group, device: False)),
             *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
         ):
             if name == "record_stream":

@@ -19,8 +19,10 @@ from commhooks.compressors.base import Exchange, Send, State, StepInfo
 from commhooks.compressors.cast import Stateless
 from commhooks.engine.backward_pass import BackwardPass
 from commhooks.options import HookConfig
+from tests.support import sharded
 from tests.support.cuda_stand_ins import Stream
 from tests.support.ddp_steps import descend, wrap
+from tests.support.features import fully_shard_on_gloo
 from tests.support.simulated_accelerator import DEVICE, Accelerator, simulated_accelerator
 from tests.support.training import Run, make_model
 
@@ -122,6 +124,29 @@ def test_sparse_gradients(run_ranks: Any, hook: str) -> None:
     assert run_ranks(_trained_on_words, hook) == [[], []]
 
 
+def _trained_in_shards(hook: str) -> list[str]:
+    with simulated_accelerator() as accelerator:
+        mesh = sharded.mesh_of(2, 2)
+        model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
+        options = HOOKS[hook].get("hook_options")
+        attached = commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"])
+        for step in range(STEPS):
+            gradients = sharded.random_gradients(step, dtype=torch.float32)
+            model.zero_grad(set_to_none=True)
+            del accelerator.host_waits[:]
+            model({name: each.to(DEVICE) for name, each in gradients.items()}).backward()
+            assert accelerator.host_waits == [] or step < STEPS - 1
+            descend(model)
+        attached.stats()
+        return accelerator.faults
+
+
+@fully_shard_on_gloo
+@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16"])
+def test_shards(run_ranks: Any, hook: str) -> None:
+    assert run_ranks(_trained_in_shards, hook, world_size=4) == [[]] * 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sums(HookConfig):
     hook_name: ClassVar[str] = "sums"
@@ -175,9 +200,9 @@ def test_a_loss_scale(run_ranks: Any) -> None:
 # ---- in the middle of a backward pass --------------------------------------------------------------------------------
 
 
-def _interrupted(run: Run, accelerator: Accelerator, act: Callable[[], object]) -> None:
+def _interrupted(run: Run, act: Callable[[], object]) -> None:
     """A step that calls `act` when the first bucket has been sent."""
-    handle = run.ddp.module[3].register_full_backward_hook(lambda *_: accelerator.in_backward(act))  # type: ignore[index]
+    handle = run.ddp.module[3].register_full_backward_hook(lambda *_: act())  # type: ignore[index]
     try:
         run.train(1)
     finally:
@@ -192,12 +217,13 @@ def _saves_in_a_thread(run: Run, accelerator: Accelerator, how: str) -> None:
         thread.start()
         thread.join()
 
-    _interrupted(run, accelerator, save)
+    _interrupted(run, save)
     assert saved[0]["step"] == STEPS and saved[0]["exact"]
 
 
 def _reads_norms_elsewhere(run: Run, accelerator: Accelerator) -> None:
     run.optimizer.zero_grad()  # gradients are the caller's to wait for
+    run.hook.state_dict("mean")  # the codec's stream copies the means
     with accelerator.cuda.on(Stream(name="the reader's stream")):
         assert run.hook.norms()["residual_norm"] is not None
 
@@ -212,7 +238,7 @@ def _fail() -> None:
 
 def _is_abandoned(run: Run, accelerator: Accelerator) -> None:
     with pytest.raises(_Interrupt):
-        _interrupted(run, accelerator, _fail)
+        _interrupted(run, _fail)
     run.optimizer.zero_grad()
     _begins_anew(run)
 
@@ -235,7 +261,7 @@ def _begins_anew(run: Run) -> None:
 
 def _is_dropped(run: Run, accelerator: Accelerator) -> None:
     with pytest.raises(_Interrupt):
-        _interrupted(run, accelerator, _fail)
+        _interrupted(run, _fail)
     del run.ddp, run.optimizer, run.hook
     gc.collect()
 

@@ -3,9 +3,9 @@
     python -m tests.stress.waits [PART OF A PLACE ...]
 
 Each mutant is a copy of the repository without one statement that waits for a stream, records an event or keeps memory
-for a stream. Prints a table: the place, and what found the mutant, "clocks" (an access that nothing orders), "allocator"
-(memory freed too early), or an assertion of the test. A mutant that no test finds makes the exit status 1, unless
-EXPLAINED has a reason. `make test-waits` runs this: some minutes.
+for a stream. Prints a table: the place, and what found the mutant: "clocks" (an access that nothing orders),
+"allocator" (memory freed too early), or an assertion of the test. A mutant that no test finds makes the exit status 1,
+unless EXPLAINED has a reason. `make test-waits` runs this: some minutes.
 """
 
 import ast

@@ -15,6 +15,7 @@ stream, and everything queued later comes after that.
 """
 
 import contextlib
+import functools
 import itertools
 import re
 import threading
@@ -28,7 +29,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.comm.collectives import PointToPoint
@@ -36,10 +36,7 @@ from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
 from tests.support.kernels import computing_with
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
-FACTORIES = {
-    getattr(torch, name)
-    for name in "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
-}
+FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
 READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
 WHOLE = 1 << 62
@@ -197,12 +194,6 @@ class Accelerator:
             place, in_packages = _place()
             if in_packages:
                 self.host_waits.append(f"{why} {place}")
-
-    def in_backward(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what a backward pass calls. Without this, some copies there would be missed: a backward pass runs
-        without the modes of Python functions."""
-        with _Places(self):
-            return function(*args)
 
     def _fault(self, text: str) -> None:
         sentence = f"{text} {_place()[0]}"
@@ -362,47 +353,46 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _Places(TorchFunctionMode):
-    """What of a program with a GPU is on the host: what is made without a device, and what is copied to "cpu"."""
+def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that know what a program with a GPU has on the host: what is made without a device or copied to "cpu".
+    They stand for those of torch: a mode of Python functions would be off in backward passes."""
+    local, to = accelerator.local, torch.Tensor.to
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__()
-        self.accelerator = accelerator
+    def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            on_device = isinstance(kwargs.get("device"), torch.device)
+            with mock.patch.object(local, "to", "device" if on_device else "host", create=True):
+                new = factory(*args, **kwargs)
+            if factory.__name__ == "tensor":
+                accelerator.allocate(new, "torch.tensor", on_host=not on_device)
+                if on_device:
+                    accelerator.wait_on_host("torch.tensor with a device copies")
+            return new
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, here = kwargs or {}, self.accelerator
-        if func in FACTORIES:
-            device = kwargs.get("device")
-            with self._to("host" if device is None or isinstance(device, str) else "device"):
-                made = func(*args, **kwargs)
-            if func is torch.tensor and here.running:
-                here.allocate(made, "torch.tensor", on_host=not isinstance(device, torch.device))
-                if isinstance(device, torch.device):
-                    here.wait_on_host("torch.tensor with a device copies")
-            return made
-        if func is torch.Tensor.cpu:
-            func, args = torch.Tensor.to, (args[0], "cpu")
-        if func is torch.Tensor.to:
-            to = kwargs.get("device", args[1] if len(args) > 1 else None)
-            if isinstance(to, (str, torch.device)):
-                target = "host" if isinstance(to, str) else "device"
-                if (target == "host") != here.is_on_host(args[0]):
-                    kwargs = kwargs | {"copy": True}
-                with self._to(target):
-                    return func(*args, **kwargs)
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and not here.is_on_host(args[0]):
-            here.launch(func.__name__, [args[0].detach()], [])
-            here.wait_on_host(f"{func.__name__} reads")
-        return func(*args, **kwargs)
+        return make
 
-    @contextlib.contextmanager
-    def _to(self, where: str) -> Iterator[None]:
-        local = self.accelerator.local
-        before, local.to = getattr(local, "to", None), where
-        try:
-            yield
-        finally:
-            local.to = before
+    def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if not isinstance(target, (str, torch.device)):
+            return to(tensor, *args, **kwargs)
+        to_host = isinstance(target, str)
+        with mock.patch.object(local, "to", "host" if to_host else "device", create=True):
+            return to(tensor, *args, **kwargs | ({"copy": True} if to_host != accelerator.is_on_host(tensor) else {}))
+
+    def read(method: Callable[..., Any]) -> Callable[..., Any]:
+        def by_host(tensor: torch.Tensor, *args: Any) -> Any:
+            if not accelerator.is_on_host(tensor):
+                accelerator.launch(method.__name__, [tensor.detach()], [])
+                accelerator.wait_on_host(f"{method.__name__} reads")
+            return method(tensor, *args)
+
+        return by_host
+
+    yield from ((torch, name, made(getattr(torch, name))) for name in FACTORIES)
+    yield torch.Tensor, "to", move
+    yield torch.Tensor, "cpu", lambda tensor: tensor.to("cpu")
+    yield from ((torch.Tensor, name, read(getattr(torch.Tensor, name))) for name in ("tolist", "numpy"))
 
 
 @contextlib.contextmanager
@@ -414,7 +404,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
         run, register = threading.Thread.run, DistributedDataParallel.register_comm_hook
 
         def run_thread(thread: threading.Thread) -> None:
-            with _Operators(accelerator), _Places(accelerator):
+            with _Operators(accelerator):
                 run(thread)
 
         def asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -432,7 +422,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
 
         def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
             def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
-                future = accelerator.in_backward(hook, state, bucket)
+                future = hook(state, bucket)
                 # Before DDP's own callback, which waits for the futures on the current stream.
                 torch.autograd.Variable._execution_engine.queue_callback(getattr(future, "synchronize", lambda: None))
                 return future
@@ -446,13 +436,13 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             (DistributedDataParallel, "register_comm_hook", register_comm_hook),
             (PointToPoint, "applies_to", staticmethod(lambda group, device: False)),
             *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
+            *_places(accelerator),
         ):
             if name == "record_stream":
                 value = lambda tensor, stream: accelerator.keep(tensor, stream)  # noqa: E731  # a method
             patches.enter_context(mock.patch.object(owner, name, value))
         patches.enter_context(computing_with("torch"))
         patches.enter_context(_Operators(accelerator))
-        patches.enter_context(_Places(accelerator))
         patches.callback(setattr, accelerator, "running", False)
         yield accelerator
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import commhooks
@@ -20,8 +21,9 @@ from commhooks.compressors.cast import Stateless
 from commhooks.engine.backward_pass import BackwardPass
 from commhooks.options import HookConfig
 from tests.support import sharded
+from tests.support import simulated_accelerator as simulation
 from tests.support.cuda_stand_ins import Stream
-from tests.support.ddp_steps import descend, wrap
+from tests.support.ddp_steps import descend, process_group_of_one, wrap
 from tests.support.features import fully_shard_on_gloo
 from tests.support.simulated_accelerator import DEVICE, Accelerator, simulated_accelerator
 from tests.support.training import Run, make_model
@@ -311,3 +313,71 @@ def _trained_with(hook: str, event: str) -> list[str]:
 @pytest.mark.parametrize("hook", ["powerSGD", "int8"])
 def test_a_training_that(run_ranks: Any, hook: str, event: str) -> None:
     assert run_ranks(_trained_with, hook, event) == [[], []]
+
+
+# ---- what the simulation finds ---------------------------------------------------------------------------------------
+
+
+def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice) -> list[str]:
+    tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+    side.wait_stream(accelerator.cuda.default)
+    tensor[4:].fill_(1)
+    if waits:
+        side.wait_stream(accelerator.cuda.default)
+    with accelerator.cuda.on(side):
+        tensor[part].sum().item()
+    return accelerator.faults
+
+
+@pytest.mark.parametrize(
+    ("waits", "part", "found"),
+    [(False, slice(3, 5), True), (True, slice(3, 5), False), (False, slice(0, 4), False)],
+    ids=["no wait", "a wait", "other bytes"],
+)
+def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, found: bool) -> None:
+    with simulated_accelerator() as accelerator:
+        faults = _reads_of_another_stream(accelerator, waits, part)
+    assert [each.partition(" (")[0] for each in faults] == ["aten::sum on the other stream reads"] * found
+    assert all("which aten::fill_ on the default stream writes: nothing orders them" in each for each in faults)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_it_finds_memory_that_is_freed_too_early(kept: bool) -> None:
+    with simulated_accelerator() as accelerator:
+        tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+        side.wait_stream(accelerator.cuda.default)
+        with accelerator.cuda.on(side):
+            tensor.add_(1)
+        if kept:
+            tensor.record_stream(side)  # type: ignore[arg-type]
+        del tensor
+    assert ["is freed while the other stream may use it" in each for each in accelerator.faults] == [True] * (not kept)
+
+
+@pytest.mark.parametrize("waits", ["work", "future", "a future without a device", "not at all"])
+def test_it_finds_an_answer_that_nobody_has_waited_for(waits: str) -> None:
+    with process_group_of_one(), simulated_accelerator() as accelerator:
+        tensor = torch.zeros(8, device=DEVICE)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if waits == "work":
+            work.wait()
+        elif waits == "future":
+            work.get_future().wait()
+        elif waits == "a future without a device":
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            work.get_future().then(lambda done: future.set_result(done.value()))
+            future.wait()
+        tensor.add_(1)
+    found = ["c10d::allreduce_ on the stream of group" in each for each in accelerator.faults]
+    assert found == [True] * (waits in ("a future without a device", "not at all"))
+
+
+def test_it_counts_what_the_host_waits_for() -> None:
+    with simulated_accelerator() as accelerator, mock.patch.object(simulation, "_place", lambda: ("here", True)):
+        on_host, on_device = torch.zeros(3), torch.zeros(3, device=DEVICE)
+        on_host.tolist(), on_host.sum().item(), on_device * 2, on_device.add_(on_host[0])
+        assert accelerator.host_waits == []
+        on_device.tolist(), on_device.sum().item(), on_device[on_device > 0], on_device.cpu(), on_host.to(DEVICE)
+        on_device.copy_(on_host)
+    assert len(accelerator.host_waits) == 6

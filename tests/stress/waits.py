@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.stress.mutation import enter_copy, warm_pytest
 from tests.support.repository import REPOSITORY, sources
@@ -32,6 +33,7 @@ WAITS = {
 }
 TESTS = "tests/engine/test_simulated_accelerator.py"
 FIRST = {
+    "comm/collectives.py": "powerSGD and reads",
     "comm/counters.py": "allreduce",
     "engine/consensus.py": "loads",
     "engine/immediate.py": "ones_own",
@@ -51,27 +53,29 @@ EXPLAINED = {
 LIMIT_S = 900
 
 
-def places() -> Iterator[tuple[str, str, ast.stmt]]:
-    """The file, the function and the statement of each wait."""
+def places() -> Iterator[tuple[str, str, ast.AST]]:
+    """The file and the function of each wait, with what is taken out: a statement, or the devices of a future."""
     for file, text in sources().items():
-        for function in ast.walk(ast.parse(text)):
-            for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                    called = ast.unparse(node.value.func)
-                    inner = any(node in ast.walk(each) for each in _functions_in(function))
-                    if not inner and {called, called.rpartition(".")[2]} & WAITS:
-                        yield file, function.name, node
+        yield from ((file, *found) for found in _in(ast.parse(text), ""))
 
 
-def _functions_in(function: ast.FunctionDef) -> list[ast.FunctionDef]:
-    return [each for each in ast.walk(function) if isinstance(each, ast.FunctionDef) and each is not function]
+def _in(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+            called = ast.unparse(child.value.func)
+            if {called, called.rpartition(".")[2]} & WAITS:
+                yield function, child
+        elif isinstance(child, ast.keyword) and child.arg == "devices":
+            yield function, child.value
+        yield from _in(child, child.name if isinstance(child, ast.FunctionDef) else function)
 
 
-def without(text: str, node: ast.stmt) -> str:
-    """The source without this statement."""
+def without(text: str, node: Any) -> str:
+    """The source without this statement, or with an empty list in the place of this expression."""
     lines = text.splitlines(keepends=True)
-    assert node.end_lineno is not None
-    lines[node.lineno - 1 : node.end_lineno] = [f"{' ' * node.col_offset}pass\n"]
+    before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
+    after = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+    lines[node.lineno - 1 : node.end_lineno] = [before, "pass" if isinstance(node, ast.stmt) else "[]", after]
     return "".join(lines)
 
 

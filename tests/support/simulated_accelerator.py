@@ -430,7 +430,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             register(model, state, reduce)
 
         for owner, name, value in (
-            (torch.Tensor, "record_stream", accelerator.keep),
+            (torch.Tensor, "record_stream", lambda tensor, stream: accelerator.keep(tensor, stream)),
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
             (DistributedDataParallel, "register_comm_hook", register_comm_hook),
@@ -438,8 +438,6 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
             *_places(accelerator),
         ):
-            if name == "record_stream":
-                value = lambda tensor, stream: accelerator.keep(tensor, stream)  # noqa: E731  # a method
             patches.enter_context(mock.patch.object(owner, name, value))
         patches.enter_context(computing_with("torch"))
         patches.enter_context(_Operators(accelerator))

@@ -21,7 +21,7 @@ from commhooks.comm.joint_save import JointSave
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
-from commhooks.errors import HookRunError, logger_of
+from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.source import Future, GradientSource
@@ -77,7 +77,9 @@ class LocalStepsDriver:
         self._differences: list[str] = []  # between the ranks, at the latest joint save
         self._thread: int | None = None  # in which the training runs
         self._logged: set[str] = set()
-        self._optimizers = OptimizerSteps(source.stepped(), weakref.WeakMethod(self._after_steps))
+        self._optimizers = OptimizerSteps(
+            source.stepped(), weakref.WeakMethod(self._after_steps), weakref.WeakMethod(self._lr_factor)
+        )
         self._common = CommonState(name, source, self._optimizers, loss_scale, self.counters, logs=self._logs)
         # Before torch's own hooks: the hook of fully_shard gathers the weights.
         self._before_forward = self.module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
@@ -189,6 +191,18 @@ class LocalStepsDriver:
         )
         rows = self._rows(good, lost, what="whether all gradients are finite")
         return bool(rows[:, 0].all() or rows[:, 1].any())
+
+    # ---- optimizers --------------------------------------------------------------------------------------------------
+
+    def _lr_factor(self, optimizer: torch.optim.Optimizer) -> float:
+        """What multiplies the learning rate of `optimizer` in its next step."""
+        if self.averages:
+            return 1.0
+        factor = self.outer.compressor.config.lr_factor_of(optimizer, self.outer.group.size())
+        if factor != 1.0 and self._logs and (name := type(optimizer).__name__) not in self._logged:
+            self._logged.add(name)
+            log_summary(f"{self._name} multiplies the learning rate of {name} by {factor:.3g} in each step (lr_factor)")
+        return factor
 
     # ---- outer steps -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
@@ -61,6 +62,11 @@ class FragmentSession(ExchangeDriver):
         self._turn = 0  # the fragment that is applied next
         self._in_flight: _Exchange | None = None
         self._measured: list[torch.Tensor] = []
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that average their weights with this one."""
+        return self.consensus.binding.group() if self.nodes is None else self.nodes.inter_node
 
     def due(self, passes: int) -> bool:
         """Whether a fragment must be sent or applied after `passes` passes of the round."""
@@ -159,7 +165,7 @@ class _Exchange:
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        group = steps.consensus.binding.group() if steps.nodes is None else steps.nodes.inter_node
+        group = steps.group
         info = StepInfo(steps.state.step, group.size(), rank=group.rank())
         issue, compressor = functools.partial(steps.issue, group), steps.compressor
         self._running = []

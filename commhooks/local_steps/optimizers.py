@@ -1,4 +1,4 @@
-"""Finds out when the optimizers of a model step."""
+"""Finds out when the optimizers of a model step, and multiplies their learning rate for that time."""
 
 import functools
 import weakref
@@ -22,6 +22,7 @@ class OptimizerSteps:
     Args:
         parameters: the parameters of the model.
         stepped: runs once every parameter has been stepped since `expect()`.
+        lr_factor: returns the factor of an optimizer's learning rate in its next step.
 
     Attributes:
         stepping: True while an optimizer of the model runs its step, in which it may call a closure with backward
@@ -30,9 +31,15 @@ class OptimizerSteps:
             again.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], stepped: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        stepped: "weakref.WeakMethod[Callable[[], None]]",
+        lr_factor: "weakref.WeakMethod[Callable[[Optimizer], float]]",
+    ) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
-        self._stepped = stepped
+        self._stepped, self._lr_factor = stepped, lr_factor
+        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # parameter groups: own and multiplied learning rate
         self._missing: set[int] | None = None
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self.stepping = self.repeats = False
@@ -40,6 +47,7 @@ class OptimizerSteps:
         _watching[self] = None
 
     def close(self) -> None:
+        self._restore_lr()
         _watching.pop(self, None)
 
     def known(self) -> list[Optimizer]:
@@ -69,12 +77,26 @@ class OptimizerSteps:
                 "fully_shard"
             )
         self.stepping, self.repeats = True, False
+        self._restore_lr()  # the step before may have raised
+        factor = 1.0 if (lr_factor := self._lr_factor()) is None else lr_factor(optimizer)
+        for group in optimizer.param_groups if factor != 1.0 else ():
+            own = group["lr"]  # a number, or a tensor, which must not change in place: schedulers may hold it
+            group["lr"] = own * factor
+            self._scaled.append((group, own, group["lr"]))
+
+    def _restore_lr(self) -> None:
+        """Undo the multiplication, so that schedulers, logs and checkpoints see the learning rate of the user."""
+        for group, own, multiplied in self._scaled:
+            if group["lr"] is multiplied:  # else the step has set another one
+                group["lr"] = own
+        self._scaled.clear()
 
     def after_step(self, optimizer: Optimizer) -> None:
         stepped = self._parameters_of(optimizer)
         if not stepped:
             return
         self.stepping = self.repeats = False
+        self._restore_lr()
         self._optimizers[optimizer] = None
         if self._missing is not None:
             self._missing -= stepped

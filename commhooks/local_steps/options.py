@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
+import torch
+
 from commhooks.options import HookConfig, check_choice
 
 WIRES = ("float32", "int8", "int4")
@@ -19,6 +21,7 @@ class LocalSteps(HookConfig):
 
     outer_lr: ClassVar[float] = 1.0
     outer_momentum: ClassVar[float] = 0.0
+    lr_factor: ClassVar[float | None] = 1.0
     wire: ClassVar[str] = "float32"
     fragments: ClassVar[int] = 1
     delay: ClassVar[int] = 0
@@ -26,6 +29,21 @@ class LocalSteps(HookConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
+
+    def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: int) -> float:
+        """What multiplies the learning rate of an optimizer in local steps.
+
+        Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal s and the noise n
+        of one rank. The mean gradient of W ranks has the noise n / sqrt(W). Where noise dominates, steps on it are
+        sqrt(W) times as long as the mean of the steps of the ranks, whose noise is as small.
+
+        Args:
+            ranks: W, the number of ranks whose weights are averaged.
+        """
+        if self.lr_factor is not None:
+            return self.lr_factor
+        averages = self.outer_lr == 1.0 and self.outer_momentum == 0.0
+        return ranks**0.5 if averages and isinstance(optimizer, torch.optim.Adam) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +72,10 @@ class DiLoCo(LocalSteps):
         outer_lr: learning rate of the outer step. 1: the plain mean of the weights.
         outer_momentum: momentum of the outer step, 0 up to 1. Published values (0.9 with outer_lr 0.7) are for long
             runs with H of some hundreds.
+        lr_factor: multiplies the learning rate of every optimizer during its steps, from `start_iter` on; param_groups
+            hold the learning rate of the user between two steps. None: the square root of the number of ranks that
+            train apart for Adam and AdamW, which take shorter steps on the noisier gradients of one rank, and 1 for
+            other optimizers, and with another outer_lr or outer_momentum than the default.
         wire: dtype of the weight differences on the wire: "int4", "int8" (both with error feedback) or "float32".
         fragments: P, fragments of the weights that take turns within a round, so that less is sent at once. H must be
             divisible by P (Douillard et al.: Streaming DiLoCo, 2025).
@@ -69,6 +91,7 @@ class DiLoCo(LocalSteps):
 
     outer_lr: float = 1.0  # type: ignore[misc]  # an option here, fixed in the base
     outer_momentum: float = 0.0  # type: ignore[misc]
+    lr_factor: float | None = None  # type: ignore[misc]
     wire: str = "int4"  # type: ignore[misc]
     fragments: int = 1  # type: ignore[misc]
     delay: int = 0  # type: ignore[misc]
@@ -78,6 +101,8 @@ class DiLoCo(LocalSteps):
         super().__post_init__()
         self._require(0 < self.outer_lr < float("inf"), "outer_lr", "a number above 0")
         self._require(0 <= self.outer_momentum < 1, "outer_momentum", "a number from 0 up to 1, without 1")
+        if self.lr_factor is not None:
+            self._require(0 < self.lr_factor < float("inf"), "lr_factor", "a number above 0, or None")
         check_choice(f"{type(self).__name__}: wire", self.wire, WIRES)
         self._require(self.fragments >= 1, "fragments", "a number of parts, 1 or more")
         self._require(

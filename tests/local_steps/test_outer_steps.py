@@ -203,6 +203,7 @@ def test_norm_and_cosine_of_outer_gradients(run_ranks):
     [
         ({"sync_every": 0}, "sync_every=0; expected a number of steps, 1 or more"),
         ({"outer_lr": 0.0}, "outer_lr=0.0; expected a number above 0"),
+        ({"lr_factor": 0.0}, "lr_factor=0.0; expected a number above 0, or None"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0; expected a number from 0"),
         ({"wire": "int2"}, "wire='int2'; expected one of 'float32', 'int8', 'int4'"),
         ({"fragments": 0}, "fragments=0; expected a number of parts, 1 or more"),

@@ -171,18 +171,14 @@ def test_the_reference_has_every_public_name():
 
 def test_the_pages_show_each_kind():
     """An empty list of snippets would pass too."""
-    kinds = {page: set() for page in ("README.md", "docs/index.md", "docs/migrating.md")}
+    kinds = {page: set() for page in ("README.md", "docs/index.md", "docs/ddp.md", "docs/migrating.md")}
     for snippet in SNIPPETS:
         kinds.setdefault(snippet.page, set()).add((snippet.language, snippet.needs))
-    assert {
-        ("bash", ""),
-        ("python", "lightning"),
-        ("text", "output"),
-        ("python", "accelerate"),
-        ("python", "ddp"),
-        ("python", "continued"),
-    } <= kinds["README.md"]
-    assert ("yaml", "") in kinds["docs/lightning.md"] and ("python", "transformers") in kinds["docs/index.md"]
+    fronts = ("lightning ranks", "accelerate", "transformers", "ddp")
+    assert {("bash", ""), *(("diff", needs) for needs in fronts)} <= kinds["README.md"]
+    assert {("python", "lightning"), ("text", "output"), ("python", "transformers")} <= kinds["docs/index.md"]
+    assert {("python", "attached"), ("python", "continued")} <= kinds["docs/ddp.md"]
+    assert ("yaml", "") in kinds["docs/lightning.md"]
     assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds["docs/migrating.md"]
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 

@@ -1,0 +1,85 @@
+"""The learning rate that the optimizers have in local steps."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ddp_steps import log_lines
+from tests.support.training import Run
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+    "Adam": lambda parameters, lr: torch.optim.Adam([{"params": p, "lr": lr} for p in parameters], lr=1.0),
+    "tensor": lambda parameters, lr: torch.optim.AdamW(parameters, lr=torch.tensor(lr, dtype=torch.float64)),
+    "SGD": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+}
+
+
+def _trained(kind: str, lr: float, options: dict[str, Any], steps: int, **attach: Any) -> tuple[Any, ...]:
+    run = Run.new(hook="diloco", hook_options={"sync_every": 2, **options}, **attach)
+    run.optimizer = OPTIMIZERS[kind](list(run.ddp.parameters()), lr)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+    rates = []
+    with log_lines() as lines:
+        for _ in range(steps):
+            run.train(1)
+            rates.append(float(run.optimizer.param_groups[-1]["lr"]))
+            schedule.step()
+    return run.weights(), rates, [line for line in lines if "learning rate" in line]
+
+
+def _beside_its_oracle(kind: str, options: dict[str, Any], factor: float, **attach: Any) -> tuple[Any, ...]:
+    """A training, and one in which the user multiplies the learning rate."""
+    steps = 5
+    found, rates, lines = _trained(kind, 0.01, options, steps, **attach)
+    oracle, multiplied, none = _trained(kind, 0.01 * factor, {**options, "lr_factor": 1.0}, steps, **attach)
+    return found, oracle, rates, multiplied, lines, none
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "ranks", "attach", "factor"),
+    [
+        ("AdamW", {}, 2, {}, math.sqrt(2)),
+        ("Adam", {"wire": "float32", "fragments": 2}, 3, {}, math.sqrt(3)),
+        ("tensor", {}, 2, {}, math.sqrt(2)),
+        ("AdamW", {}, 4, {"ranks_per_node": 2}, math.sqrt(2)),
+        ("SGD", {}, 2, {}, 1.0),
+        ("SGD", {"lr_factor": 2.0}, 2, {}, 2.0),
+        ("AdamW", {"lr_factor": 3.0}, 2, {}, 3.0),
+        ("AdamW", {"outer_momentum": 0.9}, 2, {}, 1.0),
+        ("AdamW", {"outer_lr": 0.7}, 2, {}, 1.0),
+    ],
+)
+def test_a_step_is_that_of_a_multiplied_learning_rate(run_ranks, kind, options, ranks, attach, factor):
+    results = run_ranks(_beside_its_oracle, kind, options, factor, world_size=ranks, **attach)
+    for rank, (found, oracle, rates, multiplied, lines, none) in enumerate(results):
+        torch.testing.assert_close(found, oracle, rtol=1e-6, atol=1e-7)
+        assert rates == pytest.approx([0.01 * 0.9**step for step in range(5)])
+        assert multiplied == pytest.approx([factor * rate for rate in rates])
+        assert len(lines) == (factor != 1 and rank == 0) and not none
+
+
+def _first_steps_and_a_step_that_raises() -> list[Any]:
+    run = Run.new(hook="diloco", hook_options={"sync_every": 2, "start_iter": 1})
+    run.optimizer = torch.optim.AdamW(run.ddp.parameters(), lr=0.01)
+    seen: list[float] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+        if len(seen) == 3:
+            raise RuntimeError("in the third step")
+
+    run.optimizer.register_step_pre_hook(look)
+    run.train(2)
+    with pytest.raises(RuntimeError, match="third"):
+        run.train(1)
+    run.train(1)
+    return [*seen, run.optimizer.param_groups[0]["lr"]]
+
+
+def test_exact_first_steps_and_a_step_that_raises(run_ranks):
+    own, multiplied = 0.01, 0.01 * math.sqrt(2)
+    for seen in run_ranks(_first_steps_and_a_step_that_raises):
+        assert seen == pytest.approx([own, multiplied, multiplied, multiplied, own])

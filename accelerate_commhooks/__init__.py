@@ -1,4 +1,4 @@
-"""commhooks for Hugging Face Accelerate: a handler of DDP arguments with a communication hook.
+"""commhooks for Hugging Face Accelerate: the handler of DDP arguments with a communication hook.
 
     Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
 
@@ -14,7 +14,7 @@ __all__ = ["CommHookKwargs"]
 
 
 def __getattr__(name: str) -> Any:
-    # Accelerate and torch take seconds to import, and the command needs them only when it runs.
+    # Accelerate and torch take seconds to import; the command needs them only when it runs.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_accelerate()
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_accelerate() -> None:
-    """Raise ImportError if Accelerate is missing or too old; the message says what to install."""
+    """Raise ImportError, which names the command to install it, if Accelerate is missing or too old."""
     from commhooks.errors import needed
 
     with needed("accelerate", sentence="accelerate_commhooks needs Accelerate: pip install accelerate"):

@@ -1,8 +1,8 @@
-"""FSDP2 in Accelerate: shard the model within each replica, and let the hook average between the replicas.
+"""FSDP2 in Accelerate: shards the model within each replica, and lets the hook average between the replicas.
 
-With `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)` Accelerate shards over a mesh of two dimensions, with
-which FSDP itself averages over the replicas, uncompressed, before any hook. While `prepare` runs, Accelerate therefore
-sees a configuration with one replica.
+With `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)` Accelerate gives FSDP a mesh of two dimensions, and FSDP
+itself averages over the replicas, uncompressed, before any hook. While `prepare` runs, Accelerate therefore sees a
+configuration with one replica.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ _WITH_REPLICAS = (
     "ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH), or in Accelerate's configuration file "
     "parallelism_config with parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
 )
-"""What to write for replicas that are sharded within a machine each."""
+"""How users configure one replica per machine."""
 
 
 def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
-    """Let `prepare` shard trained models within replicas, and attach the hook of `handler` to what it returns.
+    """Override `prepare` of this one object: shard trained models within replicas, and attach the hook of `handler`.
 
-    Accelerate 1.15 never calls its handler for models that it shards. So `prepare` is overridden, on this one object.
+    Accelerate 1.15 never calls its handler for models that it shards.
     """
     method = type(accelerator).prepare
 
@@ -53,7 +53,7 @@ def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> Non
 
 @contextlib.contextmanager
 def _one_replica(accelerator: Accelerator) -> Iterator[None]:
-    check_leaves_something(accelerator)
+    check_takes_hook(accelerator)
     config = accelerator.parallelism_config
     narrowed = copy.copy(config)
     narrowed.dp_replicate_size = 1
@@ -65,19 +65,18 @@ def _one_replica(accelerator: Accelerator) -> Iterator[None]:
 
 
 def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
-    """The ranks that hold the same shard as this one, of an accelerator that has passed `check_leaves_something`.
-    All ranks must call this."""
+    """Return the group of ranks that hold the same shard. All ranks must call this, after `check_takes_hook`."""
     if accelerator.parallelism_config.dp_replicate_enabled:
         return accelerator.torch_device_mesh["dp_replicate"].get_group()
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica
 
 
-def check_leaves_something(accelerator: Accelerator) -> None:
-    """Check that Accelerate leaves averages to a hook. One sharded replica is enough if `ParallelismConfig` asks for
-    it: a run that has lost the others goes on, as with DDP and one rank.
+def check_takes_hook(accelerator: Accelerator) -> None:
+    """Check that a hook can average models that `accelerator` prepares. `ParallelismConfig` may ask for one sharded
+    replica: a run that has lost the other replicas goes on, as with DDP and one rank.
 
     Raises:
-        HookConfigError: it leaves none; the message says what to write.
+        HookConfigError: Accelerate neither wraps models in DDP nor shards replicas of them.
     """
     kind = accelerator.distributed_type
     # NO: one process without communication; the same script may be started with several processes later.
@@ -85,8 +84,8 @@ def check_leaves_something(accelerator: Accelerator) -> None:
         return
     if kind is not DistributedType.FSDP:
         raise HookConfigError(
-            f"this accelerator runs with {kind}, where models are not wrapped in "
-            "DistributedDataParallel: there is nothing to attach a communication hook to"
+            f"this accelerator runs with {kind}, which does not wrap models in DistributedDataParallel: a "
+            "communication hook cannot be attached"
         )
     config = accelerator.parallelism_config
     if not accelerator.is_fsdp2:
@@ -97,11 +96,11 @@ def check_leaves_something(accelerator: Accelerator) -> None:
     if config is None:
         raise HookConfigError(
             f"FSDP2 shards one replica of the model over all {accelerator.num_processes} ranks and averages the "
-            "gradients itself, so that nothing is left to a communication hook. To compress between machines, shard "
-            f"within each of them: {_WITH_REPLICAS}. To go on without a hook, use hook=None"
+            "gradients itself, so a communication hook has nothing to average. To compress between machines, use one "
+            f"replica per machine: {_WITH_REPLICAS}. To train without a hook, use hook=None"
         )
     if others := config.non_dp_dim_names:
         raise HookConfigError(
-            f"a communication hook beside {' and '.join(f'{name}_size' for name in others)} in ParallelismConfig: it "
-            "works with dp_replicate_size and dp_shard_size only"
+            f"{' and '.join(f'{name}_size' for name in others)} in ParallelismConfig: a communication hook works with "
+            "dp_replicate_size and dp_shard_size only"
         )

@@ -1,4 +1,4 @@
-"""`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
+"""`CommHookKwargs`, Accelerate's handler of DDP arguments with a communication hook."""
 
 import dataclasses
 import os
@@ -15,9 +15,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.fsdp2 import check_leaves_something, override_prepare, replicas_of
+from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of
 from accelerate_commhooks.saving import HookedModel, ensure_hook_saver
-from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
+from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
 from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
@@ -29,34 +29,33 @@ _NO = DDPCommunicationHookType.NO
 
 @dataclass(eq=False, repr=False)
 class CommHookKwargs(DistributedDataParallelKwargs):
-    """`DistributedDataParallelKwargs` with a communication hook that is saved and resumed.
+    """Attaches a communication hook to the models that Accelerate prepares, and takes all arguments of
+    `DistributedDataParallelKwargs`.
 
         Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
 
-    All arguments of `DistributedDataParallelKwargs` are accepted; its `comm_hook`, `comm_wrapper` and
-    `comm_state_option` select the hooks of commhooks by torch's names. Every model that the accelerator wraps in DDP
-    gets a hook with its own learned state, which `save_state` and `load_state` include. So does a model that it shards
-    by FSDP2 with `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: each of the `R` replicas is sharded over
-    `S` ranks, and the hook averages between them. In all other cases (one process, DeepSpeed, evaluation mode) there is
-    no hook; `is_attached(model)` returns whether there is one.
+    Every model that the accelerator wraps in DDP gets a hook with its own learned state, which `save_state` and
+    `load_state` include. So does a model that it shards by FSDP2 with `ParallelismConfig(dp_replicate_size=R,
+    dp_shard_size=S)`: each of the `R` replicas is sharded over `S` ranks, and the hook averages between the replicas.
+    In all other cases (one process, DeepSpeed, evaluation mode) there is no hook; see `is_attached`.
 
-    Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file that the environment
-    variable ACCELERATE_COMM_HOOK_CONFIG names. Arguments given here override the same settings there.
-    `CommHookKwargs.from_config("file.yaml")` reads a file.
+    Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file in the environment
+    variable ACCELERATE_COMM_HOOK_CONFIG. Arguments given here override those settings. The stock arguments `comm_hook`,
+    `comm_wrapper` and `comm_state_option` select hooks of commhooks by torch's names.
 
     Args:
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
             "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. "none", "off", or None if it is written:
-            `CommHookKwargs(hook=None)`: plain DDP without a hook, for comparisons. Left out: see above.
-        save_residual: which residuals `save_state` saves. "per_rank" (the default): those of each rank in a separate
-            file, without communication. "mean": the mean over the ranks in the shared file; all ranks must call
-            `save_state`. "drop": none. With FSDP2 the default is "mean", over the replicas, and "per_rank" is refused.
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. An explicit None, "none" or "off": plain DDP, for
+            comparisons.
+        save_residual: which residuals `save_state` saves. "per_rank" (the default): every rank's own residuals, in a
+            separate file, without communication. "mean": their mean, in the shared file; all ranks must call
+            `save_state`. "drop": none. With FSDP2 the default is "mean", over the replicas, and "per_rank" is an error.
         hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the wrong type, or an
-            invalid combination. In `prepare`, where FSDP1, or FSDP2 without `ParallelismConfig`, leaves nothing to it.
+            invalid combination. In `prepare`, with FSDP1, and with FSDP2 without `ParallelismConfig`.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -70,7 +69,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     ranks_per_node: int | str | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
-        # Arguments override the environment even if they equal the default; only here is known which were given.
+        # Arguments override the environment even if they equal the default; __init__ cannot tell which were given.
         handler = super().__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name in kwargs:
@@ -81,11 +80,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __post_init__(self) -> None:
         self.given: frozenset[str]
-        """The names of the arguments that the user has given, here or from outside."""
+        """Names of the arguments that the user has given, in Python, YAML or the environment."""
         self.run_length: int | None = None
-        """The length of the run, if transformers' Trainer knows it and `total_steps` is None."""
+        """Length of the run, set by transformers' Trainer; used if `total_steps` is None."""
         self.ddp_defaults: dict[str, Any] = {}
-        """DDP arguments of transformers' Trainer, for those that the user has not given here."""
+        """DDP arguments of transformers' Trainer; used for arguments that the user has not given."""
         self._hooked: list[HookedModel] = []
         self._meter = Meter()
         self._settings: Settings | None = None
@@ -112,19 +111,19 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Args:
             path: a file of settings, or a configuration of Accelerate with a section `comm_hook_config`. None: the
                 settings from `accelerate-commhooks launch` or ACCELERATE_COMM_HOOK_CONFIG.
-            overrides: settings that replace those in the file, e.g. `["hook_options.matrix_approximation_rank=8"]`.
+            overrides: replace settings of the file, e.g. `["hook_options.matrix_approximation_rank=8"]`.
 
         Raises:
             HookConfigError: no file, or invalid settings; the message names the file and the setting.
         """
         if isinstance(overrides, str):
-            raise HookConfigError(f"overrides={overrides!r} is a text; expected a list of texts 'key=value'")
+            raise HookConfigError(f"overrides={overrides!r} is a str; expected a list of str 'key=value'")
         overrides = list(overrides)
         given = Settings.from_environment(overrides) if path is None else Settings.read(path, overrides)
         if given is None:
             raise HookConfigError(
-                f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
-                f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
+                f"CommHookKwargs.from_config() without a path, and {VARIABLE} is not set. Pass a path, set the "
+                "environment variable to one, or start the script with `accelerate-commhooks launch`"
             )
         with given.errors_name_source():
             handler = cls(**given.arguments())
@@ -133,17 +132,17 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def attached(self) -> CommHook | None:
-        """The hook of the model that was prepared last and still exists: `stats()`, `plan()`. None without a model."""
+        """The hook, with `stats()` and `plan()`, of the existing model that was prepared last. None without a model."""
         return next(reversed(self.attached_hooks), None)
 
     @property
     def attached_hooks(self) -> list[CommHook]:
-        """The hooks of all models that were prepared with this handler and still exist, in order of preparation."""
+        """The hooks of all existing models that were prepared with this handler, in order of preparation."""
         return [hook for hooked in self._hooked if (hook := hooked.hook) is not None]
 
     @property
     def request(self) -> HookRequest:
-        """What the fields ask for now: handlers of Accelerate may be changed.
+        """The checked values of the fields, read anew each time: users may change a handler's fields.
 
         Raises:
             HookConfigError: as the constructor.
@@ -158,7 +157,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if any(given[name] is not None for name in ("hook", "hook_options", "wrapper")):
                 ours = "hook" if self.hook is not None else "hook_options or wrapper"
                 raise HookConfigError(
-                    f"{' and '.join(stock)} beside {ours}=: both ask for a communication hook, and DDP takes one only. "
+                    f"{' and '.join(stock)} beside {ours}=: both set a communication hook, and DDP takes only one. "
                     "Keep hook= (with hook_options= and wrapper=)"
                 )
             given |= self._translated()
@@ -171,11 +170,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def off(self) -> bool:
-        """Whether the handler is for DDP without a hook: `hook=None`."""
+        """Whether the user asked for plain DDP: `hook=None`."""
         return self.request.off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
-        """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
+        """Return whether `model`, returned by `prepare` or the module inside it, has a hook of this handler."""
         return any(hooked.is_of(model) for hooked in self._hooked)
 
     def log(self, accelerator: Accelerator, step: int | None = None) -> None:
@@ -184,10 +183,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.report`, with `commhooks/1/...` for the second of several models; means
-        are since the previous call. Without a hook nothing is logged. Gradients are read from `.grad`: call this after
-        `optimizer.step()` and before `optimizer.zero_grad()`, or the two metrics that need them are omitted. It does
-        not communicate: all ranks may call it, or only the main process.
+        docs/working.md explains the metrics; names begin with `commhooks/1/` for the second of several models. Means
+        are over the steps since the previous call. Without a hook nothing is logged. Call this between
+        `optimizer.step()` and `optimizer.zero_grad()`, or the two metrics that read gradients are omitted. It does not
+        communicate: all ranks may call it, or only the main process.
 
         Args:
             accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).
@@ -197,14 +196,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             HookRunError: the accelerator has no trackers.
         """
         if not accelerator.is_main_process:
-            return  # Accelerate 1.15 creates trackers on the main process only
+            return  # only the main process has trackers (Accelerate 1.15)
         if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
         if not accelerator.trackers:
-            missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
+            missing = "" if accelerator.log_with else "give Accelerator(log_with=...) an installed tracker, and "
             raise HookRunError(
-                f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
-                "accelerator.init_trackers(...) before"
+                f"CommHookKwargs.log: this accelerator has no trackers; {missing}call accelerator.init_trackers(...) "
+                "first"
             )
         values: dict[str, float] = {}
         for number, hook in enumerate(self.attached_hooks):
@@ -214,19 +213,20 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
-        """Use this handler in an existing accelerator, for the models that it prepares from now on.
+        """Use this handler for the models that an existing accelerator prepares from now on. Returns the handler.
 
         Raises:
-            HookConfigError: the accelerator has a handler of DDP arguments already, or leaves nothing to a hook.
+            HookConfigError: the accelerator has DDP arguments of its own, or neither wraps models in DDP nor shards
+                replicas of them.
         """
         if not isinstance(accelerator.ddp_handler, CommHookKwargs | None):
             raise HookConfigError(
-                "this accelerator has a DistributedDataParallelKwargs already, and it takes one only: give its "
-                "arguments to CommHookKwargs(...) instead"
+                "this accelerator has a DistributedDataParallelKwargs already, and takes only one: pass its arguments "
+                "to CommHookKwargs(...) instead"
             )
         shards = accelerator.distributed_type is DistributedType.FSDP
         if not (shards and self.off):
-            check_leaves_something(accelerator)
+            check_takes_hook(accelerator)
         accelerator.ddp_handler = self
         ensure_hook_saver(accelerator)
         if shards:
@@ -236,7 +236,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return self
 
     def warn_alone(self) -> None:
-        """Log once that there is no hook, because there is one process and no DDP."""
+        """Warn once that a single process has no hook."""
         if not self._warned_alone and not self.off:
             self._warned_alone = True
             logger.warning(
@@ -248,36 +248,34 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
-        # subclasses. `type()`, `isinstance` and the methods below are not affected.
+        # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`): a
+        # subclass is a KeyError. `type()` and `isinstance` still know the real class.
         self._override_prepare_under_fsdp()
         return DistributedDataParallelKwargs
 
     def _override_prepare_under_fsdp(self) -> None:
-        """Accelerator.__init__ reads `handler.__class__`. Under FSDP it never calls us again, so this is the only
-        chance to override `prepare`."""
-        # Accelerator.__init__ has set the variable by then.
+        # Accelerator.__init__ reads `handler.__class__`. Under FSDP it never calls the handler again, so this is the
+        # only chance to override `prepare`. Accelerator.__init__ has set the variable before.
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and (accelerator := _calling_accelerator()):
             override_prepare(accelerator, self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments of `DistributedDataParallel`, by name."""
+        """Return the arguments of `DistributedDataParallel` by name."""
         own = {f.name: getattr(self, f.name) for f in DDP_FIELDS}
         return own | {name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)}
 
     def has_set(self, name: str) -> bool:
-        """Whether the user has given or assigned the DDP argument `name`."""
+        """Return whether the user has given or assigned the DDP argument `name`."""
         return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attach a hook to a model that has just been wrapped. Accelerator.prepare_model calls this after wrapping.
-        Every rank must call this."""
+        """Attach a hook to a model that has just been wrapped; `Accelerator.prepare_model` calls this on every rank."""
         # Accelerate 1.15 passes the model alone.
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica, in place of a hook
-        from an earlier `prepare`. Every rank must call this."""
+        """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. It replaces the
+        hook of an earlier `prepare`. Every rank must call this."""
         request = self.request
         if request.off:
             ensure_hook_saver(accelerator)
@@ -287,8 +285,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if request.save_residual == "per_rank":
             if "save_residual" in self.given:
                 raise HookConfigError(
-                    "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
-                    "replicas, 'mean' (the default), or no residuals, 'drop'"
+                    "save_residual='per_rank' with a model sharded by FSDP2; expected 'mean' (the default), the mean "
+                    "over the replicas, or 'drop'"
                 )
             request = dataclasses.replace(request, save_residual="mean")
         for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
@@ -304,15 +302,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return type(other) is type(self) and _values(self) == _values(other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickles and copies contain the configuration, never the hooks of wrapped models.
+        # Pickles and copies contain the configuration, never a hook.
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
 
     def _stock_requests(self) -> list[str]:
-        """The fields of Accelerate's handler that ask for a hook of torch and are set."""
+        """Names of the stock fields that are set and select one of torch's hooks."""
         return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
 
     def _translated(self) -> dict[str, Any]:
-        """The arguments for the hook of commhooks that those fields stand for."""
+        """The arguments of commhooks that the stock fields correspond to."""
 
         def chosen(name: str, allowed: Iterable[DDPCommunicationHookType]) -> str | None:
             value = getattr(self, name)
@@ -325,7 +323,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         wrapper = chosen("comm_wrapper", (_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16))
         if hook is None:
             given = "comm_wrapper" if wrapper is not None else "comm_state_option"
-            raise HookConfigError(f"{given} without comm_hook: there is no communication hook that it could be for")
+            raise HookConfigError(f"{given} without comm_hook: no communication hook is set")
         return {"hook": hook, "hook_options": self.comm_state_option or None, "wrapper": wrapper}
 
     def _use(self, settings: Settings) -> None:
@@ -352,7 +350,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         scale = message = saver = None
         if accelerator is not None:
             weak = weakref.ref(accelerator)
-            # Looked up at each call, because the scaler may be set later.
+            # The scaler may be set later, so it is looked up at each call.
             scale = ScaleOf(lambda: getattr(weak(), "scaler", None), accelerator.device)
             saver = ensure_hook_saver(accelerator)
         if self._settings is not None:
@@ -374,11 +372,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if saver is not None:
             saver.add(model, hooked)
         else:
-            logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
+            logger.warning("hook %r was attached without an accelerator: no save_state includes its state.", hook.name)
 
 
 def _calling_accelerator() -> Accelerator | None:
-    """The accelerator that is calling the caller of this function: `self` in the nearest frame."""
+    """Returns the accelerator that calls the handler: `self` in the nearest frame that belongs to one."""
     frame = sys._getframe(2)
     while frame is not None and not issubclass(type(frame.f_locals.get("self")), Accelerator):  # `__class__` calls this
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section `comm_hook_config` to the workers.
 
-Accelerate 1.15 rejects configuration files with unknown keys and does not pass the file's name to its workers. The
-section is therefore removed: Accelerate gets a copy of the file without it, in a folder that is removed when the run
-ends, and the workers get the section in the environment variable of `settings`. They leave a message in that folder if
-no model got the hook, or it compressed nothing, which is printed after the run.
+Accelerate 1.15 rejects configuration files with unknown keys and does not tell its workers the path of the file. So
+Accelerate gets a copy of the file without the section, in a temporary folder, and the workers get the section in the
+environment variable of `yaml_settings`. If no model got the hook, or the hook compressed nothing, the workers write a
+message into the folder, and the launcher prints it after the run.
 """
 
 import argparse
@@ -28,31 +28,31 @@ from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_commhooks.settings import LINE_TO_ADD, SECTION, VARIABLE, Settings, no_section
+from accelerate_commhooks.yaml_settings import LINE_TO_ADD, SECTION, VARIABLE, Settings, no_section
 from commhooks import HookConfigError
 
 _DESCRIPTION = (
-    f"Starts a script as `accelerate launch` does, with its arguments. The section {SECTION} of the configuration "
-    f"file, or the file that {VARIABLE} names, goes to all processes, where CommHookKwargs() reads it; it is checked "
-    "before anything starts. The exit status is that of the script."
+    f"Starts a script as `accelerate launch` does, with the same arguments. The section {SECTION} of the configuration "
+    f"file, or the file named in {VARIABLE}, is checked before anything starts, and passed to all processes, where "
+    "CommHookKwargs() reads it. The exit status is the script's."
 )
 
 _END_S = 30.0
-"""Seconds in which a script must end after a signal; equal to the limit of torch's launcher."""
+"""Seconds that a script has to end after a signal; torch's launcher has the same limit."""
 
 _NOT_DDP = {
     DistributedType.DEEPSPEED: "use_deepspeed",
     DistributedType.MEGATRON_LM: "use_megatron_lm",
     DistributedType.XLA: "tpu",
 }
-"""Where Accelerate neither wraps models in DDP nor shards them by FSDP, with the flags of its launcher."""
+"""Kind of run without DDP and FSDP -> its flag of Accelerate's launcher."""
 
 
 def launch(arguments: list[str]) -> int:
-    """Run `accelerate launch` with these arguments, with the settings for the workers.
+    """Run `accelerate launch` with these arguments, and pass the settings to the workers.
 
-    Returns the exit status of the script: that of the first process that failed; 128 + n after signal n. If it is 0 and
-    the hook was of no use, a message says so. Raises HookConfigError before anything is started.
+    Returns the exit status of the first process that failed (128 + n after signal n), or 0. Prints a message if the
+    script succeeded without the hook. Raises HookConfigError before anything is started.
     """
     parser = launch_command_parser()
     parser.prog, parser.description = "accelerate-commhooks launch", _DESCRIPTION
@@ -66,15 +66,15 @@ def launch(arguments: list[str]) -> int:
     settings.check(imports=False)
     if accelerate_reads and file is not None and "distributed_type" not in content:
         raise HookConfigError(
-            f"{file} has settings of the hook only, and this command needs Accelerate's own in it, too. For "
+            f"{file} has only the hook's settings, and this command needs a configuration of Accelerate. For "
             f"`accelerate launch` with flags set {VARIABLE}={file}"
         )
     _refuse_without_ddp(args, file, content)
     alone = _one_process_only(args, content)
     if alone:
         _say(
-            "Accelerate starts one process here, whose model is not wrapped in DDP and gets no hook. For several write "
-            "`distributed_type: MULTI_GPU` or --multi_gpu; on the CPU too, with Accelerator(cpu=True) in the script."
+            "Accelerate starts one process here: its model is not wrapped in DDP and gets no hook. For several "
+            "processes use `distributed_type: MULTI_GPU` or --multi_gpu, and on the CPU also Accelerator(cpu=True)."
         )
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
         if content.pop(SECTION, None) is not None and accelerate_reads:
@@ -86,7 +86,7 @@ def launch(arguments: list[str]) -> int:
         with patch_environment(**{VARIABLE: settings.to_environment()}):
             status = _run(args)
         if status == 0 and not alone and message_file is not None:
-            text = f"{args.training_script} has not read {settings.source}, and trained without its hook. {LINE_TO_ADD}"
+            text = f"{args.training_script} did not read {settings.source} and trained without a hook. {LINE_TO_ADD}"
             if message_file.exists():
                 text = message_file.read_text(encoding="utf-8")
             if text:
@@ -102,14 +102,13 @@ def _say(text: str) -> None:
 
 
 def _read_as_accelerate(file: str) -> dict[str, Any]:
-    """The content of a configuration file."""
     try:
         text = Path(file).read_text(encoding="utf-8")
         content: dict[str, Any] = (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
     except OSError as error:
         raise HookConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, yaml.YAMLError) as error:
-        kind = "JSON, which Accelerate expects under this name" if file.endswith(".json") else "YAML"
+        kind = "JSON, though its name ends with .json" if file.endswith(".json") else "YAML"
         raise HookConfigError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
     return content
 
@@ -119,8 +118,8 @@ def _settings(file: str | None, content: dict[str, Any]) -> Settings:
     if file is not None and SECTION in content:
         if outside:
             raise HookConfigError(
-                f"{file} has a section {SECTION!r}, and {VARIABLE}={outside}: both ask for a communication hook. Unset "
-                "the variable or remove the section"
+                f"{file} has a section {SECTION!r}, and {VARIABLE}={outside} is set: both set a communication hook. "
+                "Unset the variable or remove the section"
             )
         return Settings.read(file)
     given = Settings.from_environment()
@@ -133,28 +132,26 @@ def _settings(file: str | None, content: dict[str, Any]) -> Settings:
 
 
 def _refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
-    """Raise HookConfigError if with these arguments and this configuration Accelerate neither wraps models in DDP nor
-    shards them by FSDP."""
+    """Raise HookConfigError if Accelerate would neither wrap models in DDP nor shard them by FSDP."""
     where = [f"--{flag}" for flag in _NOT_DDP.values() if getattr(args, flag)]
     kind = content.get("distributed_type")
     if not where and not args.multi_gpu and kind in [each.value for each in _NOT_DDP]:
         where = [f"{file}: distributed_type: {kind}"]
     if where and not args.cpu:
         raise HookConfigError(
-            f"{where[0]}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
-            f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
+            f"{where[0]}: Accelerate does not wrap models in DistributedDataParallel then, so a communication hook "
+            f"cannot be attached. Use `accelerate launch`, and a configuration without {SECTION!r}"
         )
     if content.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(
-            f"{file}: compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not "
-            f"reach. Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's "
-            "variables"
+            f"{file}: compute_environment: AMAZON_SAGEMAKER: this launcher cannot pass settings to these machines. "
+            f"Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's variables"
         )
 
 
 def _one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> bool:
-    """Whether Accelerate starts one process for these arguments and this configuration. Accelerate 1.15 has two
-    launchers for local machines; the launcher for the CPU starts several processes only through MPI."""
+    """Whether Accelerate starts a single process. Accelerate 1.15 has two launchers for local machines; its launcher
+    for the CPU starts several processes only through MPI."""
     kind = str(content.get("distributed_type") or "NO")  # YAML reads NO without quotes as false
     several = args.multi_gpu or args.use_fsdp or kind not in ("NO", "MULTI_CPU")
     return args.cpu or not (several or args.mpirun_hostfile or content.get("mpirun_config"))
@@ -167,8 +164,8 @@ def _run(args: argparse.Namespace) -> int:
     def ended(signum: int, frame: FrameType | None) -> None:
         raise SignalException("ended", sigval=signal.Signals(signum))
 
-    # With one process Accelerate sets no handler, and the default action would leave the temporary folder behind. With
-    # several, torch's launcher sets its own handlers.
+    # With one process Accelerate sets no handler, and the default action would leave the temporary folder. With several
+    # processes torch's launcher sets its own handlers.
     before = signal.signal(signal.SIGTERM, ended)
     try:
         launch_command(args)
@@ -184,7 +181,7 @@ def _run(args: argparse.Namespace) -> int:
     except SignalException as error:
         _end_children(error.sigval)
         return 128 + error.sigval
-    except KeyboardInterrupt:  # from a terminal the script has received it, too
+    except KeyboardInterrupt:  # a terminal sends it to the script, too
         _end_children()
         return 128 + signal.SIGINT
     finally:
@@ -193,7 +190,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _end_children(signum: signal.Signals | None = None) -> None:
-    """End the script: Accelerate 1.15 leaves a single process running, while torch's launcher has ended several."""
+    """End the script: Accelerate 1.15 leaves a single process running. Torch's launcher ends several ones itself."""
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):

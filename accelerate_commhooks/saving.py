@@ -1,14 +1,13 @@
-"""The state of the hooks in `accelerator.save_state` and `load_state`.
+"""Saves and loads the state of hooks in `accelerator.save_state` and `load_state`.
 
-Accelerate calls the functions of `register_save_state_pre_hook` and `register_load_state_pre_hook` on every rank that
-saves or loads. Each model has one shared file, which the main process writes, and one file per rank:
+Accelerate calls the functions given to `register_save_state_pre_hook` and `register_load_state_pre_hook` on every rank
+that saves or loads. Each model has one shared file, which the main process writes, and one file per rank:
 
     comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
     comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
 
-No rank waits for another one, so that saving on the main process alone does not hang. docs/checkpoint_format.md
-describes the files. A model sharded by FSDP2 has a folder, `comm_hook` or `comm_hook_1`, which all ranks write
-together.
+No rank waits for another, so that a save on the main process alone does not hang. docs/checkpoint_format.md describes
+the files. A model sharded by FSDP2 has a folder, `comm_hook` or `comm_hook_1`, which all ranks write together.
 """
 
 import contextlib
@@ -41,8 +40,11 @@ logger = logger_of(__name__)
 
 _REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
 
-_OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank\d+)?\.pt)?")
-"""The number of the model, and for files, but not for folders, the rest of the name."""
+LARGE_SAVE_BYTES = 10 * 10**9
+"""Residuals of all ranks; if a save has more, the main process suggests `save_residual="mean"`."""
+
+_OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank(\d+))?\.pt)?")
+"""Groups: the number of the model; for files, not for folders, the rest of the name; the rank in it."""
 
 
 class HookedModel:
@@ -59,18 +61,18 @@ class HookedModel:
 
     @property
     def hook(self) -> CommHook | None:
-        """The hook; None if its model was deleted, or the hook was detached."""
+        """The hook; None if the model was deleted or the hook was detached."""
         hook = self._hook()
         return None if self._model() is None or hook is None or hook.detached else hook
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Whether `model` is the wrapped model, the module inside it, or a compiled form of one of them."""
+        """Return whether `model` is the wrapped model, the module inside it, or a compiled form of either."""
         own = self._model()
         return own is not None and self.hook is not None and unwrapped(model) is unwrapped(own)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The original module in `model`, which may be compiled, wrapped in DDP, or both."""
+    """Return the original module in `model`, which may be compiled, wrapped in DDP, or both."""
     while True:
         if (original := compiled_from(model)) is not None:
             model = original
@@ -81,13 +83,13 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 _SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDictionary()
-"""One per accelerator, shared by all of its handlers."""
+"""Shared by all handlers of an accelerator."""
 
 
 def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
-    """Return the `HookSaver` of `accelerator`; the first call makes it, which registers it for saving and loading.
+    """Return the `HookSaver` of `accelerator`. The first call makes it and registers it with Accelerate.
 
-    Needed without a hook, too: its saves remove the files of a hook that an earlier run has left."""
+    It is needed without a hook, too: its saves remove hook files that an earlier run has left in the folder."""
     saver = _SAVERS.get(accelerator)
     if saver is None:
         saver = _SAVERS[accelerator] = HookSaver(accelerator)
@@ -95,15 +97,16 @@ def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
 
 
 class HookSaver:
-    """Saves and loads the hooks of one accelerator's models, numbered in the order in which the models were prepared.
+    """Saves and loads the hooks of one accelerator's models, which are numbered in order of preparation.
 
-    A model keeps its number when another one is deleted. `free_memory` restarts the numbering, as for Accelerate's own
+    A model keeps its number when another is deleted. `free_memory` restarts the numbering, as for Accelerate's own
     files. If a module is prepared again, the hook of its latest wrapped model is saved.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._of_modules: weakref.WeakKeyDictionary[torch.nn.Module, HookedModel] = weakref.WeakKeyDictionary()
+        self._warned_about_size = False
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
 
@@ -116,41 +119,44 @@ class HookSaver:
                 self._end_rounds_before("save_state")
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
-        """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Files of an
-        earlier save there that belong to no hook now are removed: they belong to other weights.
+        """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Remove files
+        of an earlier save there that no current hook overwrites: they belong to other weights.
 
-        No rank waits for another one, unless a hook has `save_residual="mean"` or averages weights, or its model is
-        sharded: then all ranks must call this.
+        All ranks must call this if a hook has `save_residual="mean"` or averages weights, or if a model is sharded.
+        Otherwise no rank waits for another.
 
         Raises:
             OSError: as `write_together`.
             HookRunError: the folder of an earlier save cannot be removed.
         """
-        rank, models = self._live_accelerator().process_index, self._numbered()
+        rank, models, own_bytes = self._live_accelerator().process_index, self._numbered(), 0
         for number, model in enumerate(models):
             if model.is_sharded and (hook := model.hook) is not None:
                 _folder(folder, number).remove()
                 _folder(folder, number).save(hook)
 
         def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
+            nonlocal own_bytes
             for number, model in enumerate(models):
                 if not model.is_sharded and (hook := model.hook) is not None:
                     shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
                     path = _path(folder, number)
+                    own_bytes += sum(each.nbytes for each in (own or {}).get("residuals", {}).values())
                     yield _of_rank(path, rank), own  # None removes the file of an earlier save
                     if writes_shared:
                         yield path, shared
-            for path in _left_over(folder, models) if writes_shared else ():
+            for path in _left_over(folder, models, self._live_accelerator().num_processes) if writes_shared else ():
                 yield path, None
 
         write_together(files(), rank)
+        self._warn_about_size(own_bytes)
 
     @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
-        """Load the files of `save` into the hooks of the models that are prepared. All ranks must call this.
+        """Load the files of `save` into the hooks of the prepared models. All ranks must call this.
 
         Raises:
-            PayloadError: a file is damaged or does not fit. Nothing was changed.
+            PayloadError: a file is damaged or does not fit; nothing was changed.
         """
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
@@ -177,10 +183,10 @@ class HookSaver:
         self.save(output_dir, writes_shared=main)
 
     def _end_rounds_before(self, name: str) -> None:
-        """Let the method `name` of the accelerator first end the round of every hook. A round: the local steps between
-        two averages of the weights (DiLoCo, local SGD); nothing for other hooks.
+        """Override the accelerator's method `name`: end the round of every hook, then call it. A round: the local steps
+        between two averages of the weights (DiLoCo, local SGD).
 
-        Accelerate 1.15 calls no hook in `save_model`, and writes sharded weights before it calls the hooks of
+        Accelerate 1.15 calls no pre-hook in `save_model`, and writes sharded weights before it calls the pre-hooks of
         `save_state`. So these public methods are overridden, on this one object.
         """
         accelerator = self._live_accelerator()
@@ -197,25 +203,39 @@ class HookSaver:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _numbered(self) -> list[HookedModel]:
-        """The models that have had a hook, without those that `free_memory` has released.
+    def _warn_about_size(self, own_bytes: int) -> None:
+        accelerator = self._live_accelerator()
+        ranks = accelerator.num_processes
+        if own_bytes * ranks > LARGE_SAVE_BYTES and accelerator.is_main_process and not self._warned_about_size:
+            self._warned_about_size = True
+            logger.warning(
+                "every save writes about %.0f GB of residuals, %.1f GB by each of %s ranks (save_residual='per_rank'). "
+                "save_residual='mean' writes %.1f GB in all, and all ranks must take part in the save.",
+                own_bytes * ranks / 1e9,
+                own_bytes / 1e9,
+                ranks,
+                own_bytes / 1e9,
+            )
 
-        Accelerate 1.15 has no public list of its models: save hooks receive it, but load hooks receive a copy, which
-        other hooks may have emptied.
+    def _numbered(self) -> list[HookedModel]:
+        """The models with a hook, in order of preparation; without models that `free_memory` has released.
+
+        Accelerate 1.15 has no public list of its models. It passes one to load pre-hooks, but an earlier pre-hook may
+        have emptied it.
         """
         prepared = getattr(self._live_accelerator(), "_models", self._of_modules)
         modules = dict.fromkeys(unwrapped(each) for each in prepared)
         return [self._of_modules[each] for each in modules if each in self._of_modules]
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """The payload for this rank, of the model whose shared file is `path`; None if the checkpoint has none."""
+        """Returns this rank's payload from the shared file `path` and the rank files; None if there is no file."""
         accelerator = self._live_accelerator()
         rank, world_size = accelerator.process_index, accelerator.num_processes
         if not path.exists():
             if _of_rank(path, rank).exists():
                 raise PayloadError(
-                    f"{path} is missing, though {_of_rank(path, rank).name} is there: the shared part of the "
-                    f"communication hook's state is written by the main process. Copy it from there. {_REMEDY}"
+                    f"{path} is missing, though {_of_rank(path, rank).name} exists: the main process writes the shared "
+                    f"part of the communication hook's state. Copy it from that machine. {_REMEDY}"
                 )
             return None
         try:
@@ -227,7 +247,7 @@ class HookSaver:
         needed = payload_parts.ranks_needed(shared, rank, world_size)
         if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
             logger.warning(
-                "the state of hook %r was saved by %s ranks, now there are %s: every rank gets the state of rank 0.",
+                "the state of hook %r was saved by %s ranks, and now there are %s: every rank gets rank 0's state.",
                 shared["hook"],
                 shared["world_size"],
                 world_size,
@@ -241,21 +261,21 @@ class HookSaver:
         return accelerator
 
 
-def _left_over(folder: str, models: list[HookedModel]) -> Iterator[Path]:
-    """What an earlier save in `folder` has left and a load would read, of hooks that are not saved now."""
+def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[Path]:
+    """Yields what an earlier save has left in `folder` and no rank of this save overwrites."""
     kept = {(number, model.is_sharded) for number, model in enumerate(models) if model.hook is not None}
     for path in Path(folder).iterdir():
         if (ours := _OURS.fullmatch(path.name)) is not None:
             number, is_sharded = int(ours[1] or 0), ours[2] is None
             read = _folder(folder, number).last_file if is_sharded else path
-            if (number, is_sharded) not in kept and read.is_file():
+            if ((number, is_sharded) not in kept or int(ours[3] or 0) >= ranks) and read.is_file():
                 yield read
 
 
 def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """The part of `rank`; None and a warning if it is unusable.
+    """Returns the part of `rank`; None, with a warning, if it is unusable.
 
-    Does not raise, because the other ranks would not know of the error. The ranks exchange at the next backward pass
+    Does not raise, because the other ranks would not learn of the error. At the next backward pass the ranks exchange
     whether residuals are missing.
     """
     part: Any = None
@@ -294,9 +314,9 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: int) -> None:
-    """Save each content at its path; None removes a file of an earlier save. Readers see the old or the new content of
-    each file, never a part of it, and after an error while writing, such as a full disk, no file has changed. A killed
-    process leaves files `.NAME.RANK.tmp`, which are never read; the next save overwrites them.
+    """Save each content at its path; None removes the file of an earlier save. Every file is replaced as a whole, and
+    an error while writing, such as a full disk, leaves all files unchanged. A killed process leaves files
+    `.NAME.RANK.tmp`, which are never read; the next save overwrites them.
 
     Raises:
         OSError: a file could not be written; the error names it and the reason.
@@ -311,12 +331,12 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                     try:
                         torch.save(content, file)
                     except RuntimeError as error:
-                        # torch 2.13 raises "unexpected pos 640 vs 598" in place of the error of the disk.
+                        # torch 2.13 raises "unexpected pos 640 vs 598" instead of the disk's error.
                         if isinstance(error.__context__, OSError):
                             raise error.__context__ from None
                         raise
                     file.flush()
-                    os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
+                    os.fsync(file.fileno())  # or a power cut may leave an empty file under the new name
         for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # removals come last
             with _os_errors_name(path):
                 if written is None:
@@ -331,7 +351,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
 
 @contextlib.contextmanager
 def _os_errors_name(path: Path) -> Iterator[None]:
-    """Context manager: OSErrors of the body name `path` instead of the temporary file or no file."""
+    """Context manager: OSErrors of the body name `path`, not the temporary file."""
     try:
         yield
     except OSError as error:

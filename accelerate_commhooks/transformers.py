@@ -1,17 +1,19 @@
-"""`CommHookTrainer`: the `Trainer` of transformers with a communication hook that is saved in its checkpoints.
+"""`CommHookTrainer`, the `Trainer` of transformers with a communication hook, which its checkpoints include.
 
 CommHookTrainer(model, args, train_dataset=dataset, hook="powerSGD")
 
 The Trainer creates its accelerator itself and has no argument for a hook. `CommHookTrainerMixin` adds a
-`CommHookKwargs` to every accelerator that it creates, and the files of `save_state` to every `checkpoint-N`.
+`CommHookKwargs` to every accelerator that the Trainer creates, and the hook's files to every `checkpoint-N`.
 """
 
 import contextlib
+import inspect
 import os
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from commhooks.errors import needed
+from commhooks.errors import needed, no_such
 
 with needed(
     "accelerate",
@@ -39,19 +41,19 @@ logger = logger_of(__name__)
 class CommHookTrainerMixin(_Base):
     """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
 
-    It must precede the Trainer among the base classes. Its `__init__` uses the keyword arguments below and passes all
-    others to the Trainer, whose own DDP arguments (`ddp_bucket_cap_mb`, `ddp_find_unused_parameters`, ...) remain in
+    The mixin must precede the Trainer among the base classes. All arguments that are not listed below go to the
+    Trainer. The DDP arguments in `TrainingArguments` (`ddp_bucket_cap_mb`, `ddp_find_unused_parameters`, ...) remain in
     effect.
 
-    Every `train()` wraps the model again and starts with empty learned state, unless it resumes: then the learned state
-    is loaded from the checkpoint, in which every rank has saved its part.
+    Every `train()` wraps the model again and starts with empty learned state, or loads it from the checkpoint that it
+    resumes from.
 
-    Where the Trainer reports (`report_to`), it reports the metrics of the hook beside the loss, with the names of
-    `commhooks.report`; gradient norms are those after clipping. The lines that it prints leave them out.
+    The metrics of the hook appear beside the loss in the trackers of `report_to`; gradient norms are measured after
+    clipping. Printed lines leave the metrics out.
 
     Args:
         hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
-            Left out: the settings that `CommHookKwargs()` gets from the launcher or the environment.
+            Left out: the settings that `CommHookKwargs()` reads from the launcher or the environment.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
@@ -59,8 +61,9 @@ class CommHookTrainerMixin(_Base):
         hook_options, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
-        commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate
-            leaves nothing to a hook (FSDP without `ParallelismConfig`, DeepSpeed).
+        commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
+            rejects, and if Accelerate neither wraps the model in DDP nor shards replicas of it (DeepSpeed, FSDP
+            without `ParallelismConfig`).
     """
 
     def __init__(
@@ -84,22 +87,26 @@ class CommHookTrainerMixin(_Base):
         self._closed_hook: CommHook | None = None
         self._meter = Meter()
         self._metrics_at: dict[int, dict[str, float]] = {}
-        super().__init__(*args, **kwargs)
-        # First, so that a hook that averages weights ends its round before others look at the model.
+        try:
+            super().__init__(*args, **kwargs)
+        except TypeError as error:
+            _raise_if_unknown(kwargs, type(self), error)
+            raise
+        # First, so that a hook that averages weights ends its round before other callbacks read the model.
         self.callback_handler.callbacks.insert(0, HookCallback(self))
         print_no_metrics(self)
         save_between_steps(self)
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The hook of the model that is or was trained last: `stats()`, `plan()`. None before the first `train()`,
-        closed after each (see `CommHook.close`)."""
-        return self._closed_hook or self._hook_handler.attached  # the handler may have served another Trainer since
+        """The hook, with `stats()` and `plan()`, of the model in training or trained last. None before the first
+        `train()`; after `train()` the hook is closed (see `CommHook.close`)."""
+        return self._closed_hook or self._hook_handler.attached  # another Trainer may have used the handler since
 
     # ---- what the Trainer calls --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also add the hook to the accelerator. Called at construction and in each trial of a hyperparameter search."""
+        """Also attach the handler. Called at construction and in each trial of a hyperparameter search."""
         super().create_accelerator_and_postprocess()
         handler, trainers_own = self._hook_handler, self.accelerator.ddp_handler
         if trainers_own is not None:
@@ -109,15 +116,15 @@ class CommHookTrainerMixin(_Base):
                 if getattr(self.args, f"ddp_{name}", None) is not None and handler.has_set(name) and theirs != value:
                     raise HookConfigError(
                         f"{name}={theirs!r} in CommHookKwargs(...), but ddp_{name}={value!r} in "
-                        "TrainingArguments(...): give it in one of them"
+                        "TrainingArguments(...): set it in one place"
                     )
-            self.accelerator.ddp_handler = None  # replaced by our handler, which now holds its arguments
+            self.accelerator.ddp_handler = None  # the hook's handler now holds its arguments
         handler.attach(self.accelerator)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Also set the length of the run in the handler. Called before the model is wrapped."""
         values = super().set_initial_training_values(args, dataloader)
-        passes = values[-1]  # synchronised ones: one for each step of the optimizer, as a rule
+        passes = values[-1]  # backward passes with communication: usually one per optimizer step
         if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
             passes *= args.gradient_accumulation_steps
         self._hook_handler.run_length = passes
@@ -126,30 +133,30 @@ class CommHookTrainerMixin(_Base):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`, with a hook whose learned state is empty or loaded from the checkpoint."""
         if resume_from_checkpoint is True:
-            # The Trainer does not expose which checkpoint it finds. It raises an error if there is none.
+            # The Trainer does not expose the checkpoint that it finds, and raises an error if there is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._resume_folder = str(resume_from_checkpoint) if resume_from_checkpoint else None
         self._saved_at_step = self._closed_hook = None
         if self._hook_handler.is_attached(self.model_wrapped):
-            # transformers 5.23 would reuse the DDP model of the last train() and its hook's learned state.
+            # transformers 5.23 would reuse the last train()'s DDP model, and with it the hook's learned state.
             model: Any = self.model
             self.model_wrapped = model
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`; if `report_to` names somebody, with the metrics of the hook beside the loss."""
+        """As `Trainer.log`, with the hook's metrics beside the loss if `report_to` is set."""
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
 
     def _metrics(self) -> dict[str, float]:
-        """The metrics of the hook since the last call, if this rank reports to somebody."""
+        """The hook's metrics since the last call; empty if this rank reports to no tracker."""
         if self.comm_hook is None or not self.args.report_to or not self.is_world_process_zero():
             return {}
         return self._meter.read(self.comm_hook)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `Trainer.evaluate`, of the model that all ranks have in common."""
+        """As `Trainer.evaluate`, after the end of the hook's round: all ranks evaluate the same weights."""
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()
         result: dict[str, float] = super().evaluate(*args, **kwargs)
@@ -158,14 +165,14 @@ class CommHookTrainerMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
 
-        transformers 5.23 sets `_internal_call` for checkpoints. The Trainer writes `trainer_state.json` last, so that a
+        transformers 5.23 sets `_internal_call` for checkpoints. The Trainer writes `trainer_state.json` last, so a
         complete checkpoint includes the hook's shared file. The hook is saved before the model: with
-        `save_residual="mean"` the ranks wait for each other, and only one of them writes the model.
+        `save_residual="mean"` the ranks wait for each other, and only one rank writes the model.
         """
         if self.comm_hook is not None and self._closed_hook is None:
-            self.comm_hook.synchronize()  # so that the model is that of all ranks
+            self.comm_hook.synchronize()  # all ranks have the same weights then
         if _internal_call and output_dir is not None and not self.args.save_only_model:
-            os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
+            os.makedirs(output_dir, exist_ok=True)  # the main process may not have created it yet
             ensure_hook_saver(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step
         super().save_model(output_dir, **({"_internal_call": True} if _internal_call else {}))
@@ -178,20 +185,31 @@ class CommHookTrainer(CommHookTrainerMixin, Trainer):
     """
 
 
+def _raise_if_unknown(given: Iterable[str], cls: type, error: TypeError) -> None:
+    """Raise HookConfigError from `error` for an argument that no constructor among the bases of `cls` has."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    parameters = [each for function in constructors for each in inspect.signature(function).parameters.values()]
+    by_name = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    known = [name for name in dict.fromkeys(by_name) if name != "self"]
+    for name in given:
+        if name not in known:
+            raise no_such(cls.__name__, "argument", name, known) from error
+
+
 def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     if isinstance(hook, CommHookKwargs):
         if settings:
             raise HookConfigError(
-                f"{' and '.join(settings)} beside hook=CommHookKwargs(...), which has arguments of that name itself: "
-                "write them into CommHookKwargs(...)"
+                f"{' and '.join(settings)} beside hook=CommHookKwargs(...), which takes the same arguments: pass "
+                "them to CommHookKwargs(...)"
             )
         return hook
     if hook is not ...:
         settings = {"hook": hook} | settings
     with contextlib.suppress(HookConfigError):
         return CommHookKwargs(**settings)
-    # The error may only mean that the length of the run is missing for a fractional start. The Trainer knows it when
-    # train() begins, so use any number until then; all other errors are raised again here.
+    # The error may only mean that a fractional start needs the length of the run, which the Trainer knows when train()
+    # begins. Try again with some length; all other errors are raised here.
     handler = CommHookKwargs(**({"total_steps": 1} | settings))
     handler.total_steps = settings.get("total_steps")
     return handler
@@ -201,8 +219,8 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
 
 
 class HookCallback(TrainerCallback):
-    """Prepares the hook between wrapping and the first step, reads its metrics, closes it after the last step, and
-    checks that each checkpoint contains it."""
+    """Loads the hook's state before the first step, reads its metrics, closes it after the last step, and checks that
+    each checkpoint contains it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
@@ -218,18 +236,18 @@ class HookCallback(TrainerCallback):
             raise AttachError(
                 f"hook {handler.hook!r} is not attached: the model in training is a "
                 f"{type(trainer.model_wrapped).__name__} that the Trainer's accelerator has not wrapped in "
-                "DistributedDataParallel. Use the Trainer without a hook for models that are sharded or wrapped already"
+                "DistributedDataParallel. Pass hook=None for models that are sharded or wrapped already"
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the metrics for the step that is about to be made, while its gradients are there."""
+        """Read the metrics of the coming step while its gradients exist."""
         step = state.global_step + 1
         due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
         if due or step == 1 and args.logging_first_step:
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let other callbacks see the model of all ranks."""
+        """End the round: other callbacks read the model."""
         if (hook := self.trainer.comm_hook) is not None:
             hook.synchronize()
 
@@ -254,7 +272,7 @@ class HookCallback(TrainerCallback):
 
 
 class _WithoutMetrics(TrainerCallback):
-    """For callbacks that print logs: the metrics of the hook are for trackers."""
+    """Base class of callbacks that print logs, without the hook's metrics, which are for trackers."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shown = {name: value for name, value in (logs or {}).items() if not name.startswith(f"{PREFIX}/")}
@@ -270,7 +288,7 @@ class _Progress(_WithoutMetrics, ProgressCallback):
 
 
 def print_no_metrics(trainer: Trainer) -> None:
-    """Replace the callbacks that transformers has added to print logs. A user's own, also a subclass, stays."""
+    """Replace the callbacks by which transformers prints logs. Users' own callbacks, also subclasses, stay."""
     for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
         for callback in [each for each in trainer.callback_handler.callbacks if type(each) is theirs]:
             trainer.remove_callback(callback)
@@ -280,16 +298,16 @@ def print_no_metrics(trainer: Trainer) -> None:
 class _BetweenSteps(JITCheckpointCallback):
     """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step.
 
-    transformers 5.23 also saves between the backward pass and the optimizer's step. By then the hook has taken part in
-    a step that the weights have not made: whoever resumes would repeat it on the residual that it left.
+    transformers 5.23 also saves between the backward pass and the optimizer's step. Then the hook's residual is one
+    step ahead of the weights, and a resumed run would repeat the step on it.
     """
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for `on_step_end`, which follows."""
+        """Do nothing; `on_step_end` follows and saves."""
 
 
 def save_between_steps(trainer: Trainer) -> None:
-    """Replace the callback by which `trainer` saves on SIGTERM, if it does."""
+    """Replace the callback by which `trainer` saves on SIGTERM, if it has one."""
     if not trainer.args.enable_jit_checkpoint:
         return  # a callback of this class would be the user's
     own = trainer.pop_callback(JITCheckpointCallback)  # the first one: the Trainer's

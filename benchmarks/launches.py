@@ -1,6 +1,6 @@
-"""The operators that PowerSGD dispatches per step on an accelerator, counted on tensors without memory.
+"""The operators that PowerSGD, int8 and int4 dispatch per step on an accelerator, counted on tensors without memory.
 
-    python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16]
+    python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16] [--world-sizes 2 16 64]
 
 On an accelerator the host issues every operator of a step, one or more kernels each. For models of many small matrices
 this takes longer than the arithmetic. The device "meta" runs the code for accelerators on shapes alone, so counting
@@ -40,7 +40,9 @@ VARIANTS: Mapping[str, tuple[str | None, dict[str, Any], float | None]] = {
     "same shape": (None, {"batch_tensors_with_same_shape": True}, None),
     "one bucket": (None, {}, 1e6),
 }
-"""Wrapper, options, and DDP's bucket_cap_mb."""
+"""Of PowerSGD: wrapper, options, and DDP's bucket_cap_mb. The world size changes nothing."""
+QUANTISED: Mapping[str, float | None] = {"int8": None, "int4": None, "int8, one bucket": 1e6}
+"""DDP's bucket_cap_mb."""
 
 
 class Dispatched(TorchDispatchMode):
@@ -70,14 +72,20 @@ def cut(parameters: Mapping[str, torch.Tensor], cap_mb: float | None) -> list[di
     return buckets
 
 
-def count(shapes: Shapes, wrapper: str | None, options: Mapping[str, Any], cap_mb: float | None) -> Row:
-    """Count one warm step of PowerSGD."""
+def count(
+    shapes: Shapes,
+    hook: str,
+    wrapper: str | None,
+    options: Mapping[str, Any],
+    cap_mb: float | None,
+    world_size: int = 1,
+) -> Row:
+    """Count one warm step."""
     parameters = {str(i): torch.empty(shape, device=META) for i, shape in enumerate(shapes)}
     buckets = cut(parameters, cap_mb)
-    given = {"start_powerSGD_iter": 0, **options}
-    compressor = HookRequest.parse("powerSGD", hook_options=given, wrapper=wrapper).new_compressor(None)
+    compressor = HookRequest.parse(hook, hook_options=dict(options), wrapper=wrapper).new_compressor(None)
     assert compressor is not None
-    loopback = LocalDriver(compressor, buckets, META)
+    loopback = LocalDriver(compressor, buckets, META, world_size)
     loopback.step()
     loopback.step()
     with Dispatched() as dispatched:
@@ -90,6 +98,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=["resnet50", "gpt2", "gpt-1.3b"])
     arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16], help="of the factors")
+    arguments.add_argument("--world-sizes", type=int, nargs="+", default=[2, 16, 64], help="for int8 and int4")
     args = parse(arguments, models=["tiny"], ranks=[1, 4])
     at = machine()
     rows: list[Row] = []
@@ -99,9 +108,15 @@ def main() -> None:
         common = {"section": model, "model": model, "matrices": sum(len(shape) > 1 for shape in shapes)}
         for variant, (wrapper, options, cap_mb) in VARIANTS.items():
             for rank in args.ranks:
-                given = {"matrix_approximation_rank": rank, **options}
-                rows.append({**common, "hook": variant, "rank": rank, **count(shapes, wrapper, given, cap_mb)})
-    columns = {name: number(name) for name in ("model", "matrices", "hook", "rank", "buckets", "operators", "views")}
+                given = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 0, **options}
+                counted = count(shapes, "powerSGD", wrapper, given, cap_mb)
+                rows.append({**common, "hook": variant, "rank": rank, **counted})
+        for hook, cap_mb in QUANTISED.items():
+            for world_size in args.world_sizes:
+                counted = count(shapes, hook[:4], None, {}, cap_mb, world_size)
+                rows.append({**common, "hook": hook, "world size": world_size, **counted})
+    names = ("model", "matrices", "hook", "rank", "world size", "buckets", "operators", "views")
+    columns = {name: number(name) for name in names}
     report("launches", "launches: operators per step on an accelerator", args, at, rows, columns)
 
 

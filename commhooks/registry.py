@@ -11,7 +11,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor, NoopCompressor
 from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.state_field import StateField
 from commhooks.errors import HookConfigError
 from commhooks.local_steps.compressor import DiLoCoCompressor, LocalSGDCompressor

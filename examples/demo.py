@@ -7,7 +7,7 @@ Runs three trainings by `lightning_digits.py`, one after the other, each on two 
     allreduce   plain averaging, the baseline
     powerSGD    compressed gradients
     killed      powerSGD again: all processes are killed in the middle of an epoch, and the same command is run again;
-                the final weights must be bitwise equal to those of the uninterrupted run
+                the final weights must be bit-equal to the uninterrupted run
 """
 
 import argparse
@@ -58,7 +58,7 @@ def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
     """The failed checks, one sentence each.
 
     Args:
-        max_loss_points: by how many percentage points PowerSGD's test accuracy may be below that of all-reduce.
+        max_loss_points: by how many percentage points PowerSGD's test accuracy may be below all-reduce's.
     """
     found = []
     loss_points = 100 * (outcome.allreduce["test_accuracy"] - outcome.powersgd["test_accuracy"])
@@ -74,7 +74,7 @@ def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
 
 
 def failures_after_the_kill(resumed: dict[str, Any], saved_steps: int, differ: list[str]) -> list[str]:
-    """Those of the resumed training; the arguments are as in `Outcome`."""
+    """The failed checks of the resumed training; the arguments are as in `Outcome`."""
     found = []
     # A run that restarts from the beginning reaches the same weights, so check separately that it has resumed.
     trained, missing = resumed["stats"]["backward_passes"], resumed["global_step"] - saved_steps

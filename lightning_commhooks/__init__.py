@@ -1,15 +1,14 @@
-"""commhooks for PyTorch Lightning: strategies for DDP and FSDP2 with a communication hook that is saved and resumed.
+"""commhooks for PyTorch Lightning: DDP and FSDP2 strategies with a communication hook, which checkpoints include.
 
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
-The classes here are for `lightning.pytorch`. `lightning_commhooks.pytorch_lightning` has the same for the package
-`pytorch_lightning`, and `lightning_commhooks.fabric` and `lightning_commhooks.lightning_fabric` have a strategy for the
-Fabric of each package.
+These classes are for `lightning.pytorch`. `lightning_commhooks.pytorch_lightning` has the same classes for the package
+`pytorch_lightning`; `lightning_commhooks.fabric` and `lightning_commhooks.lightning_fabric` have a strategy for Fabric.
 
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
-"ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same for notebooks
-("ddp_notebook_powersgd", ...). It registers them with the package with a Trainer that is imported already. If none is,
-it imports each one that is installed.
+"ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same names for notebooks
+("ddp_notebook_powersgd", ...), with `lightning.pytorch` or `pytorch_lightning`, whichever is imported already. If
+neither is, it imports those that are installed.
 """
 
 import sys
@@ -18,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.callbacks import hook_stats
-from lightning_commhooks.packages import trainer_classes
+from lightning_commhooks.class_factory import trainer_classes
 from lightning_commhooks.strategy import MODULES
 
 if TYPE_CHECKING:
@@ -41,7 +40,8 @@ _installed = [package for package, root in _roots.items() if _is_installed(root)
 if not _installed:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [each for each in _installed if _roots[each] in sys.modules] or _installed:
-    # Another library may need a Lightning that is too old for us: asking for our classes raises then, this does not.
+    # Lightning may be too old for commhooks and installed for another library: then an error is due only when a class
+    # is imported from here.
     with suppress(Exception):
         trainer_classes(_package)
 

@@ -11,21 +11,19 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback
 else:
-    Callback = object  # the base is added by `packages.trainer_classes`
+    Callback = object  # `class_factory` adds the base class
 
 
 class CommHookCheckpoint(Callback):
-    """Sets what the trainer's full checkpoints hold of the communication hook. Holds settings only; the strategy does
-    the saving, in `save_checkpoint`. `CommHookDDP` saves its hook with this callback or without, and takes the same two
-    arguments. Weights-only checkpoints hold no state of the hook.
+    """Sets `save_residual` and `strict` of `CommHookDDP`, for those who prefer a callback. `CommHookDDP` saves its hook
+    in full checkpoints with or without this callback; weights-only checkpoints hold no state of the hook.
 
     Args:
-        save_residual: what is saved of PowerSGD's error memory. "mean" (the default): the mean over the ranks, one
-            model-sized copy, for any number of ranks; the run that saved and the run that resumes stay equal bit
-            for bit. "per_rank": the residual of every rank, in the same file: as many model-sized copies as ranks.
-            "drop": nothing.
-        strict: whether resuming from a state of another hook or model is an error (the default). If not, what does
-            not fit starts with fresh memory, and rank 0 warns once.
+        save_residual: which residuals (PowerSGD's error memory) are saved. "mean" (the default): the mean over the
+            ranks, one model-sized copy, for any number of ranks; the saving run and the resumed run stay bit-equal.
+            "per_rank": every rank's residual, in the same file: as many model-sized copies as ranks. "drop": none.
+        strict: whether resuming from a state of another hook or model is an error (the default). If False, parts that
+            do not fit start with fresh memory, and rank 0 warns once.
 
     Raises:
         commhooks.HookConfigError: at construction, for another value. When the Trainer starts, if the strategy was
@@ -46,10 +44,10 @@ class CommHookCheckpoint(Callback):
 
 
 class CommHookRoundEnd(Callback):
-    """Ends the round of the hook before other callbacks look at the model.
+    """Ends the hook's round before other callbacks read the model.
 
-    A round: the local steps between two averages of the weights (DiLoCo, local SGD); nothing for other hooks. The
-    strategies put this callback first in the Trainer's list, and end the round themselves before a checkpoint.
+    A round: the local steps between two averages of the weights (DiLoCo, local SGD). Other hooks have none. The
+    strategies insert this callback as the first in the Trainer's list, and end rounds themselves before a checkpoint.
     """
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -63,17 +61,17 @@ class CommHookRoundEnd(Callback):
 
 
 class CommHookMonitor(Callback):
-    """Logs what the hook of a `CommHookDDP` or `CommHookFSDP2` strategy does, through all loggers of the trainer.
+    """Logs the metrics of the hook of a `CommHookDDP` or `CommHookFSDP2` strategy with all loggers of the Trainer.
 
         Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
 
-    The names are those of `commhooks.report`; docs/working.md explains them. The values are those of rank 0.
-    Nothing is computed in other steps, and the training is the same to the last bit with and without this callback.
+    docs/working.md explains the metrics. Rank 0 logs its own values. Nothing is computed in other steps, and the
+    weights are bit-equal with and without this callback.
 
     Args:
-        every_n_steps: log every n optimizer steps; None (the default) is the trainer's `log_every_n_steps`.
-        progress_bar: the value (by its name without "commhooks/") that the progress bar shows, with the prefix "hook_".
-            The default is shown as "hook_x": times fewer bytes. None: no value.
+        every_n_steps: log every n optimizer steps; None (the default) is the Trainer's `log_every_n_steps`.
+        progress_bar: name, without "commhooks/", of the metric that the progress bar shows as "hook_NAME". The default,
+            the compression rate, is shown as "hook_x". None: no metric.
 
     Raises:
         commhooks.HookConfigError: at construction, for another value.
@@ -131,9 +129,8 @@ class CommHookMonitor(Callback):
 
 
 def hook_stats(trainer: "pl.Trainer") -> dict[str, Any] | None:
-    """`trainer.strategy.comm_hook.stats()`. After a fit whose processes were forked or spawned, as in notebooks, where
-    `comm_hook` is None in the main process: the numbers of rank 0 at the end of the training. None if there was no
-    hook."""
+    """Return `trainer.strategy.comm_hook.stats()`. After a fit in forked or spawned processes, as in notebooks, where
+    `comm_hook` is None in the main process: rank 0's statistics at the end of the training. None without a hook."""
     hook = _hook_of(trainer)
     return getattr(trainer.state, "comm_hook_stats", None) if hook is None else hook.stats()
 
@@ -149,7 +146,7 @@ def _end_round(trainer: "pl.Trainer") -> None:
 
 
 def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
-    """Warn with `text` if the strategy of the trainer is not one with a hook. Return whether it warned."""
+    """Warn with `text` if the Trainer's strategy is not from this package. Return whether it warned."""
     if hasattr(trainer.strategy, "comm_hook"):
         return False
     strategy = type(trainer.strategy)
@@ -158,6 +155,6 @@ def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
 
 
 def _x_axis(trainer: "pl.Trainer") -> int:
-    """The step that `LightningModule.log` and Lightning's monitors use as x axis: private (lightning 2.6). Without it,
-    the optimizers' steps, which are more if there are several of them."""
+    """Returns the step that `LightningModule.log` uses as x axis: private (lightning 2.6). If it is missing, the number
+    of optimizer steps, which is larger with several optimizers."""
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)

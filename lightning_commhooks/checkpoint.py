@@ -1,4 +1,4 @@
-"""What a checkpoint of Lightning holds of a hook, and which ranks take part in a save."""
+"""The hook's part of Lightning's checkpoints: its key, the defaults, and whether all ranks take part in a save."""
 
 import inspect
 import sys
@@ -18,12 +18,12 @@ CHECKPOINT_KEY = "commhooks"
 
 SaveResidual = Literal["mean", "per_rank", "drop"]
 DEFAULT_SAVE_RESIDUAL: Literal["mean"] = "mean"
-"""Lightning writes one file for all ranks, which should fit any number of ranks."""
+"""Lightning writes one file, which any number of ranks should be able to resume from."""
 PER_RANK_WARNING_BYTES = 2 * 10**9
 
 
 def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
-    """The two arguments that `CommHookDDP` and `CommHookCheckpoint` share. None stands for the default."""
+    """Returns the two arguments that `CommHookDDP` and `CommHookCheckpoint` share, with the default for None."""
     return {
         "save_residual": DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
         "strict": ARGUMENTS["strict"].default if strict is None else strict,
@@ -31,8 +31,7 @@ def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
 
 
 def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
-    """Context manager: errors about the hook's state name the checkpoint of Lightning that holds it, and say what to do
-    there."""
+    """Context manager: PayloadErrors of the body name the checkpoint, and a remedy if the hook's state is damaged."""
     return errors_begin_with(
         f"{path}, key {CHECKPOINT_KEY!r}",
         remedy="Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete "
@@ -41,19 +40,19 @@ def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
 
 
 def saves_alone(trainer: "pl.Trainer") -> bool:
-    """True if some ranks might not join this save, so it must not use collectives.
+    """Whether some ranks might not join this save, so that it must not use collectives.
 
     After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks' `on_exception`,
-    in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. Nothing public says that Lightning
-    saves in a signal handler (SLURM's, or a user's). All other cases, such as a save inside `if
+    in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. Lightning has no public flag for a
+    save in a signal handler (SLURM's, or a user's). All other cases, such as a save inside `if
     trainer.is_global_zero`, end at the time limit of the joint save and lose only the residuals.
     """
     return trainer.interrupted or in_signal_handler()
 
 
 def in_signal_handler() -> bool:
-    """Whether this thread is in a signal handler. Python calls `handler(number, frame)` with the interrupted frame,
-    which is also the frame that the handler returns to."""
+    """Whether this thread runs a signal handler. Python calls `handler(number, frame)` with the interrupted frame,
+    which is also the caller's frame."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_back is None or not (frame.f_code.co_argcount >= 2 or frame.f_code.co_flags & inspect.CO_VARARGS):
             continue

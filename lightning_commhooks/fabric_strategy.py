@@ -1,5 +1,5 @@
-"""The strategy of `lightning_commhooks.fabric` and `lightning_commhooks.lightning_fabric`: Fabric's DDP strategy with a
-communication hook for every model that is set up."""
+"""Fabric's DDP strategy with a communication hook for every model that is set up. Users import it from
+`lightning_commhooks.fabric` or `lightning_commhooks.lightning_fabric`."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,22 +31,22 @@ from lightning_commhooks.strategy import HookType, check_ddp_arguments, loss_sca
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy
 else:
-    DDPStrategy = object  # the base is added by `packages.fabric_class`
+    DDPStrategy = object  # `class_factory` adds the base class
 
 
 class CommHookDDP(DDPStrategy):
-    """Fabric's `DDPStrategy` with a communication hook, on every device, saved and restored by `fabric.save` and
-    `fabric.load`.
+    """Trains with Fabric's `DDPStrategy` and a communication hook, on every device; `fabric.save` and `fabric.load`
+    save and restore the hook.
 
     Each model that `fabric.setup` wraps has a hook with its own learned state. `fabric.save(path, {"model": model})`
-    puts the states of the hooks into the checkpoint, under the key "commhooks" and the models' names, and
-    `fabric.load(path, {"model": model})` restores them. As Fabric itself demands, all ranks must call both. Set up the
-    models before loading. With `fabric.no_backward_sync(model)` the hook does not run.
+    saves the hooks' states under the key "commhooks" and the models' names, and `fabric.load(path, {"model": model})`
+    restores them. All ranks must call both, as Fabric itself demands. Set up the models before loading. Within
+    `fabric.no_backward_sync(model)` the hook does not run.
 
     Args:
         hook, save_residual: as in `lightning_commhooks.CommHookDDP`.
         hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
-        ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
+        ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 
     Raises:
         commhooks.HookConfigError: at construction, as `lightning_commhooks.CommHookDDP`.
@@ -76,8 +76,11 @@ class CommHookDDP(DDPStrategy):
     # ---- what users call ---------------------------------------------------------------------------------------------
 
     def hook_of(self, model: nn.Module) -> CommHook | None:
-        """The hook of `model`, the result of `fabric.setup` or the module inside it: `stats()`, `plan()`. None with
-        `hook=None`, and for a model that was not set up."""
+        """The hook of `model`, with `stats()` and `plan()`. None with `hook=None`, and for a model that was not set up.
+
+        Args:
+            model: what `fabric.setup` returned, or the module inside it.
+        """
         inner = getattr(model, "module", model)
         return next((hook for ddp, hook in self._hooks.items() if ddp in (model, inner) or ddp.module is inner), None)
 
@@ -87,7 +90,7 @@ class CommHookDDP(DDPStrategy):
         return next(reversed(list(self._hooks.values())), None)
 
     def __repr__(self) -> str:
-        # With the module: the error of a Trainer that is given this strategy shows nothing else.
+        # With the module's name: a Trainer that is given this strategy shows only the `repr` in its error.
         return f"{type(self).__module__}.{type(self).__name__}(hook={self._request.name!r})"
 
     # ---- what Fabric calls -------------------------------------------------------------------------------------------
@@ -161,7 +164,7 @@ class CommHookDDP(DDPStrategy):
         return {name: hook for name, model in models.items() if (hook := self.hook_of(model)) is not None}
 
     def _load_hooks(self, state: Mapping[str, Any], saved: object, *, strict: bool) -> None:
-        """Check all that was saved for the models in `state`, then let their hooks take it over."""
+        """Check all saved states for the models in `state`, then load them."""
         if not isinstance(saved, dict):
             raise PayloadError(f"the checkpoint's {CHECKPOINT_KEY!r} is a {type(saved).__name__}, not a dict by models")
         hooks = self._hooks_in(state)
@@ -179,7 +182,7 @@ class CommHookDDP(DDPStrategy):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles (of the spawn launcher) contain the configuration, never the hooks of models.
+        # The spawn launcher pickles the strategy: pickles contain the configuration, never a hook.
         return {name: value for name, value in self.__dict__.items() if name != "_hooks"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`CommHookFSDP2`: Lightning's strategy for FSDP2, with a hook between replicas of the sharded model."""
+"""`CommHookFSDP2`, Lightning's FSDP2 strategy with a communication hook between the replicas of the sharded model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
 else:
-    ModelParallelStrategy = object  # the base is added by `packages.trainer_classes`
+    ModelParallelStrategy = object  # `class_factory` adds the base class
 
 
 class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
-    """`ModelParallelStrategy` for models that are sharded within groups of ranks, and averaged by a hook between these
-    groups. The hook is saved and resumed with the trainer's checkpoints, which are distributed ones (a folder each).
+    """Trains replicas of a model that `ModelParallelStrategy` shards, and averages between the replicas by a hook. The
+    Trainer's checkpoints are distributed (a folder) and hold the hook's state.
 
-    `configure_model` of the LightningModule shards the model over `self.trainer.strategy.device_mesh["shard"]`, all of
-    it under one call of `fully_shard`.
+    `configure_model` of the LightningModule shards the model over `self.trainer.strategy.device_mesh["shard"]`; the
+    last call of `fully_shard` is for a module that contains all others.
 
     Args:
-        hook: as in `CommHookDDP`, but not a callable; None is the plain average of the replicas.
+        hook: as in `CommHookDDP`, but not a callable; None averages the replicas without compression.
         hook_options, wrapper, strict, check_every: as in `commhooks.attach`.
         replicate_size: number of replicas of the model, each sharded over `world size / replicate_size` consecutive
             ranks. "auto": one per machine.
@@ -79,7 +79,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """The mesh with the dimensions "replicate" and "shard"."""
         if self._mesh is None:
-            raise RuntimeError("the device mesh is there when the processes have connected, as in configure_model")
+            raise RuntimeError("the device mesh exists once the processes have connected, as in configure_model")
         return self._mesh
 
     def _arguments(self) -> str:
@@ -112,8 +112,8 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """While gradients are accumulated, as `no_sync` of DDP: neither FSDP nor the hook sends anything. FSDP keeps
-        whole gradients meanwhile."""
+        """Context manager for gradient accumulation, as DDP's `no_sync`: neither FSDP nor the hook communicates. FSDP
+        keeps unsharded gradients meanwhile."""
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
         root.set_requires_gradient_sync(False)
@@ -123,7 +123,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
             root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The Trainer asks for the weights before all else that it saves.
+        # Lightning asks for the weights before it reads anything else that it saves.
         if self._saved_hook is not None:
             self._saved_hook.synchronize(optimizers=True)
         return super().lightning_module_state_dict()
@@ -161,18 +161,18 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
-    """The module that contains all others which `fully_shard` was called on.
+    """Returns the sharded module that contains all other sharded modules.
 
     Raises:
-        HookConfigError: there is none, or several.
+        HookConfigError: no module is sharded, or several are and none contains the others.
     """
     roots: dict[str, Any] = {}
-    for name, each in module.named_modules():  # what contains a module comes before it
+    for name, each in module.named_modules():  # parents come before their children
         if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):
             roots[name] = each
     if len(roots) != 1:
         raise HookConfigError(
-            "CommHookFSDP2 needs one module that contains all of the sharded ones, here there are "
+            "CommHookFSDP2 needs one sharded module that contains all others, and found "
             f"{list(roots) or 'none'}: end configure_model with fully_shard(self.net, "
             "mesh=self.trainer.strategy.device_mesh['shard'])"
         )
@@ -181,7 +181,7 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
 
 
 def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
-    """Check that what is trained is averaged: over the shards by FSDP, over the replicas by the hook.
+    """Check that FSDP and the hook average every trained parameter. Warns about parameters that are not sharded.
 
     Raises:
         HookConfigError: a parameter is sharded over another mesh.
@@ -199,6 +199,6 @@ def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
     if alone:
         more = f" and {len(alone) - 2} more" if len(alone) > 2 else ""
         warn(
-            f"{', '.join(alone[:2])}{more} would be trained, and fully_shard does not know them: nobody averages their "
-            "gradients, and the ranks drift apart. Call fully_shard on a module that contains them, or freeze them"
+            f"{', '.join(alone[:2])}{more}: trained, but not sharded, so their gradients are not averaged and the "
+            "ranks drift apart. Call fully_shard on a module that contains them, or freeze them"
         )

@@ -1,7 +1,7 @@
 """The classes of `lightning_commhooks` for the Trainer of the package `pytorch_lightning`."""
 
 from lightning_commhooks.callbacks import hook_stats
-from lightning_commhooks.packages import trainer_classes
+from lightning_commhooks.class_factory import trainer_classes
 
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 

@@ -1,4 +1,4 @@
-"""`CommHookDDP`: Lightning's DDP strategy with a communication hook, and what it has in common with `CommHookFSDP2`."""
+"""`CommHookDDP`, Lightning's DDP strategy with a communication hook, and the base class of all strategies with one."""
 
 import dataclasses
 import inspect
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
-    # At runtime the base is added by `packages.trainer_classes`, so `super()` reaches Lightning's strategy.
+    # At runtime `class_factory` adds the base class, so `super()` reaches Lightning's strategy.
     DDPStrategy = ParallelStrategy = object
-    # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
+    # LightningCLI accepts and documents the config classes that are named here. `str` must be last: if it preceded
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 MODULES = {"lightning.pytorch": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
-"""The packages with a Trainer, and where our classes for each are imported from."""
+"""Package with a Trainer -> module from which users import the classes for it."""
 
 _OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _FROM_LIGHTNING = {
@@ -61,26 +61,26 @@ _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
 class HookedStrategy(ParallelStrategy):
-    """Base of the strategies with a hook."""
+    """Base class of the strategies with a hook: attaches the hook, closes it, and checks the callbacks."""
 
-    # Of the Trainer's package, set in packages.py: its name, `CommHookCheckpoint` and `CommHookRoundEnd`.
+    # Set by `class_factory`: the Trainer's package, and the classes `CommHookCheckpoint` and `CommHookRoundEnd` for it.
     package: ClassVar[str]
     checkpoint_callback: "ClassVar[type[pl.Callback]]"
     round_end_callback: "ClassVar[type[pl.Callback]]"
 
     _request: HookRequest
-    # Set when the model is wrapped. Before that, and in pickles, there is only the configuration.
+    # None until the model is wrapped, and in pickles.
     _comm_hook: CommHook | None = None
     _hooked_module: "weakref.ref[pl.LightningModule] | None" = None
     _callbacks: "list[pl.Callback] | None" = None
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The attached hook: `stats()`, `plan()`. None before the model is wrapped, and for `CommHookDDP(hook=None)`.
-        After fit it is kept, closed (see `CommHook.close`).
+        """The attached hook, with `stats()` and `plan()`. None before the model is wrapped, and for
+        `CommHookDDP(hook=None)`. After fit the hook is kept, but closed (see `CommHook.close`).
 
-        With the spawn and fork launchers, as in notebooks, it lives in the worker processes and is None in the main
-        one: `hook_stats(trainer)` has its numbers.
+        With the spawn and fork launchers, as in notebooks, the hook exists in the worker processes only and is None in
+        the main process; call `hook_stats(trainer)` there.
         """
         return self._comm_hook
 
@@ -98,8 +98,8 @@ class HookedStrategy(ParallelStrategy):
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
-        # one at which an added callback receives all events. Scripts may call this before `fit`, which calls it again.
+        # Here strategy and callbacks are both known for the first time, and a callback added now still receives all
+        # events. Scripts may call this before `fit`, which calls it again.
         if self.lightning_module is not None:
             self._prepare_callbacks(self.lightning_module.trainer)
         super().setup_environment()
@@ -111,7 +111,7 @@ class HookedStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer = self._trainer
-        # The tuner's trial runs, as of the learning-rate finder, have a list of callbacks of their own (lightning 2.6).
+        # The tuner's trial runs, as for the learning-rate finder, replace the list of callbacks (lightning 2.6).
         if trainer.callbacks is self._callbacks and not trainer.fast_dev_run:
             left = _steps_left(trainer)
             if self._comm_hook is not None and left is not None:
@@ -119,7 +119,7 @@ class HookedStrategy(ParallelStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        # Launchers that fork or spawn send `trainer.state` of rank 0 back to the main process (lightning 2.6).
+        # Launchers that fork or spawn send rank 0's `trainer.state` back to the main process (lightning 2.6).
         self._trainer.state.comm_hook_stats = None if self._comm_hook is None else self._comm_hook.stats()
 
     def teardown(self) -> None:
@@ -130,7 +130,7 @@ class HookedStrategy(ParallelStrategy):
             self._comm_hook.close()  # otherwise another fit of this module could not attach a hook
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles (of the spawn launcher) and copies contain the configuration, never the hook of a wrapped model.
+        # The spawn launcher pickles the strategy: pickles and copies contain the configuration, never a hook.
         return {**super().__getstate__(), "_comm_hook": None, "_hooked_module": None, "_callbacks": None}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
@@ -142,14 +142,14 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def _saved_hook(self) -> CommHook | None:
-        """The hook that checkpoints hold: none with `hook=None`, and none that was attached to another module."""
+        """The hook whose state goes into checkpoints: none with `hook=None`, none attached to another module."""
         module, hooked = self.lightning_module, self._hooked_module
         if self._request.off or module is None or hooked is None or hooked() is not module:
             return None
         return self._comm_hook
 
     def _attach(self, model: Any, **groups: Any) -> None:
-        """Attach the hook to `model`, which is or is in the wrapped LightningModule."""
+        """Attach the hook to the wrapped LightningModule, or to a sharded module in it. Every rank must call this."""
         assert self.lightning_module is not None
         self._hooked_module = weakref.ref(self.lightning_module)
         request = _with_start(self._request, self._trainer)
@@ -157,10 +157,10 @@ class HookedStrategy(ParallelStrategy):
         self._comm_hook = attach_request(model, request, loss_scale=scale, **groups)
 
     def _prepare_callbacks(self, trainer: Any) -> None:
-        """Check the callbacks and loggers, and put the one that ends rounds first.
+        """Check the callbacks and loggers, and insert the callback that ends rounds as the first.
 
         Raises:
-            HookConfigError: a callback of ours is for the other package.
+            HookConfigError: a callback of `lightning_commhooks` is for the other package.
         """
         if trainer.state.fn == "fit":
             self._check_packages([*trainer.callbacks, *trainer.loggers])
@@ -169,7 +169,7 @@ class HookedStrategy(ParallelStrategy):
             trainer.callbacks.insert(0, self.round_end_callback())
 
     def _check_packages(self, objects: list[object]) -> None:
-        """Warn about objects of the other package, which this Trainer does not recognise as callbacks or loggers."""
+        """Warn about callbacks and loggers of the other package: this Trainer does not recognise them."""
         here, other = self.package, self._other_package()
         root = other.partition(".")[0]
         strangers = [
@@ -189,8 +189,8 @@ class HookedStrategy(ParallelStrategy):
             )
 
     def _not_for_the_other_trainer(self) -> str:
-        """Part of the `repr` where both packages are imported: the error of the other package's Trainer shows nothing
-        of the strategy but its `repr`."""
+        """Part of the `repr` if both packages are imported: the other package's Trainer shows only the `repr` in its
+        error."""
         other = self._other_package()
         if other.partition(".")[0] not in sys.modules:
             return ""
@@ -204,17 +204,18 @@ class HookedStrategy(ParallelStrategy):
 
 
 class CommHookDDP(HookedStrategy, DDPStrategy):
-    """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints. With
-    `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None and checkpoints hold nothing of a hook.
+    """Trains with `DDPStrategy` and a communication hook, on every device, and saves the hook in the Trainer's
+    checkpoints. With `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None, and checkpoints hold no
+    state of a hook.
 
     Args:
         hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
-        save_residual: what checkpoints hold of PowerSGD's error memory; see `CommHookCheckpoint`. Default "mean".
-        ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
+        save_residual: which residuals checkpoints hold; see `CommHookCheckpoint`. Default "mean".
+        ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 
     Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook, option or keyword (the closest match is
-            offered), a value of the wrong type, or an impossible combination.
+        commhooks.HookConfigError: at construction, for an unknown hook, option or argument (the message offers the
+            closest name), a value of the wrong type, or an invalid combination.
     """
 
     _trained_at_wrap: frozenset[str] = frozenset()
@@ -244,7 +245,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        # Attached even when off, so that the ranks compare their requests; then forgotten.
+        # Attached even with hook=None, so that the ranks compare their requests.
         self._attach(self.model)
         if self._request.off:
             self._comm_hook = None
@@ -264,7 +265,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The Trainer asks for the weights before all else that it saves, and for weights-only checkpoints, too.
+        # Lightning asks for the weights before it reads anything else that it saves, also for weights-only checkpoints.
         hook = self._saved_hook
         if hook is not None and not saves_alone(self._trainer):
             hook.synchronize(optimizers=True)
@@ -274,7 +275,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         hook = self._saved_hook
-        if hook is not None and "optimizer_states" in checkpoint:  # a full one: Lightning calls this on every rank
+        # Lightning calls this on every rank. Weights-only checkpoints have no "optimizer_states".
+        if hook is not None and "optimizer_states" in checkpoint:
             self._warn_about_size(hook)
             joint = not saves_alone(self._trainer)
             checkpoint[CHECKPOINT_KEY] = hook.state_dict(self.save_residual, gather=True, joint=joint)
@@ -282,8 +284,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     @print_error_on_rank_zero()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
-        # trusted files `fit` accepts weights_only=False.
+        # Security: by default Lightning 2.6 executes code in a checkpoint. Here the default is weights_only=True; for
+        # trusted files users pass weights_only=False to `fit`.
         self._checkpoint_path = checkpoint_path
         weights_only = True if weights_only is None else weights_only
         try:
@@ -293,7 +295,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
                 raise PayloadError(f"{checkpoint_path} {cut}. Resume from another one") from error
             if isinstance(error, OSError) or not weights_only:  # the message names the file, or code in it has failed
                 raise
-            foreign = re.search(r"GLOBAL (\S+)", str(error))  # so torch 2.13 names what is no plain type
+            foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch 2.13 names a type that is not plain in this form
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise PayloadError(
                 f"{checkpoint_path} cannot be read ({f'it holds a {foreign[1]}' if foreign else reason}). Nothing in "
@@ -303,9 +305,9 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     @print_error_on_rank_zero()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The hook's state is restored here, not in load_checkpoint, which only reads the file. Lightning calls this
-        # after the model is wrapped, only in fit and only for full checkpoints. Therefore `validate(ckpt_path=...)`
-        # does not change the hook, and the learning-rate finder, which restores its own checkpoint, resets it.
+        # The hook's state is restored here, because Lightning calls this after the model is wrapped, only in fit and
+        # only for full checkpoints: `validate(ckpt_path=...)` does not change the hook, and the learning-rate finder,
+        # which restores its own checkpoint, resets it.
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
@@ -324,7 +326,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
         super()._prepare_callbacks(trainer)
         given: list[Any] = [each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)]
         if len(given) > 1:
-            raise HookConfigError(f"{len(given)} CommHookCheckpoint callbacks in one Trainer; give one, or none")
+            raise HookConfigError(f"{len(given)} CommHookCheckpoint callbacks in one Trainer; pass one at most")
         for callback in given:
             for name, ours in self._given.items():
                 theirs = getattr(callback, name)
@@ -387,17 +389,17 @@ def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) 
 
 
 def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | None:
-    """Returns the current scale of the GradScaler of a precision plugin (of a Trainer or Fabric); None without one."""
+    """Returns a function for the current scale of a precision plugin's GradScaler; None without a GradScaler."""
     if getattr(plugin, "scaler", None) is None:
         return None
     return ScaleOf(lambda: plugin.scaler, device)
 
 
 def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
-    """`request` with its start as a number of steps.
+    """Returns `request` with the start of the compression as a number of steps.
 
     Raises:
-        HookConfigError: it is a fraction of a run of unknown length.
+        HookConfigError: the start is a fraction of a run of unknown length.
     """
     config = request.config
     if config is None or isinstance(config.configured_start, int):
@@ -415,10 +417,10 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
 
 
 def _steps_left(trainer: "pl.Trainer") -> int | None:
-    """Number of synchronised backward passes from here to the end of the run; None if unknown.
+    """Returns the number of backward passes with communication until the end of the run; None if unknown.
 
-    Automatic optimization has one per optimizer step, also with gradient accumulation. With manual optimization the
-    user's code decides.
+    With automatic optimization there is one per optimizer step, also with gradient accumulation. With manual
+    optimization the user's code decides.
     """
     if not trainer.lightning_module.automatic_optimization:
         return None

@@ -127,6 +127,11 @@ def seconds_between(begin: Mark, end: Mark) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
+def has_passed(point: Mark) -> bool:
+    """Whether a mark lies in the past of the device, so that reading it does not wait."""
+    return point is None or isinstance(point, float) or bool(point.query())
+
+
 def event_on(device: torch.device) -> Any:
     """Record a timing event on the current stream of `device`."""
     event = torch.cuda.Event(enable_timing=True)

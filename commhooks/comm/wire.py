@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.gradients import precision
-
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtype of each value of the option `wrapper`."""
 CLAMPED_STEPS = 64
@@ -99,14 +97,10 @@ def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: 
 
 def put_flags(gradients: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
     """Write to `flags`, per parameter, 1 if its gradient (1-D) is not zero, else 0. DDP may drop the result for a
-    parameter that no rank used, and a residual sent in it would be lost."""
-    on_host = precision.is_host_readable(flags.device)
+    parameter that no rank used, and a residual sent in it would be lost. For the CPU."""
     for gradient, flag in zip(gradients, flags, strict=True):
-        if on_host:
-            # The first 64 elements nearly always contain a nonzero one.
-            flag.fill_(bool(gradient[:64].any()) or bool(gradient.any()))
-        else:
-            flag.copy_(gradient.any())
+        # The first 64 elements nearly always contain a nonzero one.
+        flag.fill_(bool(gradient[:64].any()) or bool(gradient.any()))
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ the compressor to go on with.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commhooks.comm.collectives import gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.names import ParameterNames
 from commhooks.options import ConfigT
@@ -38,11 +38,17 @@ class ObservedPass:
         step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
         names: of the parameters.
+        memory_plan: called with a compressor and its plans of the buckets; returns the bytes needed on this rank.
     """
 
     step_s: float
     layouts: Sequence[BucketLayout]
     names: ParameterNames
+    memory_plan: Callable[[Compressor[Any], Sequence[Sequence[UnitPlan]]], MemoryPlan]
+
+    def memory(self, compressor: Compressor[Any]) -> MemoryPlan:
+        """Bytes that this rank needs in total if it uses `compressor` on these buckets."""
+        return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
         """What `compressor` would do to each bucket."""
@@ -56,15 +62,26 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks that average their gradients. All of them must call `table`, in the same order.
+    """The ranks of the model. All of them must call `table`, in the same order.
 
     Args:
+        group: the ranks that average their gradients.
         device: where collectives of `group` need their tensors.
+        shards: the ranks that hold the other shards of a replica; None without shards.
+
+    Attributes:
+        size: how many ranks average their gradients.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, counters: Counters) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        counters: Counters,
+        shards: dist.ProcessGroup | None = None,
+    ) -> None:
         self.size = group.size()
-        self._group = group
+        self._group, self._shards = group, shards
         self._device = device
         self._counters = counters
 
@@ -72,12 +89,30 @@ class Ranks:
         """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
         what = "what each rank has measured (let every rank take part in each pass)"
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        rows: list[list[float]] = gather_rows(own, self._group, self._counters, what).tolist()
-        return rows
+        rows = gather_rows(own, self._group, self._counters, what)
+        if self._shards is not None:
+            rows = gather_rows(rows.flatten(), self._shards, self._counters, what).view(-1, len(numbers))
+        found: list[list[float]] = rows.tolist()
+        return found
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that decides from measurements what it does."""
+    """A compressor that decides from measurements what it does.
+
+    Attributes:
+        ranks_per_node: 1 if there are no nodes.
+    """
+
+    ranks_per_node: int = 1
+
+    @property
+    @abstractmethod
+    def between_nodes(self) -> bool:
+        """Whether it now works between nodes, on gradients that were averaged inside of the nodes."""
+
+    @abstractmethod
+    def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
+        """A copy that has decided nothing, for ranks that form nodes."""
 
     @property
     @abstractmethod

@@ -1,9 +1,8 @@
 """The extension point: a compressor defines how one bucket is reduced; the engine does everything else.
 
 A compressor is one class: its options, its plan of a model, the fields of its learned state, and its exchange. The
-exchange is a generator that reads like the algorithm: it yields each collective (`Send`) and receives the result, and
-it yields a `Verdict` before it writes learned state. The engine runs the exchanges of all buckets, orders the
-collectives, waits for them, counts bytes, measures times, follows the loss scale, and commits or abandons the pass.
+exchange is a generator that reads like the algorithm: it yields a `Send` for each collective and receives the result,
+and it yields a `Verdict` before it writes learned state. The engine runs the exchanges of all buckets.
 """
 
 import copy
@@ -31,57 +30,57 @@ __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", 
 class Verdict:
     """Asks whether every bucket of this backward pass is finite on every rank.
 
-    The answer is a bool on the CPU and a 0-dim bool tensor on an accelerator, without synchronisation. An exchange
-    writes learned state after the answer, and only where it is true.
+    The answer is a bool on the CPU, and on an accelerator a 0-dim bool tensor, without synchronisation. After the
+    answer, and only if it is true, an exchange writes learned state.
     """
 
     finite: torch.Tensor
-    """0-dim bool tensor on the bucket's device: everything that this exchange received is finite. It must be equal on
-    all ranks, so compute it from reduced tensors."""
+    """0-dim bool tensor on the bucket's device: everything that this exchange received is finite. Compute it from
+    reduced tensors, because it must be equal on all ranks."""
 
 
 Exchange = Generator[Send | Verdict, Any, torch.Tensor | None]
-"""Yields `Send` (answered by the reduced tensor) and once `Verdict`, and leaves the averaged gradient in the bucket, or
-returns the tensor that has it. A compressor that is not transactional yields no `Verdict`."""
+"""Yields `Send` (answered by the reduced tensor), and once a `Verdict` if the compressor is transactional. Leaves the
+averaged gradient in the bucket and returns None, or returns a tensor with it."""
 
 
 class State(Protocol):
-    """The learned state as a compressor sees it: per field a dict from the unit's name to its tensor."""
+    """The learned state for an exchange: per field a dict from the unit's name to its tensor."""
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]: ...
 
 
 @dataclass(slots=True)
 class StepInfo:
-    """The current step, as passed to an exchange."""
+    """The current step, for an exchange."""
 
     number: int
     """Committed steps before this one. On an accelerator a lower bound, unless `needs_exact_step`."""
     world_size: int
     residual_factor: LossScale = 1.0
-    """Current loss scale / loss scale at the time when fields with `scales_with_loss` were written. A float, or a
-    0-dim tensor on an accelerator."""
+    """Current loss scale divided by the loss scale with which fields with `scales_with_loss` were written: a float, or
+    on an accelerator a 0-dim tensor."""
     rank: int = 0
-    """This rank's number among the ranks that reduce the gradients."""
+    """This rank, among the ranks that reduce the gradients."""
     unused: Collection[str] = ()
-    """Parameters of this bucket that this rank has not used since the latest synchronised pass. Their gradient in the
-    bucket is an old one. DDP drops the result for those that no rank has used."""
+    """Parameters of this bucket that this rank has not used since the latest synchronised pass. The bucket holds their
+    old gradients. DDP drops the results of parameters that no rank has used."""
 
 
 class Compressor(ABC, Generic[ConfigT]):
-    """How a bucket of gradients is averaged over the ranks. One object for each model.
+    """Averages buckets of gradients over the ranks. Every model has its own object.
 
     Attributes:
         Config: the class of its options; `Config.hook_name` is the name of the hook.
         title: name in messages; by default the hook's name.
-        state_fields: the fields of its learned state; a property where they depend on the options.
-        transactional: True: the engine waits for all collectives and commits all buckets of a backward pass together,
-            or none. False for a compressor without learned state: its hook calls return at once, and DDP waits;
-            between nodes the engine waits.
-        selective: it decides for each parameter whether to compress it; plans then show the reasons.
-        collectives: the operations of the exchange of one bucket, to predict times; the counted bytes are divided
+        state_fields: the fields of its learned state; a property if they depend on the options.
+        transactional: True: the engine waits for all collectives, and commits all buckets of a backward pass or none.
+            False, for a compressor without learned state: hook calls return at once, and DDP waits; with nodes the
+            engine waits.
+        selective: it decides per parameter whether to compress it, and plans show the reasons.
+        collectives: the operations of the exchange of one bucket, to predict times. The counted bytes are divided
             equally among them.
-        wrappers: whether it can be used with the fp16 and bf16 wrappers, which construct it with a `wire_dtype`.
+        wrappers: it can be used with the fp16 and bf16 wrappers, which construct it with a `wire_dtype`.
     """
 
     Config: ClassVar[type[Any]]
@@ -103,55 +102,53 @@ class Compressor(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         """
         Args:
-            config: options whose start is a number of steps (see `config.resolved`).
-            wire_dtype: the dtype to which a wrapper casts what is sent; None: no wrapper.
+            config: options with a start that is a number of steps (see `config.resolved`).
+            wire_dtype: the dtype to which a wrapper casts messages; None: no wrapper.
         """
         self.config = config
         self.wire_dtype = wire_dtype
 
-    # ---- what its author defines -------------------------------------------------------------------------------------
+    # ---- for every author ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         """Average one bucket over the ranks. All ranks run it, with equal plans.
 
         Args:
-            flat: the bucket's buffer, 1-D: this rank's gradient on entry, the result on exit. It may serve as scratch
-                memory in between.
+            flat: the bucket's buffer, 1-D: this rank's gradient on entry, the result on exit, scratch memory between.
             work: the result of `workspace` for the layout of this bucket.
             state: the learned state; write it only after `Verdict`.
-            step: see `StepInfo`.
         """
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Decide for one parameter with a dense, real gradient. Only its shape, strides and dtype may be read: it may
-        be on the meta device."""
+        """Decide for one parameter with a dense, real gradient. Read only its shape, strides and dtype: it may be on
+        the meta device."""
         return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """Buffers for the exchange of buckets with this layout, allocated once and never saved. Not called if nothing
-        in the bucket is compressed: `average` reduces such a bucket."""
+        """Allocate the buffers of `exchange` for buckets with this layout, which are never saved. Not called if nothing
+        in the bucket is compressed: `average` reduces it."""
         return layout, plans
 
-    # ---- less often --------------------------------------------------------------------------------------------------
+    # ---- rarely needed -----------------------------------------------------------------------------------------------
 
     stats_every: int | None = None
     """Steps between two log lines with compression statistics; None: no such lines."""
     computes_from_received: ClassVar[bool] = True
-    """What it computes from what it has received may differ between kinds of processors in the last bits, so that
-    replicas on such machines drift apart. False: one correctly rounded operation on each number alone."""
+    """False: its results are one correctly rounded operation on each received number alone. True: last bits may differ
+    between kinds of processors, so that replicas on such machines drift apart."""
     native: bool = False
-    """Compute with the native library: all ranks have the same `native_build`. The engine sets it before it asks for a
-    workspace."""
+    """Compute with the native library, because all ranks have the same `native_build`. The engine sets it before it
+    calls `workspace`."""
 
     @property
     def needs_exact_step(self) -> bool:
-        """True if the exchange depends on the exact `step.number`: reading it synchronises with an accelerator."""
+        """Whether the exchange reads the exact `step.number`, which synchronises with an accelerator."""
         return False
 
     @property
     def start_step(self) -> int:
-        """Committed steps of training before compression begins."""
+        """Number of committed steps before compression begins."""
         start = self.config.configured_start
         assert isinstance(start, int)
         return start
@@ -162,19 +159,19 @@ class Compressor(ABC, Generic[ConfigT]):
         return ""
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
-        """The initial value of a field, on the CPU, for `StateField.refit`; None if it starts empty."""
+        """Return the initial value of a field, on the CPU, for `StateField.refit`; None if it starts empty."""
         return None
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What tells this machine's native kernels for gradients of `dtype` on `device` apart from others that compute
-        other bits; "" if it has none. Raises HookConfigError with the reason if it should have some."""
+        """Return an id of this machine's native kernels for gradients of `dtype` on `device`: equal ids compute equal
+        bits. "" if there are none. Raises HookConfigError if there should be some, with the reason."""
         return ""
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Bytes needed on each rank. `buckets`: the same plans grouped by bucket; one group if buckets are unknown."""
+        """Return the bytes needed per rank. `buckets`: the plans by bucket; one group if buckets are unknown."""
         residual = others = 0
         for plan in plans:
             for each in self.state_fields if plan.compressed else ():
@@ -185,15 +182,15 @@ class Compressor(ABC, Generic[ConfigT]):
         return MemoryPlan(residual, others, packed, copies=copies)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        """Decide for the parameters of a bucket or of a model: one plan each, in order. A compressor of whole buckets
-        returns one plan for all of them, with a `state_name`."""
+        """Decide for the parameters of a bucket or of a model: return a plan per parameter, in order. A compressor of
+        whole buckets returns one plan for all, with a `state_name`."""
         return [self.plan_one(info) for info in parameters]
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """The exchange before compression begins, and of a bucket in which nothing is compressed."""
+        """The exchange before compression begins, and for a bucket in which nothing is compressed."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size)
 
-    # ---- what every compressor shares --------------------------------------------------------------------------------
+    # ---- the same for all compressors --------------------------------------------------------------------------------
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         """Leave sparse, excluded, complex and empty parameters uncompressed; call `plan_parameter` for the others."""
@@ -218,32 +215,31 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @property
     def display_name(self) -> str:
-        """Its name in messages."""
         return self.title or self.name
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that is sent for a bucket of `dtype`."""
+        """Return the wire dtype for a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
-        """Whether each parameter could come to be compressed, and have a residual, with these options."""
+        """Return for each parameter whether it can ever be compressed, and have a residual, with these options."""
         plans = self.plan(infos) if infos else []
         return [True] * len(infos) if any(plan.state_name for plan in plans) else [plan.compressed for plan in plans]
 
     def with_start(self, start: int) -> Any:
-        """A copy with another start step."""
-        made = copy.copy(self)  # whatever arguments its class takes
+        """Return a copy with another start step."""
+        made = copy.copy(self)  # the constructor of a subclass may have other arguments
         made.config = self.config.with_start(start)
         return made
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True) -> Exchange:
-    """Replace `flat` by its mean over the ranks; for a narrower `wire_dtype` through a buffer of that dtype.
+    """Replace `flat` by its mean over the ranks; through another buffer if `wire_dtype` is narrower.
 
     Args:
         check_finite: False: yield a true verdict without reading the result.
     """
-    # Gradients of sparse embeddings keep their dtype: they send few rows, and gloo sums their values by index.
+    # Sparse gradients keep their dtype: they have few rows, and gloo sums their values by index.
     wire = flat.div_(world_size)  # before it is narrowed, so that fewer numbers overflow
     if not flat.is_sparse:
         wire = wire.to(wire_dtype)
@@ -260,7 +256,7 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, che
 def with_verdict(
     exchange: Exchange,
 ) -> Generator[Send | Verdict, Any, tuple[torch.Tensor | None, torch.Tensor | bool | None]]:
-    """`yield from exchange`, for an exchange that is a part of another. Also returns the answer to its verdict."""
+    """`yield from exchange`, for an exchange within another. Return its result, and the answer to its verdict."""
     answer = good = None
     while True:
         try:

@@ -1,5 +1,4 @@
-"""Hooks without learned state: averaging in the bucket's dtype or in 16 bits, with one all-reduce per bucket, and no
-averaging at all."""
+"""Hooks without learned state: all-reduce in the bucket's dtype or in 16 bits, and no communication at all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from commhooks.options import ConfigT, HookConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(HookConfig):
-    """Plain averaging of gradients, as DDP does without a hook: the baseline, with statistics."""
+    """Options of the hook allreduce, which averages gradients as DDP does without a hook: the baseline."""
 
     hook_name: ClassVar[str] = "allreduce"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP16Compress(HookConfig):
-    """Gradients travel as float16: half the bytes. Values beyond 65504 become inf, as a GradScaler expects."""
+    """Options of the hook fp16_compress, which sends float16. Larger values than 65504 become inf."""
 
     hook_name: ClassVar[str] = "fp16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("fp16",)
@@ -31,7 +30,7 @@ class FP16Compress(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BF16Compress(HookConfig):
-    """Gradients travel as bfloat16: half the bytes, the range of float32, 8 bits of precision."""
+    """Options of the hook bf16_compress, which sends bfloat16: the range of float32 with 8 bits of precision."""
 
     hook_name: ClassVar[str] = "bf16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -40,7 +39,8 @@ class BF16Compress(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Noop(HookConfig):
-    """No communication at all: shows how fast training would be without a network. Never train with it."""
+    """Options of the hook noop, without communication: it shows how fast training would be without a network. Replicas
+    drift apart."""
 
     hook_name: ClassVar[str] = "noop"
     sends: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class Stateless(Compressor[ConfigT]):
 
 
 class Cast(Stateless[ConfigT]):
-    """The mean over the ranks, in the bucket's dtype or in a narrower one."""
+    """Averages over the ranks, in the bucket's dtype or in a narrower dtype."""
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         own = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
@@ -70,7 +70,7 @@ class Cast(Stateless[ConfigT]):
         self._casts = [dtype for dtype in (wire_dtype, own) if dtype is not None]
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        # Cast before dividing, as torch does. Gradients of sparse embeddings keep their dtype.
+        # Cast before dividing, as torch does. Sparse gradients keep their dtype.
         wider, low = [], flat
         for dtype in () if flat.is_sparse else self._casts:
             if low.dtype != dtype:
@@ -99,8 +99,6 @@ class BF16Compressor(Cast[BF16Compress]):
 
 
 class NoopCompressor(Stateless[Noop]):
-    """Every rank keeps its own gradients."""
-
     Config = Noop
     title = "no communication"
 

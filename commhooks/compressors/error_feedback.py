@@ -1,7 +1,7 @@
-"""Error feedback for the parameters of a bucket; follows the loss scale and does not synchronise with accelerators.
+"""Error feedback: the part of `delta = gradient + residual` that a compressor does not send is the next residual.
 
-The part of `delta = gradient + residual` that a compressor does not send becomes the residual of the next step
-(Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019).
+Source: Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019. Residuals follow the loss scale,
+and nothing here synchronises with an accelerator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ Fill = Callable[[int], torch.Tensor]
 
 
 def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) -> torch.Tensor:
-    """Gradient plus residual of one parameter: a new 1-D float32 tensor (float64 for float64 gradients) in memory
-    order."""
+    """Return gradient plus residual of one parameter: a new tensor, 1-D in memory order, in float32 (in float64 for
+    float64 gradients)."""
     delta = slot.of(flat).to(compute_dtype(flat.dtype), copy=True)
     residual = state["residual"].get(slot.name)
     if residual is None:
@@ -28,18 +28,21 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
 
 
 def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: StepInfo) -> None:
-    """Set to 0 the flags (see `put_flags`) of the parameters whose gradient is an old one: what no rank uses keeps its
-    residual, because DDP drops the result."""
+    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0, so that a parameter that no rank uses
+    keeps its residual: DDP drops its result."""
     for slot, flag in zip(slots, flags, strict=True) if step.unused else ():
         if slot.name in step.unused:
             flag.zero_()
 
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State) -> None:
-    """Store `left` as the residual of one parameter if `good`, the answer to `Verdict`, is true; else keep the old one.
+    """Store `left` as the residual of one parameter if `good` is true, else keep the old residual.
 
-    `left` has the shape and dtype of the result of `with_residual`. Call it after the `Verdict`, for every compressed
-    parameter.
+    Call this after the `Verdict`, for every compressed parameter.
+
+    Args:
+        left: what was not sent, in the shape and dtype of the result of `with_residual`.
+        good: the answer to the `Verdict`.
     """
     old = state["residual"].get(slot.name)
     if isinstance(good, bool):
@@ -50,7 +53,7 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
 
 
 class NamedViews:
-    """One tensor whose pieces are the entries of a dict, so that learned state kept by name can be processed together.
+    """One tensor with the entries of a dict, so that one operator processes the learned state of many parameters.
 
     Args:
         names: per entry its name, its offset in `whole` and its shape.
@@ -62,13 +65,17 @@ class NamedViews:
         self._views = {name: whole[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Copy `entries` into the whole tensor and return it. A missing entry i becomes `fill(i)`, or zeros. Does not
-        change the dict."""
+        """Copy `entries` into `whole`, and return it. A missing entry i becomes `fill(i)`, or zeros."""
         for i, (name, view) in enumerate(self._views.items()):
             known = entries.get(name)
             if known is view:
                 continue
             if known is not None:
+<<<<<<< HEAD
+=======
+                if known.is_cuda:  # allocated on another stream, and it may be freed before this stream has copied it
+                    known.record_stream(torch.cuda.current_stream(known.device))
+>>>>>>> main
                 view.copy_(known)
             elif fill is not None:
                 view.copy_(fill(i))
@@ -77,7 +84,7 @@ class NamedViews:
         return self.whole
 
     def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """As `gather`, and replace each entry of the dict by its piece of the whole tensor."""
+        """Do the same as `gather`, and replace the entries of the dict by views of `whole`."""
         whole = self.gather(entries, fill)
         entries.update(self._views)
         return whole

@@ -1,5 +1,5 @@
-"""The learned state of a compressor, described field by field. Checkpoints, the agreement of the ranks, loss scaling
-and the memory plan are derived from this description."""
+"""Descriptions of a compressor's learned state. Checkpoints, the agreement of the ranks, loss scaling and the memory
+plan are derived from them."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class StateField:
-    """One kind of tensor that a compressor keeps from step to step: one tensor per parameter (or per bucket).
+    """Describes tensors that a compressor keeps from step to step: one tensor per parameter (or per bucket).
 
-    By default it has the parameter's number of elements, is kept flat in memory order and saved in the parameter's
-    shape. Subclasses override the shape, the saved form, and the conversion after the plan has changed.
+    By default a tensor has the parameter's number of elements, is kept flat in memory order, and is saved in the
+    parameter's shape. Subclasses override the shape, the saved form, and the conversion after the plan has changed.
 
     Attributes:
         key: its name in the learned state and in the checkpoint.
         per: "parameter", or "bucket": one tensor per compressed unit of a compressor of whole buckets, saved under the
             unit's name without conversion.
-        replicated: True: equal on every rank. False: each rank has its own, only the mean over the ranks matters, and
-            the option `save_residual` selects what is saved (mean / per_rank / drop).
+        replicated: True: equal on every rank. False: different on every rank, and only the mean over the ranks matters;
+            the option `save_residual` (mean, per_rank or drop) selects what is saved.
         scales_with_loss: proportional to the loss; rescaled when the scale of a GradScaler changes.
     """
 
@@ -46,42 +46,36 @@ class StateField:
             )
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
-        """Shape of the tensor that is kept for a compressed unit."""
+        """Return the shape of the tensor of a compressed unit."""
         return (plan.numel,)
 
     def size_bytes(self, plan: UnitPlan) -> int:
-        """Bytes of the tensor that is kept for a compressed unit."""
         return math.prod(self.shape(plan)) * self.dtype(plan).itemsize
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU that does not depend on the memory format. `value`: the tensor in the learned state."""
+        """Return a copy of `value`, of the learned state, on the CPU, independent of the parameter's memory format."""
         # Copy to the CPU first: a clone on the accelerator would need additional device memory.
         return to_logical(value.detach().to("cpu", copy=True), parameter).contiguous()
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
-        """The inverse of `to_saved`; None if `saved` cannot be used. `row_dim`: the slowest dimension at the save."""
+        """Invert `to_saved`; None if `saved` cannot be used. `row_dim`: the slowest dimension at the save."""
         return to_memory(saved.detach(), parameter)
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert `value` to the current plan after options have changed; None: discard it and start afresh.
-
-        Args:
-            initial: the initial value of this field (see `Compressor.initial_value`), or None.
-        """
+        """Convert `value` after the plan has changed; None: discard it. `initial`: see `Compressor.initial_value`."""
         return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        """An error message if `value` cannot belong to this unit, else None."""
-        # A field of another shape, which may depend on options, is refitted or starts afresh instead.
+        """Return an error message if `value` cannot belong to this unit, else None."""
+        # Other shapes may depend on options: the field is refitted or starts afresh.
         if self.shape(plan) == (plan.numel,) and value.numel() != plan.numel:
             shape = tuple(plan.shape)
             return f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has shape {shape}"
         return None
 
     def dtype(self, plan: UnitPlan) -> torch.dtype:
-        """The dtype in which the tensor is kept."""
         return compute_dtype(plan.dtype)
 
 
 RESIDUAL = StateField("residual", replicated=False, scales_with_loss=True)
-"""Error feedback: the part of the gradient not sent yet, per parameter. It is added to the next gradient."""
+"""Error feedback: the part of the gradient not sent yet, per parameter, to be added to the next gradient."""

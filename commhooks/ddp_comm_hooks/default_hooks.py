@@ -63,15 +63,16 @@ def bf16_compress_hook(
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Make `hook` communicate in float16; the result has the bucket's dtype.
 
-    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16: arithmetic and residual stay
-    float32, and error feedback includes the rounding. Any other hook is called with a float16 bucket. Replaces torch's
+    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16: arithmetic and residuals stay in
+    float32, and error feedback compensates for the rounding. Any other hook gets a float16 bucket. Replaces torch's
     `fp16_compress_wrapper`.
     """
     return _wrap(hook, torch.float16, "fp16_compress_wrapper")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """As `fp16_compress_wrapper`, in bfloat16. Works on gloo and NCCL. Replaces torch's `bf16_compress_wrapper`."""
+    """Make `hook` communicate in bfloat16; otherwise as `fp16_compress_wrapper`. Works on gloo and NCCL. Replaces
+    torch's `bf16_compress_wrapper`."""
     return _wrap(hook, torch.bfloat16, "bf16_compress_wrapper")
 
 
@@ -109,7 +110,6 @@ _EXPECTED = (
 
 
 def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.Tensor]:
-    """Return `returned` if it is a future; raise HookRunError otherwise."""
     if not isinstance(returned, AnyFuture):
         raise HookRunError(f"hook {hook_name!r} returned a {type(returned).__name__}; {_EXPECTED}")
     return returned
@@ -117,10 +117,7 @@ def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
     """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements; raise HookRunError
-    otherwise.
-
-    If it is raised in a callback of the future, backward raises a RuntimeError with the same text.
-    """
+    otherwise. From a callback of the future, backward raises it as a RuntimeError with the same text."""
     if not isinstance(value, torch.Tensor):
         raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
     if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
+from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
-from commhooks.ddp_comm_hooks.form import FORMS, Form, form_of
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
@@ -31,23 +32,53 @@ logger = logger_of(__name__)
 _as_torch = logging.getLogger(__name__)  # for lines that are torch's, word by word
 
 
+@dataclass(frozen=True)
+class Form:
+    """The form of PowerSGD that a hook function runs: per parameter or per bucket, and the wire dtype (None: the
+    bucket's)."""
+
+    batched: bool
+    wire_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        return "batched_powerSGD_hook" if self.batched else "powerSGD_hook"
+
+    @property
+    def kind(self) -> Any:
+        return BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
+
+    def fits(self, session: Session) -> bool:
+        return type(session.compressor) is self.kind and session.compressor.wire_dtype == self.wire_dtype
+
+
+_forms: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
+"""The form of each PowerSGD hook function; the wrappers add entries."""
+
+
+def _form_of(hook: Callable[..., Any]) -> Form | None:
+    try:
+        return _forms.get(hook)
+    except TypeError:  # callable objects need not be hashable
+        return None
+
+
 def _option(name: str) -> Any:
-    """A read-only attribute of `PowerSGDState`: the option of this name."""
     return property(lambda state: getattr(state._options, name))
 
 
 class PowerSGDState:
-    """Configuration and learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
+    """Holds the options and the learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
-    Arguments, their order and their defaults are torch's, with these differences: `start_powerSGD_iter` may be 0 or 1
-    with error feedback or warm start; `orthogonalization_epsilon` is accepted and ignored; loading a pickled state
-    needs no process group. See `commhooks.PowerSGD` for the other arguments.
+    Arguments, their order and their defaults are torch's. Unlike torch, it allows `start_powerSGD_iter` 0 and 1 with
+    error feedback or warm start, ignores `orthogonalization_epsilon`, and needs no process group to load a pickled
+    state. See `commhooks.PowerSGD` for the other arguments.
 
     Args:
-        process_group: the group over which to average; None: the default group at the time of the backward pass.
+        process_group: the ranks to average over; None: the default group at the time of the backward pass.
 
     Raises:
-        HookConfigError: an argument of the wrong type or out of range.
+        HookConfigError: an argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -81,8 +112,8 @@ class PowerSGDState:
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Returns a function that returns `process_group`, and where that is None `otherwise()`. It holds this object
-        weakly, which holds the session that calls it."""
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. The function references this
+        object weakly, because this object owns the session that calls the function."""
         weak = weakref.ref(self)
 
         def group() -> dist.ProcessGroup:
@@ -92,30 +123,31 @@ class PowerSGDState:
         return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to a model; `commhooks.attach` calls this on every rank. `model`: the module that DDP wraps;
-        `function`: the hook.
+        """Bind the state to a model; `commhooks.attach` calls this on every rank.
+
+        Args:
+            model: the module that DDP wraps.
+            function: the hook.
 
         Raises:
-            AttachError: the state is bound to another model already.
+            AttachError: another model uses the state.
         """
-        other = self._serves() if self._serves is not None else None
+        other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(
                 "this PowerSGDState is already used by another model, whose gradients it remembers; make a "
                 "PowerSGDState for each model"
             )
-        self._serves = weakref.ref(model)
+        self._model = weakref.ref(model)
         self._reader = BucketReader(len(binding.names.named_parameters()))
         binding = dataclasses.replace(binding, group=self._group_or(binding.group))
         consensus = self.session.consensus
-        if self.session.has_run:  # a second training: what it knows of the parameters stays
+        if self.session.has_run:  # a second training: the state keeps its names of the parameters
             consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
-            consensus.replace_compressor(
-                self.session.compressor
-            )  # perhaps among other ranks, which compare their states
+            consensus.replace_compressor(self.session.compressor)  # the ranks may be others: they compare their states
         else:
             consensus.bind(binding)
-            form = form_of(function)
+            form = _form_of(function)
             if form is not None:
                 self.use(form)
 
@@ -125,7 +157,7 @@ class PowerSGDState:
 
     @property
     def iter(self) -> int:
-        """Number of committed synchronised backward passes, that is, those that were finite on every rank."""
+        """Number of synchronised backward passes that were finite on every rank."""
         self.session.held.settle()
         return self.session.state.step
 
@@ -143,11 +175,11 @@ class PowerSGDState:
         return max(1, self._options.compression_stats_logging_frequency)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(compression rate, elements before, elements after) over all compressed backward passes so far."""
+        """Return (compression rate, elements before, elements after) over all compressed backward passes so far."""
         return self.session.counters.compression_stats()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options and the learned state as plain types and tensors, without the process group and buffers."""
+        """Return the options and the learned state as plain types and tensors, without process group and buffers."""
         _as_torch.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         session = self.session
         session.held.settle()
@@ -166,7 +198,7 @@ class PowerSGDState:
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restore a pickled state. The process group becomes the default group, which need not exist yet."""
+        """Restore a pickled state. Its process group is the default group, which need not exist yet."""
         _as_torch.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -178,12 +210,11 @@ class PowerSGDState:
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
-    # Set by __setstate__ only: the (rank, world size) that saved the residual of a pickled state, and whether its
-    # learned state is keyed by names of the model or by positions.
+    # Set by __setstate__: the (rank, world size) that pickled the residual, and the kind of names that are its keys.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
     # Set by `bind`.
-    _serves: "weakref.ref[torch.nn.Module] | None" = None
+    _model: "weakref.ref[torch.nn.Module] | None" = None
 
     def _adapt_pickled_state(self) -> None:
         group = self.session.consensus.binding.group()
@@ -204,7 +235,7 @@ class PowerSGDState:
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in this form. Called by the hook functions on all ranks, in the same order."""
+        """Reduce one bucket in this form. The hook functions call this on all ranks, in the same order."""
         session = self.session
         if not session.has_run:
             self.use(form)
@@ -217,17 +248,18 @@ class PowerSGDState:
         return session.run(self._reader.read(bucket, session.end_pass))
 
     def use(self, form: Form) -> None:
-        """Switch to this form. Allowed only before the first backward pass."""
+        """Switch to this form, before the first backward pass."""
         if not form.fits(self.session):
-            self.session.consensus.replace_compressor(form.compressor(self._options))
+            # As in torch, a state is used with both forms, so both compressors have the same options.
+            self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 
 
 def lowered(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
-    """`hook` with another wire dtype if it is a PowerSGD hook, else None. Of two nested wrappers the inner one
+    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. Of two nested wrappers the inner
     decides."""
-    form = form_of(hook)
+    form = _form_of(hook)
     if form is None:
         return None
     narrowed = Form(form.batched, form.wire_dtype or wire_dtype)
@@ -236,7 +268,7 @@ def lowered(
         return _checked(state).run(bucket, narrowed)
 
     low_rank.__name__ = low_rank.__qualname__ = f"{str(narrowed.wire_dtype).removeprefix('torch.')}_wire_{form.name}"
-    FORMS[low_rank] = narrowed
+    _forms[low_rank] = narrowed
     return low_rank
 
 
@@ -248,7 +280,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 
     Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the first
     `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with equal options. The bucket is
-    changed in place; the state is written once per backward pass, and only if every received number is finite.
+    changed in place. The state changes once per backward pass, and only if all received numbers are finite.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. Replaces torch's `powerSGD_hook`.
     """
@@ -258,14 +290,14 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as `powerSGD_hook`.
 
-    The content of a bucket determines the matrix. Results therefore depend on `bucket_cap_mb`, and a rebuilt bucket
-    starts from a new Q; residuals are kept per parameter and survive. Replaces torch's `batched_powerSGD_hook`.
+    Results depend on `bucket_cap_mb`, and a rebuilt bucket starts from a new Q; residuals belong to parameters, and
+    are kept. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 
 
-FORMS[powerSGD_hook] = _EACH
-FORMS[batched_powerSGD_hook] = _WHOLE
+_forms[powerSGD_hook] = _EACH
+_forms[batched_powerSGD_hook] = _WHOLE
 
 
 def _checked(state: object) -> PowerSGDState:

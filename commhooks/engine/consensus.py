@@ -87,7 +87,7 @@ class Consensus:
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
         self.compressor = compressor
         self.compares_sends = _is_user_defined(compressor)
-        self.reduction: FlatReduction = FLAT
+        self._reduction: FlatReduction = FLAT
         self.choice: KernelChoice | None = None
         self.nonce: int | None = None
         self._held = held
@@ -101,6 +101,19 @@ class Consensus:
         """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
         they have residuals of the same parameters, unless they form nodes."""
         return self.agreement is not None
+
+    @property
+    def reduction(self) -> FlatReduction:
+        return self.reduction_of(self.compressor)
+
+    @reduction.setter
+    def reduction(self, reduction: FlatReduction) -> None:
+        self._reduction = reduction
+
+    def reduction_of(self, compressor: Compressor[Any]) -> FlatReduction:
+        """The reduction that `compressor` uses here. An adaptive compressor decides itself whether to use the nodes."""
+        flat = isinstance(compressor, AdaptiveCompressor) and not compressor.between_nodes
+        return FLAT if flat else self._reduction
 
     def bind(self, binding: Binding) -> None:
         """Use this model and these ranks. Allowed only before the first backward pass."""
@@ -152,14 +165,20 @@ class Consensus:
             agreement = self.agreement or self._compare(group, flat)
         return agreement
 
+    def decision_is_due(self, adaptive: AdaptiveCompressor[Any]) -> bool:
+        """Whether the watch of the compressor has ended."""
+        watch = adaptive.watch
+        return watch is not None and self._held.steps(watch.end, exact=False)[0] >= watch.end
+
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
         """Let the compressor decide at the end of its watch, on all ranks at the same committed step."""
         held = self._held
-        if adaptive.watch is None or held.steps(adaptive.watch.end, exact=False)[0] < adaptive.watch.end:
+        if not self.decision_is_due(adaptive):
             return
         held.settle()
         # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
-        compressor, remark = adaptive.reconsidered(Ranks(group, device, self._counters), held.state.step)
+        ranks = Ranks(group, device, self._counters, self.binding.shard_group)
+        compressor, remark = adaptive.reconsidered(ranks, held.state.step)
         if compressor is not adaptive:
             with held.lock:  # no save may read what is half replaced
                 held.state.keep_fields(compressor.state_fields)

@@ -5,19 +5,22 @@ therefore leaves the state of the last committed step. Without learned state not
 bucket ends by itself; see `immediate.py`.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all, wait_for_abandoned
-from commhooks.comm.counters import Counters, Mark, mark, seconds_between
+from commhooks.comm.counters import Counters, Mark, has_passed, mark, seconds_between
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor, StepInfo
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
@@ -26,7 +29,7 @@ from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
-from commhooks.gradients.layout import Bucket
+from commhooks.gradients.layout import Bucket, BucketLayout
 from commhooks.gradients.loss_scale import chosen, read_scale
 
 logger = logger_of(__name__)
@@ -73,6 +76,22 @@ class ExchangeDriver:
             self.state.to_host()
 
 
+@dataclass(frozen=True)
+class WatchedPass:
+    """A backward pass that an adaptive compressor watches.
+
+    Attributes:
+        began, ended: the ends of the pass before and of this one.
+        outcome: see `HeldState.outcome`; valid after `ended`.
+        layouts: its buckets.
+    """
+
+    began: Mark
+    ended: Mark
+    outcome: torch.Tensor
+    layouts: Sequence[BucketLayout]
+
+
 class Session(ExchangeDriver):
     """Runs the exchanges of a compressor in the backward passes of one model."""
 
@@ -84,7 +103,9 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        self._step_began: tuple[Mark] | None = None  # for an adaptive compressor: at the end of the pass before
+        # For an adaptive compressor: the end of the pass before, and the passes that it has not been shown yet.
+        self._step_began: tuple[Mark] | None = None
+        self._watched: collections.deque[WatchedPass] = collections.deque()
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
@@ -139,6 +160,12 @@ class Session(ExchangeDriver):
             consensus.buckets.clear()
             self._closed = False
         binding, agreement = consensus.binding, consensus.agreement
+        if isinstance(consensus.compressor, AdaptiveCompressor):
+            if agreement is None:  # a load has come in between
+                self._watched.clear()
+                self._step_began = None
+            elif consensus.decision_is_due(consensus.compressor):
+                self._show_watched(consensus.compressor, wait=True)
         if agreement is None or isinstance(consensus.compressor, AdaptiveCompressor):
             agreement = consensus.reach(binding.group(), bucket.flat)
         compressor = consensus.compressor
@@ -233,17 +260,34 @@ class Session(ExchangeDriver):
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Show the pass that ends now to the compressor, if the compressor watches that step. The pass before a watch
-        is timed, too, because the first watched step begins at its end."""
+        """Time the pass that ends now, if the compressor watches that step. The pass before a watch is timed, too,
+        because the first watched step begins at its end."""
         began, self._step_began = self._step_began, None
         if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
             return
+        outcome = self.held.outcome(good)  # before the mark, after which it is valid
         self._step_began = ended = (mark(good.device),)
-        self.held.settle()  # `current.step` may be less than the step
-        if began is not None and self.state.step > compressor.watch.begin and bool(good):
+        if began is not None:
             layouts = [known.layout for known in self.consensus.buckets if known.used]
-            compressor.observe(ObservedPass(seconds_between(*began, *ended), layouts, self.consensus.binding.names))
-            self._step_began = (mark(good.device),)  # looking at the pass is no part of the next step
+            self._watched.append(WatchedPass(*began, *ended, outcome, layouts))
+            self._show_watched(compressor, wait=False)
+            if precision.is_host_readable(good.device):
+                self._step_began = (mark(good.device),)  # looking at the pass is not a part of the next step
+
+    def _show_watched(self, compressor: AdaptiveCompressor[Any], *, wait: bool) -> None:
+        """Show the watched passes to the compressor. On an accelerator, a pass is shown once the device has finished
+        it, usually in the next pass; with `wait` the host waits for all of them."""
+        watch, names = compressor.watch, self.consensus.binding.names
+        while self._watched and (wait or has_passed(self._watched[0].ended)):
+            seen = self._watched.popleft()
+            seconds = seconds_between(seen.began, seen.ended)
+            committed, good = seen.outcome.tolist()
+            if good and watch is not None and committed > watch.begin:
+                compressor.observe(ObservedPass(seconds, seen.layouts, names, self._memory_plan))
+
+    def _memory_plan(self, compressor: Compressor[Any], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+        plans = [plan for bucket in buckets for plan in bucket]
+        return self.consensus.reduction_of(compressor).memory_plan(compressor, plans, buckets)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

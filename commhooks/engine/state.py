@@ -173,6 +173,14 @@ class HeldState:
         count, passes = self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
         self._unread = (verdict + count, passes + 1, compressed)
 
+    def outcome(self, good: torch.Tensor) -> torch.Tensor:
+        """Return, as integers on the host, the committed steps after the latest pass, and whether that pass is one of
+        them (`good`). On CUDA the host does not wait: the numbers are valid after the work that is queued now."""
+        with self.lock:
+            committed = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device) + self.state.step
+            found = torch.stack((committed, good.to(torch.int64)))
+        return found.to("cpu", non_blocking=precision.has_streams(good.device))
+
     def settle(self) -> None:
         """Bring `state.step` up to date. On an accelerator the host and the caller's current stream wait for the latest
         commit, so that the caller reads the learned state as written by that commit."""

@@ -102,6 +102,7 @@ class DDPGradients(GradientSource):
         """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps. Raises
         AttachError if DDP has registered a hook of its own."""
         _check_free(ddp_model)
+        self.finds_unused = ddp_model.find_unused_parameters and not ddp_model.static_graph
         self._ranks_differ = self._closed = False
         self._used: set[int] | None = None  # ids of the parameters used since the latest synchronised pass; None: all
         self._ddp_model = weakref.ref(ddp_model)
@@ -131,7 +132,7 @@ class DDPGradients(GradientSource):
                 "be: DDP takes one hook for life; wrap the model anew to change it"
             ) from error
         keep_group_until_reducer_ends(ddp_model)
-        if ddp_model.find_unused_parameters and not ddp_model.static_graph:
+        if self.finds_unused:
             self._used = set()
             note = functools.partial(_note_used, self._used)  # a method would keep this object alive
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.named_parameters().values()]
@@ -175,7 +176,7 @@ class DDPGradients(GradientSource):
         assert ddp_model is not None
         self._ranks_differ = True
         ddp_model.broadcast_buffers = False  # otherwise each forward pass copies rank 0's buffers (torch 2.13)
-        if not ddp_model.find_unused_parameters or ddp_model.static_graph:
+        if not self.finds_unused:
             return []
         return [
             "with find_unused_parameters=True DDP sends a message in every step, between outer steps, too: if every "

@@ -11,9 +11,13 @@ unit (torch 2.13, `foreach_reduce`)
 The calls of step 2 reveal which parameters are in the buffer, because parameters without a gradient are missing from
 it. After the last of these calls the bucket is complete and is sent. At the end of the backward pass, when all buckets
 have been found finite, the averages replace the `.grad`.
+
+After `set_requires_all_reduce(False)` nothing is sent: as FSDP does on a two-dimensional mesh, the reduced gradients of
+this replica are kept apart, and are added to the buffer of the next pass that averages them.
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +42,7 @@ from commhooks.gradients.source import (
     described_parameter,
     held_weakly,
 )
-from commhooks.gradients.torch_private import count_accumulate_hooks, current_task, run_after_backward
+from commhooks.gradients.torch_private import all_reduces, count_accumulate_hooks, current_task, run_after_backward
 
 NOTHING_SHARDED = (
     "no parameter of this model is both trainable and sharded by fully_shard, so a communication hook would have "
@@ -105,11 +109,13 @@ class UnitBuffer:
 
     Attributes:
         flat: as FSDP passed it.
+        averaged: False after `set_requires_all_reduce(False)`.
         sent: the bucket's buffer: `flat`, or a copy without the padding.
         average: of `sent`.
     """
 
     flat: torch.Tensor
+    averaged: bool
     shards: list[LocalShard] = field(default_factory=list)
     sent: torch.Tensor = field(init=False)
     average: Future = field(init=False)
@@ -138,12 +144,14 @@ class RunningPass:
 
     Attributes:
         task: see `current_task`.
+        began: a unit has been reduced.
         units: the units that have been sent.
         filling: the unit whose parameters are becoming known.
         earlier: accumulated gradients of earlier backward passes, taken out of `.grad`.
     """
 
     task: int
+    began: bool = False
     units: list[UnitBuffer] = field(default_factory=list)
     filling: UnitBuffer | None = None
     earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
@@ -264,6 +272,7 @@ class FullyShardGradients(GradientSource):
         )
         self._callbacks: HookCallbacks | None = None
         self._pass: RunningPass | None = None
+        self._partial: dict[str, torch.Tensor] = {}  # reduced over the shards, and not yet averaged over the replicas
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
 
@@ -326,7 +335,7 @@ class FullyShardGradients(GradientSource):
         self._callbacks = callbacks
         for unit in self._units():
             try:
-                unit.set_all_reduce_hook(self._on_reduced)
+                unit.set_all_reduce_hook(functools.partial(self._on_reduced, weakref.ref(unit)))
             except ValueError as error:
                 raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
         self._handles = [model.register_forward_hook(self._on_forward)]
@@ -364,13 +373,14 @@ class FullyShardGradients(GradientSource):
             self._pass = None  # it has ended in an exception
         self._running(within=_refuse_reentrant)
 
-    def _on_reduced(self, flat: torch.Tensor) -> None:
+    def _on_reduced(self, unit: Callable[[], FSDPModule | None], flat: torch.Tensor) -> None:
         """All-reduce hook of every unit."""
-        current = self._running()
+        current, module = self._running(), unit()
         current.check_filled()
-        if not current.units:
+        if not current.began:
+            current.began = True
             current.take_out_earlier(self._shards.values())
-        current.filling = UnitBuffer(flat)
+        current.filling = UnitBuffer(flat, averaged=module is None or all_reduces(module))
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook of every parameter."""
@@ -387,7 +397,10 @@ class FullyShardGradients(GradientSource):
         unit.shards.append(shard)
         if unit.complete:
             current.filling = None
-            self._send(unit, current)
+            if unit.averaged:
+                self._send(unit, current)
+            else:
+                self._keep_partial(unit)
 
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
@@ -401,11 +414,23 @@ class FullyShardGradients(GradientSource):
         return current
 
     @torch.no_grad()
+    def _keep_partial(self, unit: UnitBuffer) -> None:
+        for shard in unit.shards:
+            assert shard.grad is not None
+            kept = self._partial.get(shard.name)
+            self._partial[shard.name] = shard.grad.view(-1) if kept is None else kept.add_(shard.grad.view(-1))
+            shard.parameter.grad = None
+
+    @torch.no_grad()
     def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
         assert self._callbacks is not None
         current.check_new(unit)
         self._check_pieces(unit)
         unit.sent = unit.without_padding()
+        for shard, piece in unit.pieces(unit.sent, padded=unit.sent is unit.flat):
+            partial = self._partial.pop(shard.name, None)
+            if partial is not None:
+                piece.add_(partial)
         bucket = Bucket(unit.sent, [shard.local for shard in unit.shards], index=len(current.units), is_last=False)
         current.units.append(unit)
         unit.average = self._callbacks.reduce(bucket)
@@ -416,10 +441,9 @@ class FullyShardGradients(GradientSource):
             return
         self._pass = None
         current.check_filled()
-        if not current.units:
-            return
-        assert self._callbacks is not None
-        self._callbacks.end_pass()
+        if current.units:
+            assert self._callbacks is not None
+            self._callbacks.end_pass()
         current.take_over_averages()
 
     def _check_pieces(self, unit: UnitBuffer) -> None:

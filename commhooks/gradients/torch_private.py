@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import HookRunError
@@ -138,6 +139,13 @@ def count_accumulate_hooks(parameter: torch.Tensor) -> int:
 def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
     """Whether DDP was given `delay_all_reduce_named_params`."""
     return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
+
+
+def all_reduces(unit: FSDPModule) -> bool:
+    """Whether `unit` was not excluded from all-reduces by `set_requires_all_reduce(False)`."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return all(getattr(each, "all_reduce_grads", True) for each in groups)
 
 
 def compiled_from(model: object) -> nn.Module | None:

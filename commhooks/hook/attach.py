@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.nodes import RanksPerNode, find_nodes
+from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -22,6 +23,7 @@ from commhooks.engine.reduction import HierarchicalReduction
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
+from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
@@ -90,8 +92,8 @@ def attach(
             parameters. None: never.
         ranks_per_node: average exactly inside a node and compress between nodes only; every rank compresses its share
             of the parameters. A number: that many consecutive ranks form a node. "auto": the ranks that one launcher
-            has started, or that have one host name. None: compress between all ranks. No effect with one node, or one
-            rank per node. Warns if it exceeds the world size.
+            has started, or that have one host name. None: compress between all ranks; the hook `auto` then tries the
+            machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world size.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
             that is, the ranks that hold the same shard, such as `mesh["replicate"]`.
@@ -230,11 +232,26 @@ def _build_hook(
     else:
         session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
     session.consensus.compute_with(choice)
-    nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
+    nodes = _nodes_for(request, session, source)
     if nodes is not None:
         session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
+        if isinstance(session.compressor, AdaptiveCompressor):
+            session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
+
+
+def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
+    """Divide the ranks into nodes. Without `ranks_per_node`, `auto` takes the machines as nodes."""
+    group = session.consensus.binding.group()
+    asked = request.ranks_per_node is not None or not isinstance(session.compressor, AdaptiveCompressor)
+    # Between nodes old gradients of unused parameters would count as new ones.
+    if asked or not isinstance(source, DDPGradients) or source.finds_unused:
+        return find_nodes(request.ranks_per_node, group, source.device)
+    try:
+        return find_nodes("auto", group, source.device)
+    except AttachError:  # on all ranks: the machines have different numbers of ranks
+        return None
 
 
 def _run_function(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:

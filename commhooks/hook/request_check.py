@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts, on_all_shards
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
@@ -18,7 +17,6 @@ from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.source import GradientSource
 from commhooks.plan import parameter_plans
-from commhooks.registry import compressor_of
 from commhooks.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
@@ -32,11 +30,6 @@ def check_arrangement(request: HookRequest, source: GradientSource) -> None:
         raise HookConfigError(
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
-        )
-    if request.config is not None and issubclass(compressor_of(request.config), AdaptiveCompressor):
-        raise HookConfigError(
-            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
-            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
         )
 
 

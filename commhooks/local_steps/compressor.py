@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
-from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.compressors.powersgd.exchange import draw
-from commhooks.compressors.powersgd.reference import OracleMatrix
+from commhooks.compressors.powersgd.reference import ReferenceMatrix
 from tests.support.models import worst_error
 from tests.support.sharded import NAMES, POWERSGD, attached, backward, mean_over_ranks, random_gradients, rows_of
 
@@ -38,7 +38,7 @@ def _powersgd(replicas: int, shards: int) -> dict[str, Any]:
 
 def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
     """Each shard of each matrix is a matrix of its own, on as many ranks as there are replicas."""
-    matrices: dict[tuple[str, int], OracleMatrix] = {}
+    matrices: dict[tuple[str, int], ReferenceMatrix] = {}
     expected = [mean_over_ranks(0, replicas * shards)]
     for step in range(1, STEPS):
         ranks = [random_gradients(step, rank) for rank in range(replicas * shards)]
@@ -51,7 +51,7 @@ def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
                 if (n + m) * RANK >= n * m:
                     continue
                 start = draw(3, name, "Q", RANK, m, torch.float64)
-                matrix = matrices.setdefault((name, index), OracleMatrix(start.T, replicas))
+                matrix = matrices.setdefault((name, index), ReferenceMatrix(start.T, replicas))
                 of_replicas = [
                     torch.stack([ranks[replica * shards + i][name][rows] for i in range(shards)]).mean(0).flatten(1)
                     for replica in range(replicas)

@@ -18,6 +18,7 @@ from tests.support.sharded import (
     NAMES,
     POWERSGD,
     Prescribed,
+    accumulating,
     attached,
     backward,
     learned,
@@ -25,7 +26,6 @@ from tests.support.sharded import (
     mesh_of,
     random_gradients,
     shard,
-    units_synchronise,
     whole_gradients,
 )
 
@@ -43,14 +43,29 @@ def _wrong(**is_right: bool) -> dict[str, bool]:
 # ---- accumulation ----------------------------------------------------------------------------------------------------
 
 
-def _accumulation() -> dict[str, bool]:
+def _accumulation(setter: str) -> dict[str, bool]:
     model, hook = attached(2, 2, "allreduce")
     sum_of_two = {n: mean_over_ranks(0, 4)[n] + mean_over_ranks(1, 4)[n] for n in NAMES}
-    with units_synchronise(model, False):
-        model(random_gradients(0)).backward()
-    unsynchronised = hook.stats()["backward_passes"]
-    late = worst_error(_go_on(model, 1), sum_of_two)
-    passes = hook.stats()["backward_passes"]
+    sum_of_three = {n: sum_of_two[n] + mean_over_ranks(2, 4)[n] for n in NAMES}
+    with accumulating(model, setter):
+        for step in range(2):
+            model(random_gradients(step)).backward()
+    accumulated = hook.stats()
+    late = worst_error(_go_on(model, 2), sum_of_three)
+    passes, sent = hook.stats()["backward_passes"], hook.stats()["bytes_sent"]
+    # What was accumulated is used once, and gradients that were averaged before stay.
+    model.zero_grad()
+    first = worst_error(_go_on(model, 0), mean_over_ranks(0, 4))
+    with accumulating(model, setter):
+        model({name: each for name, each in random_gradients(1).items() if "weight" in name}).backward()
+    kept = worst_error(whole_gradients(model), mean_over_ranks(0, 4))
+    wanted = {
+        n: sum_of_two[n] + mean_over_ranks(2, 4)[n]
+        if "weight" in n
+        else mean_over_ranks(0, 4)[n] + mean_over_ranks(2, 4)[n]
+        for n in NAMES
+    }
+    again = worst_error(_go_on(model, 2), wanted)
 
     model.zero_grad()
     backward(model, random_gradients(0))
@@ -58,8 +73,9 @@ def _accumulation() -> dict[str, bool]:
     before = weight.grad
     early = worst_error(_go_on(model, 1), sum_of_two)
     return _wrong(
-        one_pass=(unsynchronised, passes) == (0, 1),
-        without_communication=late < 1e-14,
+        nothing_sent=accumulated["bytes_sent"] == accumulated["collectives"] == accumulated["backward_passes"] == 0,
+        one_pass=passes == 1 and sent == 8 * sum(p.to_local().numel() for p in model.parameters()),
+        without_communication=max(late, first, kept, again) < 1e-14,
         with_communication=early < 1e-14,
         same_tensor=weight.grad is before,
     )
@@ -83,9 +99,13 @@ def _compressed_accumulation() -> dict[str, bool]:
     )
 
 
-@pytest.mark.parametrize("work", [_accumulation, _compressed_accumulation])
-def test_accumulated_gradients(run_ranks: Any, work: Callable[..., Any]) -> None:
-    _on_every_rank(run_ranks, work)
+@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_accumulated_gradients(run_ranks: Any, setter: str) -> None:
+    _on_every_rank(run_ranks, _accumulation, setter)
+
+
+def test_gradients_that_were_averaged_are_not_compressed_again(run_ranks: Any) -> None:
+    _on_every_rank(run_ranks, _compressed_accumulation)
 
 
 # ---- options of fully_shard ------------------------------------------------------------------------------------------
@@ -378,7 +398,7 @@ class _ReducedTwice(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         parameters = list(ctx.model.parameters())
         for _ in range(2):
-            ctx.hook._source._on_reduced(torch.zeros(sum(p.numel() for p in parameters)))
+            ctx.hook._source._on_reduced(lambda: None, torch.zeros(sum(p.numel() for p in parameters)))
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
                 ctx.hook._source._on_accumulated(parameter)

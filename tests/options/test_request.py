@@ -13,7 +13,7 @@ from torch import nn
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.settings import STOCK_HOOK_FIELDS, TYPES
+from accelerate_commhooks.yaml_settings import STOCK_HOOK_FIELDS, TYPES
 from commhooks import AttachError, HookConfigError, HookRunError, registry
 from commhooks.request import ARGUMENTS, SAVE_RESIDUAL, WRAPPERS, HookRequest
 from lightning_commhooks import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, fabric, pytorch_lightning

@@ -365,7 +365,7 @@ def _check_accelerate_yaml(text: str, folder: Path) -> None:
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
-    from accelerate_commhooks.settings import SECTION, Settings
+    from accelerate_commhooks.yaml_settings import SECTION, Settings
 
     path = folder / "config.yaml"
     path.write_text(text)
@@ -469,7 +469,7 @@ def _check_python(words: list[str]) -> None:
 
 
 def _check_accelerate_commhooks(words: list[str]) -> None:
-    from accelerate_commhooks.settings import Settings
+    from accelerate_commhooks.yaml_settings import Settings
 
     if words[0] != "launch":
         raise WrongSnippet(f"accelerate-commhooks {words[0]}: the command is launch")

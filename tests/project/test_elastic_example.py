@@ -22,13 +22,13 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     """The rendezvous's store is the test's, so that neither launcher waits for the other one's and each can be lost."""
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run"]
     rendezvous += ["--local-addr", "127.0.0.1"]
-    rendezvous += ["--rdzv-conf", "is_host=false,last_call_timeout=5,keep_alive_interval=3"]
+    rendezvous += ["--rdzv-conf", "is_host=false,last_call_timeout=3,keep_alive_interval=2"]
     elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     torchrun = [warm.python(), "-m", "torch.distributed.run"]
     command = [*torchrun, *elastic, *rendezvous, SCRIPT, str(folder / "state.pt")]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
-        "PAUSE_S": "0.2",
+        "PAUSE_S": "0.15",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (folder / log).open("w") as output:

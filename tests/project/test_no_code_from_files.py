@@ -8,7 +8,7 @@ from tests.support.repository import sources
 # from a table in the source. No checkpoint reaches it.
 BY_NAME = {
     (f"{file}.py", "importlib.import_module")
-    for file in ("commhooks/request", "commhooks/tools/cli", "lightning_commhooks/packages")
+    for file in ("commhooks/request", "commhooks/tools/cli", "lightning_commhooks/class_factory")
 }
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),

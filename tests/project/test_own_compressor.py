@@ -23,8 +23,7 @@ from tests.support.accelerators import Training, launched
 from tests.support.ddp_steps import mlp, wrap
 from tests.support.doctor_models import Net, loss_of
 from tests.support.inside import session_of
-from tests.support.lightning_fits import fit, path_at, residuals
-from tests.support.lightning_support import assert_equal
+from tests.support.lightning_support import assert_equal, fit, path_at, residuals
 from tests.support.repository import REPOSITORY
 from tests.support.workers import WorkerPool
 

@@ -61,10 +61,7 @@ class Combination:
 
 def left_out(combination: Combination) -> str:
     """Why a combination does not exist; "" if it does."""
-    front, topology, hook = combination.front, combination.topology, combination.hook
-    if hook == "auto" and topology != "ddp":
-        return "auto measures ranks that all compress the whole model: refused with nodes and FSDP2"
-    if front == "fabric" and topology == "fsdp2":
+    if combination.front == "fabric" and combination.topology == "fsdp2":
         return "Fabric has a strategy with a hook for DDP only"
     return ""
 

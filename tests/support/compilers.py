@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -34,14 +33,13 @@ def compile_kernels() -> None:
 
 
 @contextlib.contextmanager
-def another_library(*flags: str, cache: Path | None = None, compiler: str | None = None) -> Iterator[None]:
-    """The body computes with a library that this compiler makes with more flags, and that this cache folder keeps.
-    None: as usual."""
-    given = {"XDG_CACHE_HOME": None if cache is None else str(cache), "CC": compiler}
+def another_library(*flags: str, compiler: str | None = None) -> Iterator[None]:
+    """The body computes with a library that this compiler (None: the usual one) makes with more flags. The cache keeps
+    it, because several tests use the same flags."""
     sources = {source: (*own, *flags) for source, own in library.SOURCES.items()}
     library.load.cache_clear()
     try:
-        with mock.patch.dict(os.environ, {name: value for name, value in given.items() if value is not None}):
+        with mock.patch.dict(os.environ, {} if compiler is None else {"CC": compiler}):
             with mock.patch.object(library, "SOURCES", sources):
                 yield
     finally:

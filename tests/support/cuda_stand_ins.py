@@ -5,7 +5,7 @@ A stream knows the names of all work that its next work comes after. Tests name 
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -56,7 +56,8 @@ class Event:
         return all(number <= self._cuda.host.get(stream, 0) for stream, number in self.clock.items())
 
     def synchronize(self) -> None:
-        self._cuda.host_sees(self.clock)
+        if not self.query():
+            self._cuda.wait_for(self)
 
     def elapsed_time(self, end: "Event") -> float:
         for each in (self, end):
@@ -74,6 +75,7 @@ class Cuda:
         host_waits: thread -> what the host waited for whenever it read a tensor in that thread.
         capturing: whether a CUDA graph is being captured.
         host: the work that the host has waited for.
+        pinned: copies of tensors in the host's memory.
     """
 
     def __init__(self) -> None:
@@ -83,6 +85,7 @@ class Cuda:
         self.host_waits: dict[threading.Thread, list[frozenset[str]]] = {}
         self.capturing = False
         self.host: Clock = {}
+        self.pinned: list[torch.Tensor] = []
         self._local = threading.local()
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
@@ -107,6 +110,27 @@ class Cuda:
         finally:
             self._local.stream = before
 
+    def wait_for(self, event: Event) -> None:
+        self.wait(event.after)
+        self.host_sees(event.clock)
+
+    def wait(self, work: Iterable[str]) -> None:
+        """Note that the host waits for this work."""
+        self.host_waits.setdefault(threading.current_thread(), []).append(frozenset(work))
+
+    def copy(self, to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`to`, which waits unless it copies to pinned memory of the host: torch pins what is copied `non_blocking`."""
+
+        def copying(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+            moves = any(isinstance(each, (str, torch.device)) for each in (*args, *kwargs.values()))
+            if not (non_blocking and moves):
+                return (self.waits(to) if moves else to)(tensor, *args, **kwargs)
+            copied = to(tensor, *args, **kwargs, copy=True)
+            self.pinned.append(copied)
+            return copied
+
+        return copying
+
     def queue(self, name: str) -> None:
         """Queue work of this name on the current stream."""
         self.current().after.add(name)
@@ -122,9 +146,10 @@ class Cuda:
     def waits(self, read: Callable[..., Any]) -> Callable[..., Any]:
         """`read`, a method by which the host reads a tensor, noting what it waits for."""
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self.host_waits.setdefault(threading.current_thread(), []).append(frozenset(self.current().after))
-            return read(*args, **kwargs)
+        def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not any(tensor is each for each in self.pinned):
+                self.wait(self.current().after)
+            return read(tensor, *args, **kwargs)
 
         return noting
 
@@ -148,7 +173,9 @@ def cuda_stand_ins() -> Iterator[Cuda]:
             (torch.cuda, "is_current_stream_capturing", lambda: cuda.capturing),
             (torch.Tensor, "record_stream", lambda tensor, stream: cuda.keep(tensor, stream)),
             (torch.Tensor, "item", cuda.waits(torch.Tensor.item)),
-            (torch.Tensor, "to", cuda.waits(torch.Tensor.to)),
+            (torch.Tensor, "tolist", cuda.waits(torch.Tensor.tolist)),
+            (torch.Tensor, "__bool__", cuda.waits(torch.Tensor.__bool__)),
+            (torch.Tensor, "to", cuda.copy(torch.Tensor.to)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         patches.enter_context(mock.patch.dict(streams._streams, clear=True))

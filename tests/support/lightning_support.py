@@ -7,6 +7,7 @@ launcher, no ports. All functions here run in a worker.
 import contextlib
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from commhooks import PowerSGD
@@ -147,7 +148,7 @@ class Endless(IterableDataset[Any]):
 
 
 def strategy(**options: Any) -> CommHookDDP:
-    """PowerSGD from step 2 on, several buckets, unless told otherwise."""
+    """Return a strategy, by default with PowerSGD from step 2 on and several buckets."""
     options.setdefault("hook", PowerSGD(start_powerSGD_iter=2))
     options.setdefault("bucket_cap_mb", SEVERAL_BUCKETS_MB)
     return CommHookDDP(**options)
@@ -202,7 +203,72 @@ def caught_warnings() -> Iterator[list[str]]:
         texts += [str(each.message) for each in caught]
 
 
-# ---------------------------------------------------------------------------------------------- in the parent process
+# ---- a fit that may save or resume --------------------------------------------------------------------------------
+
+# Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are in them.
+HOOK = PowerSGD(start_powerSGD_iter=STEPS_PER_EPOCH, matrix_approximation_rank=2)
+SAVED_AT = 2 * STEPS_PER_EPOCH
+
+
+def keeper(root: str, **options: Any) -> ModelCheckpoint:
+    """A checkpoint after every second epoch: `root/step=N.ckpt`."""
+    return ModelCheckpoint(root, filename="{step}", save_top_k=-1, every_n_epochs=2, **options)
+
+
+def path_at(root: str | Path, step: int) -> str:
+    return os.path.join(str(root), f"step={step}.ckpt")
+
+
+def fit(
+    root: str,
+    *,
+    ckpt_path: str | None = None,
+    seed: int = 0,
+    save: bool = False,
+    epochs: int = 4,
+    callbacks: Any = (),
+    model: Model | None = None,
+    make: Any = None,
+    **strategy_options: Any,
+) -> dict[str, Any]:
+    """One Trainer, strategy and model from new; what came of it on this rank."""
+    watch = Watch()
+    model = model or Model(seed=seed)
+    strategy_options.setdefault("hook", HOOK)
+    made = make() if make is not None else strategy(**strategy_options)
+    t = trainer(
+        root,
+        strategy=made,
+        max_epochs=epochs,
+        callbacks=[watch, *callbacks, *([keeper(root)] if save else [])],
+    )
+    with caught_warnings() as texts:
+        t.fit(model, data(), ckpt_path=ckpt_path)
+    hook = getattr(t.strategy, "comm_hook", None)
+    return {
+        "weights": watch.weights,
+        "start": watch.start_steps,
+        "final": weights(model),
+        "stats": hook.stats() if hook is not None else None,
+        "hook state": hook.state_dict("per_rank") if hook is not None else None,
+        "warnings": about_hooks(texts),
+    }
+
+
+def about_hooks(texts: list[str]) -> list[str]:
+    return [text for text in texts if "hook" in text.lower() or "residual" in text]
+
+
+def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Name -> residual, of a payload of this rank."""
+    return {
+        name: entry["residual"][0] if isinstance(entry["residual"], list) else entry["residual"]
+        for name, entry in payload["parameters"].items()
+        if entry["residual"] is not None
+    }
+
+
+# ---- in the parent process -------------------------------------------------------------------------------------------
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

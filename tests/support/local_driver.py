@@ -1,4 +1,4 @@
-"""The exchange of a compressor without other ranks: every collective returns its own input.
+"""The exchange of a compressor without other ranks: every collective returns its own input, as if all ranks sent that.
 
 Nothing is sent, and no process group is needed.
 """
@@ -27,15 +27,20 @@ class LocalDriver:
     Args:
         buckets: name -> parameter for each bucket; only shapes, strides and dtypes of the parameters are read.
         device: the device on which to compute.
+        world_size: as many ranks as this one takes itself to be among.
 
     Attributes:
         choice: the kernel, and why not a faster one.
     """
 
     def __init__(
-        self, compressor: Compressor[Any], buckets: Sequence[Mapping[str, torch.Tensor]], device: torch.device
+        self,
+        compressor: Compressor[Any],
+        buckets: Sequence[Mapping[str, torch.Tensor]],
+        device: torch.device,
+        world_size: int = 1,
     ) -> None:
-        self._compressor = compressor
+        self._compressor, self._world_size = compressor, world_size
         self.choice = use_own_kernel(compressor, device, {p.dtype for each in buckets for p in each.values()})
         self._state = LearnedState.of(compressor.state_fields)
         self._buckets: list[tuple[torch.Tensor, Any]] = []  # None for a bucket of which nothing is compressed
@@ -62,29 +67,29 @@ class LocalDriver:
 
     def step(self) -> None:
         """Run one step over all buckets, one round of all buckets after the other."""
-        info = StepInfo(self._state.step, world_size=1)
+        info = StepInfo(self._state.step, self._world_size)
         device = self._buckets[0][0].device
         with precision.full_precision(device):
             tasks = [
                 new_task(self._compressor, work is not None, flat, work, self._state, info)
                 for flat, work in self._buckets
             ]
-            run_alone(tasks, device)
+            run_alone(tasks, device, self._world_size)
         self._state.step += 1
 
 
-def run_alone(tasks: Sequence[ExchangeTask], device: torch.device) -> None:
+def run_alone(tasks: Sequence[ExchangeTask], device: torch.device, world_size: int = 1) -> None:
     """Run the exchanges of several buckets on `device` to their ends, one round of all after the other."""
     answers: list[Any] = [None] * len(tasks)
     while tasks:
         steps = [(task, task.advance(answer)) for task, answer in zip(tasks, answers, strict=True)]
         tasks = [task for task, step in steps if not isinstance(step, Done)]
-        answers = [_answer(step, device) for _, step in steps if not isinstance(step, Done)]
+        answers = [_answer(step, device, world_size) for _, step in steps if not isinstance(step, Done)]
 
 
-def _answer(step: Send | Verdict, device: torch.device) -> Any:
+def _answer(step: Send | Verdict, device: torch.device, world_size: int) -> Any:
     if isinstance(step, Verdict):
         return True if precision.is_host_readable(device) else step.finite
     if step.meanwhile is not None:
         step.meanwhile()
-    return step.tensor[None] if step.op == "gather" else step.tensor
+    return step.tensor.expand(world_size, *step.tensor.shape) if step.op == "gather" else step.tensor

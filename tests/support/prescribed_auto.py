@@ -44,15 +44,15 @@ class PrescribedAutoCompressor(AutoCompressor):
     enough_passes = 1
 
     def observe(self, seen: ObservedPass) -> None:
-        prescribed = {"allreduce": 1.0, "bf16": self.config.bf16_s}
-        step_s = prescribed.get(self.decision.candidate.label, self.config.tried_s)
+        prescribed = {"allreduce": 1.0, "bf16_compress": self.config.bf16_s}
+        step_s = prescribed.get(self.decision.candidate.hook, self.config.tried_s)
         assert step_s is not None
         super().observe(dataclasses.replace(seen, step_s=step_s))
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
         with mock.patch.object(ranks, "size", 2):  # also where it is alone
             offered = super()._offered(ranks)
-        return [each for each in offered if each.label != "bf16" or self.config.bf16_s is not None]
+        return [each for each in offered if each.hook != "bf16_compress" or self.config.bf16_s is not None]
 
     def with_start(self, start: int) -> AutoCompressor:
         """Decided at once, for tests without `reconsidered`."""
@@ -69,10 +69,10 @@ def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]
 
 
-def new(**options: Any) -> Run:
+def new(*, ranks_per_node: int | None = None, **options: Any) -> Run:
     """A training with it."""
     register_compressor(PrescribedAutoCompressor)
-    return Run.new(hook=PrescribedAuto(**options))
+    return Run.new(hook=PrescribedAuto(**options), ranks_per_node=ranks_per_node)
 
 
 def decision_of(run: Run) -> Decision:

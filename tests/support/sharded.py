@@ -137,10 +137,11 @@ def whole_residuals(hook: CommHook) -> Gradients:
 
 
 @contextlib.contextmanager
-def units_synchronise(model: nn.Module, wanted: bool) -> Any:
+def accumulating(model: nn.Module, setter: str = "set_requires_gradient_sync") -> Any:
+    """`setter`: the method of FSDPModule that turns the communication off."""
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(wanted)
+    getattr(model, setter)(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        getattr(model, setter)(True)

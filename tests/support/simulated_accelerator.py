@@ -40,6 +40,7 @@ FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer f
 READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
 WHOLE = 1 << 62
+_TO = torch.Tensor.to
 DEVICE = torch.device("cpu")
 """The accelerator; the host is "cpu"."""
 
@@ -187,10 +188,10 @@ class Accelerator:
                 number = memory.home.clock.get(memory.home, 0)
                 memory.writes.append(Access(0, WHOLE, memory.home, number, f"the allocation by {what}"))
 
-    def wait_on_host(self, why: str) -> None:
-        """The host waits for the current stream."""
+    def wait_on_host(self, why: str, clock: Clock | None = None) -> None:
+        """The host waits for this work, by default for the current stream."""
         with self._lock:
-            self.cuda.host_sees(self.cuda.current().clock)
+            self.cuda.host_sees(self.cuda.current().clock if clock is None else clock)
             place, in_packages = _place()
             if in_packages:
                 self.host_waits.append(f"{why} {place}")
@@ -356,7 +357,7 @@ class _Operators(TorchDispatchMode):
 def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
     """Functions that know what a program with a GPU has on the host: what is made without a device or copied to "cpu".
     They stand for those of torch: a mode of Python functions would be off in backward passes."""
-    local, to = accelerator.local, torch.Tensor.to
+    local, to = accelerator.local, _TO
 
     def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -434,6 +435,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
             (DistributedDataParallel, "register_comm_hook", register_comm_hook),
+            (cuda, "wait_for", lambda event: accelerator.wait_on_host("an event", event.clock)),
             (PointToPoint, "applies_to", staticmethod(lambda group, device: False)),
             *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
             *_places(accelerator),

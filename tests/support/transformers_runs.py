@@ -64,13 +64,12 @@ def make_trainer(
     """
     torch.manual_seed(seed)
     model = make_model(width=16)
-    usual = {"max_steps": EPOCH, "save_steps": 4, "logging_steps": 1, "report_to": "none"}
+    usual = {"max_steps": EPOCH, "save_steps": 4, "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
     usual |= {"ddp_bucket_cap_mb": 0.005, "per_device_train_batch_size": 4} if sharding is None else sharding
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
         learning_rate=0.01,
-        disable_tqdm=True,
         dataloader_pin_memory=False,
         **usual | settings,
     )

@@ -29,7 +29,7 @@ class Counts:
 
 
 def environment(name: str) -> Path:
-    """The folder of the environment of the set `name`, which is installed if it is not there, or has changed."""
+    """Return the folder of the environment of the set `name`; install it if it is missing or out of date."""
     folder = ENVIRONMENTS / f"torch-{name}"
     wanted = f"{sets.constraints(name)}# {sys.version}\n{(sets.ROOT / 'pyproject.toml').read_text()}"
     stamp, constraints = folder / "ready", folder / "constraints.txt"
@@ -48,7 +48,7 @@ def run(name: str, arguments: list[str]) -> Counts:
     """Run pytest in the environment of the set `name`.
 
     Raises:
-        SystemExit: pytest has not come to an end of its own.
+        SystemExit: pytest ended with another status than 0 and 1, or without a report.
     """
     folder = environment(name)
     report = folder / "results.xml"
@@ -61,7 +61,7 @@ def run(name: str, arguments: list[str]) -> Counts:
 
 
 def counts(report: Path) -> Counts:
-    """The outcomes in a JUnit report of pytest, in which a test with errors counts as failed."""
+    """Count the outcomes in a JUnit report of pytest; a test with errors counts as failed."""
     passed = skipped = failed = 0
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
@@ -72,7 +72,7 @@ def counts(report: Path) -> Counts:
 
 
 def row(name: str, what: str, found: Counts) -> str:
-    """One line of the table in docs/versions.md."""
+    """Return one line of the table in docs/versions.md."""
     versions = [sets.SETS[name][package] for package in ("torch", "lightning", "accelerate", "transformers")]
     today = datetime.date.today().isoformat()
     cells = [*versions, today, what, str(found.passed), str(found.skipped), str(found.failed)]

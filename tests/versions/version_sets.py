@@ -1,7 +1,7 @@
 """The sets of versions that the tests are run with: the oldest that `pyproject.toml` allows, one between, the newest.
 
-`make test-versions` installs them, `docs/versions.md` tells what became of them, and tests/project/test_versions.py
-holds the three together. Everything else is as in constraints-dev.txt, which is the set of `make test`.
+`make test-versions` installs them, `docs/versions.md` has the results, and tests/project/test_versions.py checks that
+the three agree. All other packages are as in constraints-dev.txt, which is the set of `make test`.
 """
 
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Of Lightning all packages: `lightning` contains `lightning.pytorch` and installs `pytorch-lightning`, which contains
-# what `lightning-fabric` does.
+# All of Lightning's packages: `lightning` contains `lightning.pytorch` and installs `pytorch-lightning`, which needs
+# `lightning-fabric`.
 SETS: dict[str, dict[str, str]] = {
     "2.8": {
         "torch": "2.8.0",
@@ -43,13 +43,13 @@ OLDEST, *_, NEWEST = SETS
 
 
 def pinned() -> dict[str, str]:
-    """Name and version of every line of constraints-dev.txt."""
+    """Return the name and version of every line of constraints-dev.txt."""
     lines = (ROOT / "constraints-dev.txt").read_text().splitlines()
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join(lines), re.MULTILINE))
 
 
 def constraints(name: str) -> str:
-    """What pip is given as constraints for the set `name`: those of `make test` but for the set's own versions."""
+    """Return pip's constraints for the set `name`: the constraints of `make test`, with the set's own versions."""
     own = SETS[name]
     others = [
         line for line in (ROOT / "constraints-dev.txt").read_text().splitlines() if line.partition("==")[0] not in own

@@ -18,7 +18,7 @@ from accelerate.utils import TorchDynamoPlugin
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.settings import VARIABLE, Settings
+from accelerate_commhooks.yaml_settings import VARIABLE, Settings
 from commhooks import AttachError, HookConfigError
 from tests.support.accelerators import FILES, Training, Warnings, hook_files, launched, new_accelerator, power_sgd
 from tests.support.ddp_steps import log_lines
@@ -90,7 +90,7 @@ def _attach_later() -> dict[str, Any]:
         power_sgd().attach(new_accelerator(DistributedDataParallelKwargs()))
     other = new_accelerator()
     other.state.distributed_type = DistributedType.DEEPSPEED
-    with pytest.raises(HookConfigError, match="DEEPSPEED, where models are not wrapped in DistributedDataParallel"):
+    with pytest.raises(HookConfigError, match="DEEPSPEED, which does not wrap models in DistributedDataParallel"):
         power_sgd().attach(other)
     return run.hook.stats()
 
@@ -224,7 +224,7 @@ def _by_hand() -> list[str]:
 
 def test_without_an_accelerator_nobody_saves(run_ranks: Any) -> None:
     for (text,) in run_ranks(_by_hand):
-        assert "was not attached by an accelerator: no save_state saves its state" in text
+        assert "was attached without an accelerator: no save_state includes its state" in text
 
 
 @launched

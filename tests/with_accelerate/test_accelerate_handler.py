@@ -106,7 +106,7 @@ REFUSED = [
         "CommHookKwargs has no argument 'bucket_cap' .did you mean 'bucket_cap_mb'.*; known are",
     ),
     Refused({"hook": PowerSGD(start_powerSGD_iter=0.1)}, "fraction of the run.*pass total_steps="),
-    Refused({"comm_hook": "power_sgd", "hook": "fp16"}, "comm_hook beside hook=.*DDP takes one only"),
+    Refused({"comm_hook": "power_sgd", "hook": "fp16"}, "comm_hook beside hook=.*DDP takes only one"),
     Refused({"comm_wrapper": "fp16", "hook": "powerSGD"}, "comm_wrapper beside hook="),
     Refused({"comm_state_option": {"random_seed": 1}, "hook": "powerSGD"}, "comm_state_option beside hook="),
     Refused({"comm_hook": "fp16", "wrapper": "bf16"}, "comm_hook beside hook_options or wrapper="),

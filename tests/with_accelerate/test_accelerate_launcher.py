@@ -16,7 +16,7 @@ import pytest
 from accelerate.commands.config.config_args import default_config_file
 
 from accelerate_commhooks.__main__ import main
-from accelerate_commhooks.settings import VARIABLE
+from accelerate_commhooks.yaml_settings import VARIABLE
 from tests.support import warm
 from tests.support.accelerators import ACCELERATE, section
 from tests.support.features import fully_shard_on_gloo
@@ -71,7 +71,7 @@ def left_behind(temporary: Path) -> list[str]:
 
 @contextmanager
 def started(command: list[str], temporary: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """The process; with it ends whatever it has started, also in sessions of its own."""
+    """Context manager: a process. At the end it is killed with all of its descendants."""
     env = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)} | environ
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -136,7 +136,7 @@ def test_replicas_that_are_sharded(config: Path, temporary: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("uses", "says"),
     [
-        ("", "{script} has not read {config}, section comm_hook_config, and trained without its hook. "),
+        ("", "{script} did not read {config}, section comm_hook_config and trained without a hook. "),
         (
             "from accelerate_commhooks import CommHookKwargs\nCommHookKwargs()\n",
             "the hook 'powerSGD' of {config}, section comm_hook_config was attached to no model. ",
@@ -153,7 +153,6 @@ def test_a_message_after_the_run(uses: str, says: str, config: Path, temporary: 
     last = output.splitlines()[-1]
     assert last.startswith("accelerate-commhooks launch: " + says.format(script=script, config=config) + SENTENCE)
     assert "CommHookTrainer" in last
-    assert left_behind(temporary) == []
     assert left_behind(temporary) == []
 
 
@@ -198,7 +197,7 @@ def test_a_hook_that_does_nothing(
 
 @pytest.fixture
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For launches of one process by `main`: much faster than a launcher in a process of its own."""
+    """For launches of one process by `main` in the test's process, which is much faster than another launcher."""
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setattr(sys, "executable", warm.python("accelerate"))
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
@@ -237,7 +236,7 @@ REFUSED = {
     ACCELERATE: "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set",
     ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
     ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION: "AMAZON_SAGEMAKER",
-    SECTION: "accelerate.yaml has settings of the hook only, and this command needs Accelerate's own",
+    SECTION: "accelerate.yaml has only the hook's settings, and this command needs a configuration of Accelerate",
 }
 
 
@@ -270,7 +269,7 @@ def test_two_places_and_none(config: Path, launch_one: Any, monkeypatch: Any, ca
     own.write_text(HOOK)
     monkeypatch.setenv(VARIABLE, str(own))
     assert launch_one(config, READS) == 2
-    assert "both ask for a communication hook" in capfd.readouterr().err
+    assert "both set a communication hook" in capfd.readouterr().err
     assert launch_one(None, READS) == 0  # the variable alone will do
     config.write_text(ACCELERATE)
     assert launch_one(config, READS) == 0

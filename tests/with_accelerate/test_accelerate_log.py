@@ -127,8 +127,8 @@ def _no_trackers() -> list[str]:
 
 def test_no_trackers(run_ranks: Any) -> None:
     (without, not_begun), others = run_ranks(_no_trackers)
-    assert "has no trackers; it needs Accelerator(log_with=...)" in without
-    assert "it needs a call of accelerator.init_trackers(...) before" in not_begun
+    assert "has no trackers; give Accelerator(log_with=...) an installed tracker, and call" in without
+    assert "has no trackers; call accelerator.init_trackers(...) first" in not_begun
     assert others == []  # Accelerate makes trackers on the main process only
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def _automatic_naming(folder: str) -> dict[str, Any]:
 
 
 def _two_nodes(folder: str) -> dict[str, Any]:
-    """Each rank is a node with a disk of its own."""
+    """Each rank is a node with its own disk."""
     rank = dist.get_rank()
     mine, config = f"{folder}/node{rank}", ProjectConfiguration(save_on_each_node=True)
     with accelerate_launched(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
@@ -223,6 +224,23 @@ def test_the_mean_on_the_main_process_only_is_marked(run_ranks: Any, saved_by_tw
 
 
 @launched
+def _large(folder: str, save_residual: str, limit: int) -> list[str]:
+    run = Training(power_sgd(save_residual=save_residual)).train(6)
+    with mock.patch("accelerate_commhooks.saving.LARGE_SAVE_BYTES", limit), Warnings() as texts:
+        run.save(folder).save(folder)
+    return list(texts)
+
+
+def test_a_large_save_suggests_the_mean_once(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_saved, str(tmp_path))
+    size = sum(each.nbytes for each in torch.load(tmp_path / FILES[1], weights_only=True)["residuals"].values())
+    for save_residual, limit, warned in (("per_rank", 2 * size, 0), ("per_rank", 2 * size - 1, 1), ("mean", 1, 0)):
+        first, others = run_ranks(_large, str(tmp_path), save_residual, limit)
+        assert len(first) == warned and others == []
+        assert not first or "save_residual='mean' writes 0.0 GB in all" in first[0]
+
+
+@launched
 def _save_model(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     run = Training(CommHookKwargs(hook="local_sgd", hook_options={"sync_every": 3})).train(4)
     run.accelerator.save_model(run.model, folder)
@@ -290,6 +308,13 @@ def test_nothing_of_an_old_hook_stays(run_ranks: Any, tmp_path: Path, before: st
         (tmp_path / name).touch()
     assert run_ranks(_saved_over, str(tmp_path), over) == [left, left]
     assert all((tmp_path / name).is_file() for name in NOT_OURS)
+
+
+def test_a_save_by_fewer_ranks_removes_the_files_of_the_others(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_saved, str(tmp_path), 6, 0, world_size=3)
+    assert hook_files(tmp_path) == [*FILES, "comm_hook_rank2.pt"]
+    run_ranks(_saved, str(tmp_path), 6, 0)
+    assert hook_files(tmp_path) == FILES
 
 
 # ---- what load_state may meet ----------------------------------------------------------------------------------------
@@ -498,7 +523,7 @@ def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None
     assert hook_files(tmp_path) == FILES
     elsewhere = run_ranks(_own_hook, str(tmp_path), save=False, world_size=3)
     assert [count for _, count, _ in elsewhere] == [saved] * 3
-    assert "every rank gets the state of rank 0" in elsewhere[0][2][0]
+    assert "every rank gets rank 0's state" in elsewhere[0][2][0]
     for _, count, (warning, *_) in run_ranks(_own_hook, str(tmp_path / "unreadable"), plain=False):
         assert count == 0 and "is not saved" in warning and "weights_only=True" in warning
 

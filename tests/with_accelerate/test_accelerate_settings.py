@@ -1,4 +1,4 @@
-"""The settings of `CommHookKwargs` from YAML and the environment: what is accepted, what wins, what an error says."""
+"""The settings of `CommHookKwargs` in YAML and the environment: values, precedence, errors."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.settings import VARIABLE, Settings
+from accelerate_commhooks.yaml_settings import VARIABLE, Settings
 from commhooks import HookConfigError, PowerSGD
 from tests.support.accelerators import ACCELERATE, section
 
@@ -72,7 +72,7 @@ def test_hook_state_by_its_path() -> None:
 
 
 @pytest.mark.parametrize("written", ["null", "~", "off", "none", "None", '"off"'])
-def test_every_way_to_write_it(written: str, tmp_path: Path) -> None:
+def test_every_way_to_write_no_hook(written: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16"))
     assert CommHookKwargs.from_config(file).off
@@ -98,7 +98,11 @@ WRONG = [
     ("hook: powerSGD\nhook_options: {start_powerSGD_iter: 0.1}", ": start_powerSGD_iter=0.1 is a fraction of the run"),
     ("hook: fp16", " has no setting 'wraper' (did you mean 'wrapper'?)", "wraper=fp16"),
     ("hook: bf16", ": override 'wrapper'; expected 'key=value'", "wrapper"),
-    ("hook: powerSGD\nhook_options: [a]", ": overrides ['hook_options.x=1']: the file has a list", "hook_options.x=1"),
+    (
+        "hook: powerSGD\nhook_options: [a]",
+        ": overrides ['hook_options.x=1']: a key for what is a list",
+        "hook_options.x=1",
+    ),
     ("hook: int8", ": overrides ['hook_options.exclude=[*x*]']: while scanning an alias", "hook_options.exclude=[*x*]"),
 ]
 NO_SETTINGS = [
@@ -115,7 +119,7 @@ NO_SETTINGS = [
         "hook: int8\nhook_options: {}\ncomm_hook_config: {hook: fp16}\n",
         ": hook and hook_options beside comm_hook_config",
     ),
-    ("- powerSGD\n", " holds a list, not settings"),
+    ("- powerSGD\n", " is a list; expected settings"),
     ("hook: [", " is not YAML"),
     ("hook: fp16\nhook: bf16\n", "duplicate key hook"),
     ("comm_hook_config: ???\n", ": comm_hook_config: Missing mandatory value"),
@@ -138,7 +142,7 @@ def test_errors_say_where_and_why(text: str, says: str, overrides: list[str], tm
 def test_no_file_and_wrong_overrides(tmp_path: Path) -> None:
     with pytest.raises(HookConfigError, match="cannot be read: No such file"):
         CommHookKwargs.from_config(tmp_path / "nothing.yaml")
-    with pytest.raises(HookConfigError, match="expected a list of texts"):
+    with pytest.raises(HookConfigError, match="is a str; expected a list of str"):
         CommHookKwargs.from_config(tmp_path / "nothing.yaml", overrides="wrapper=fp16")
 
 
@@ -202,5 +206,5 @@ def test_nothing_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(HookConfigError, match=f"needs hook=.*{VARIABLE}"):
             CommHookKwargs()
-        with pytest.raises(HookConfigError, match=f"nothing was handed over.*{VARIABLE}"):
+        with pytest.raises(HookConfigError, match=f"without a path, and {VARIABLE} is not set"):
             CommHookKwargs.from_config()

@@ -14,18 +14,32 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, in_signal_handler
 from tests.support import lightning_support as support
-from tests.support.lightning_fits import SAVED_AT, Slurm, about_hooks, fit
-from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer
+from tests.support.lightning_support import (
+    SAVED_AT,
+    Model,
+    PoolEnvironment,
+    about_hooks,
+    assert_equal,
+    data,
+    fit,
+    strategy,
+    trainer,
+)
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STOPS_AT = 6  # of four steps per epoch: in the middle of the second
 LIMIT_S = 60.0  # of a collective, where nobody may wait
-SHORT_LIMIT_S = 8.0  # where Lightning waits for a rank that does not come
+SHORT_LIMIT_S = 6.0  # where Lightning waits for a rank that does not come
+
+
+class _Slurm(PoolEnvironment, SLURMEnvironment):
+    """Lightning's own requeueing signal handler on the ranks of the pool."""
 
 
 class _Stops(Model):
@@ -73,7 +87,7 @@ def _interrupted(root: str, what: str, at: dict[int, int], limit_s: float, callb
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
     options: dict[str, Any] = {"bucket_cap_mb": support.SEVERAL_BUCKETS_MB}
     if what == "requeue":
-        options["cluster_environment"] = Slurm(requeue_signal=signal.SIGUSR2)
+        options["cluster_environment"] = _Slurm(requeue_signal=signal.SIGUSR2)
     t = trainer(
         root,
         pool=what != "requeue",

@@ -155,7 +155,7 @@ def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
     for size, callback, not_sharded, over_another in run_ranks(_refused, str(tmp_path), world_size=4):
         assert "replicate_size=3 does not divide the number of ranks, which is 4" in size
         assert "leave out the CommHookCheckpoint" in callback
-        assert "needs one module that contains all of the sharded ones, here there are none" in not_sharded
+        assert "needs one sharded module that contains all others, and found none" in not_sharded
         assert "is sharded over another mesh than this strategy's" in over_another
         assert "mesh=self.trainer.strategy.device_mesh['shard']" in over_another
 
@@ -167,9 +167,9 @@ def _warned(root: str) -> list[str]:
     return [text for text in texts if "drift apart" in text or "has no effect" in text]
 
 
-def test_what_nobody_averages_and_what_never_compresses_is_named(run_ranks: Any, tmp_path: Path) -> None:
+def test_parameters_that_are_not_averaged_and_a_late_start_are_warned_about(run_ranks: Any, tmp_path: Path) -> None:
     (late, beside), *others = run_ranks(_warned, str(tmp_path), world_size=2)
-    assert "head.weight, head.bias would be trained" in beside and not any(others)
+    assert "head.weight, head.bias: trained, but not sharded" in beside and not any(others)
     assert "hook 'powerSGD' begins at step 100, but this training ends at step 4" in late
 
 

@@ -9,12 +9,16 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from commhooks import PayloadError, PowerSGD
-from tests.support.lightning_fits import HOOK, SAVED_AT, fit, path_at, residuals
 from tests.support.lightning_support import (
+    HOOK,
+    SAVED_AT,
     Model,
     Watch,
     assert_equal,
     data,
+    fit,
+    path_at,
+    residuals,
     strategy,
     trainer,
     weights,

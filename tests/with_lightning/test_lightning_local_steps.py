@@ -13,15 +13,25 @@ from torch.distributed.tensor import DTensor
 
 import commhooks
 from tests.support.features import fully_shard_on_gloo
-from tests.support.lightning_fits import SAVED_AT, fit, path_at
-from tests.support.lightning_support import Model, assert_equal, data, difference, strategy, trainer, weights
+from tests.support.lightning_support import (
+    SAVED_AT,
+    Model,
+    assert_equal,
+    data,
+    difference,
+    fit,
+    path_at,
+    strategy,
+    trainer,
+    weights,
+)
 
 EVERY = 5  # so that the checkpoint, after 8 steps, and the validations, after 4, are in mid-round
 HOOK = commhooks.DiLoCo(sync_every=EVERY, outer_momentum=0.3)
 
 
 class _Looks(pl.Callback):
-    """At the model, before the strategy is told of a validation, and at the module's own end of the training."""
+    """Keeps copies of the weights before a validation begins, and when the module's own `on_train_end` is called."""
 
     def __init__(self, root: str) -> None:
         self.root, self.seen = root, {}

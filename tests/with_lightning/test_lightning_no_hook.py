@@ -7,8 +7,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commhooks import CommHookMonitor
-from tests.support.lightning_fits import SAVED_AT, fit, path_at
-from tests.support.lightning_support import SEVERAL_BUCKETS_MB, assert_equal
+from tests.support.lightning_support import SAVED_AT, SEVERAL_BUCKETS_MB, assert_equal, fit, path_at
 
 
 def _fits(root: str) -> dict[str, Any]:

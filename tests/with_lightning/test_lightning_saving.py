@@ -1,4 +1,4 @@
-"""What a Trainer with CommHookDDP saves: once, in full checkpoints, as it was told."""
+"""What a Trainer with CommHookDDP saves: the hook once, in full checkpoints, with `save_residual` as set."""
 
 import os
 from pathlib import Path
@@ -13,8 +13,19 @@ from lightning.pytorch.strategies import DDPStrategy
 from commhooks import CommHook, HookConfigError
 from lightning_commhooks import CommHookCheckpoint
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
-from tests.support.lightning_fits import HOOK, SAVED_AT, fit, keeper, path_at
-from tests.support.lightning_support import STEPS_PER_EPOCH, Model, Watch, data, strategy, trainer
+from tests.support.lightning_support import (
+    HOOK,
+    SAVED_AT,
+    STEPS_PER_EPOCH,
+    Model,
+    Watch,
+    data,
+    fit,
+    keeper,
+    path_at,
+    strategy,
+    trainer,
+)
 from tests.support.workers import RanksFailed
 
 
@@ -132,7 +143,7 @@ def _callback_without_our_strategy(root: str) -> Any:
     return fit(root, epochs=1, make=DDPStrategy, callbacks=[CommHookCheckpoint()])["warnings"]
 
 
-def test_callback_with_another_strategy_says_so(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_callback_with_another_strategy_is_warned_about(run_ranks: Any, tmp_path: Path) -> None:
     ranks = run_ranks(_callback_without_our_strategy, str(tmp_path))
     assert len(ranks[0]) == 1 and "nothing to save" in ranks[0][0] and "DDPStrategy" in ranks[0][0]
 

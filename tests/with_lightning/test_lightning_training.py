@@ -16,8 +16,17 @@ from lightning.pytorch.tuner import Tuner
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookDDP
 from tests.support import lightning_support as support
-from tests.support.lightning_fits import SAVED_AT, fit, path_at
-from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
+from tests.support.lightning_support import (
+    SAVED_AT,
+    Model,
+    assert_equal,
+    data,
+    fit,
+    path_at,
+    strategy,
+    trainer,
+    weights,
+)
 
 
 def _plain(t: pl.Trainer, model: Model) -> None:

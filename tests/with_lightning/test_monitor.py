@@ -41,7 +41,7 @@ class Recorder(DummyLogger):
 
 
 class LoggingModel(Model):
-    """Logs one value of its own, whose steps the monitor's must be like."""
+    """Logs a value itself: the monitor must log at the same steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -219,13 +219,16 @@ def _packages(folder: Path, **sources: str) -> None:
 def _imported(folder: Path, code: str) -> list[str]:
     """Which packages are there, and which of them know the strategy names, after `code` in a process without them."""
     code = f"""import sys
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ("lightning", "pytorch_lightning"):
+        del sys.modules[name]  # of the process that this one was forked from
 sys.path.insert(0, {str(folder)!r})
 {code}
 for package in ("lightning.pytorch", "pytorch_lightning"):
     if package in sys.modules and hasattr(sys.modules[package], "Callback"):
         print(package, "ddp_powersgd" in sys.modules[package].strategies.StrategyRegistry)
 assert not [each for each in sys.meta_path if "commhooks" in type(each).__module__]"""
-    done = subprocess.run([warm.python(server=2), "-c", code], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([warm.python("lightning.pytorch"), "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

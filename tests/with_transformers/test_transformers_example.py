@@ -1,4 +1,4 @@
-"""The example with `CommHookTrainer` in processes of its own: killed and resumed, it ends as if nothing had been."""
+"""The example with `CommHookTrainer`: killed and resumed, it ends bit-equal to an uninterrupted run."""
 
 import json
 import os

@@ -20,9 +20,9 @@ from tests.support.transformers_runs import make_trainer, outcome  # noqa: E402
 
 
 @launched
-def _run(folder: Path, logs: Path, report_to: str, resume: str | None = None) -> dict[str, Any]:
+def _run(folder: Path, logs: Path, report_to: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
     with mock.patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
-        trainer = make_trainer(folder, report_to=report_to, logging_steps=2)
+        trainer = make_trainer(folder, report_to=report_to, logging_steps=2, **settings)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             trainer.train(resume_from_checkpoint=resume)
@@ -31,14 +31,16 @@ def _run(folder: Path, logs: Path, report_to: str, resume: str | None = None) ->
 
 
 def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) -> None:
+    # With a progress bar, which is the default, and with printed lines.
     reported, quiet = (
-        run_ranks(_run, tmp_path / name, tmp_path / "logs" / name, name) for name in ("tensorboard", "none")
+        run_ranks(_run, tmp_path / name, tmp_path / "logs" / name, name, disable_tqdm=printed, logging_first_step=True)
+        for name, printed in (("tensorboard", False), ("none", True))
     )
     first, other = reported
     assert not any("commhooks/" in key for entry in quiet[0]["logged"].values() for key in entry)
     assert not any("commhooks/" in key for entry in other["logged"].values() for key in entry)
     assert (first["weights"] == quiet[0]["weights"]).all()
-    assert [entry["commhooks/compressed_steps"] for entry in first["logged"].values()] == [0, 1, 3, 5]
+    assert [entry["commhooks/compressed_steps"] for entry in first["logged"].values()] == [0, 0, 1, 3, 5]
     for step, entry in first["logged"].items():
         assert entry["commhooks/bytes_sent"] > 0 and entry["commhooks/gradient_norm"] > 0
         assert (entry["commhooks/compression_rate"] > 1) == (step > 2)
@@ -55,6 +57,7 @@ def test_what_is_counted_so_far_goes_on_after_a_resume(run_ranks: Any, tmp_path:
     through = run_ranks(_run, tmp_path, tmp_path / "logs", "tensorboard")[0]["logged"]
     resumed = run_ranks(_run, tmp_path / "again", tmp_path / "more", "tensorboard", str(tmp_path / "checkpoint-4"))[0]
     assert list(resumed["logged"]) == [2, 4, 6, 8]  # the first two from the checkpoint
+    assert "'loss': " in resumed["printed"] and "commhooks" not in resumed["printed"]
     for step in (6, 8):
         for name in ("bytes_sent", "compressed_steps", "nonfinite_steps"):
             assert resumed["logged"][step][f"commhooks/{name}"] == through[step][f"commhooks/{name}"], (step, name)

@@ -153,7 +153,7 @@ def _alone(folder: Path, **hook: Any) -> CommHookTrainer:
     return CommHookTrainer(model=model, args=args, data_collator=batch, train_dataset=manual(32)[0], **hook)
 
 
-def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
+def test_one_process_trains_without_a_hook_and_warns(tmp_path: Path) -> None:
     with accelerate_launched(none=True), Warnings() as texts:
         trainer = _alone(tmp_path, hook="powerSGD")
         trainer.train()
@@ -168,6 +168,11 @@ def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
     ("hook", "text"),
     [
         ({"hook": "powerSDG"}, "unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
+        (
+            {"hook": "powerSGD", "save_residuals": "mean"},
+            "CommHookTrainer has no argument 'save_residuals' (did you mean 'save_residual'?)",
+        ),
+        ({"hook": "powerSGD", "eval_datasets": None}, "no argument 'eval_datasets' (did you mean 'eval_dataset'?)"),
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
         (
             {"hook": CommHookKwargs(hook="powerSGD"), "wrapper": "bf16", "strict": False},

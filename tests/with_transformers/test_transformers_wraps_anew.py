@@ -121,7 +121,7 @@ def test_auto_find_batch_size_starts_fresh_in_a_users_trainer(run_ranks: Any, tm
 
 
 class TheirTrainer(Trainer):
-    """Somebody's own: with an argument of its own, and too large a batch for the memory."""
+    """A user's Trainer with an argument of its own, which runs out of memory with large batches."""
 
     def __init__(self, *args: Any, fits: int = 3, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -15,10 +15,10 @@ from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass, Ran
 from commhooks.compressors.auto import trials
 from commhooks.compressors.auto.options import Auto, Candidate
 from commhooks.compressors.auto.trials import Decision
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, StateField, average
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, average
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.options import LARGEST_STEP
@@ -73,8 +73,9 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     enough_passes = 3
     """Passes that have to make sense before a decision."""
 
-    def __init__(self, config: Auto, *, decision: Decision | None = None) -> None:
-        self.decision = decision or trials.begin(config, 0)
+    def __init__(self, config: Auto, *, decision: Decision | None = None, ranks_per_node: int = 1) -> None:
+        self.ranks_per_node = ranks_per_node
+        self.decision = decision or trials.begin(config, 0, ranks_per_node)
         self._inner = new(self.decision.candidate)
         super().__init__(config, self._inner.wire_dtype)
         self._steps_s: list[float] = []
@@ -92,7 +93,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     def _candidates(self) -> list[Compressor[Any]]:
         return [new(each) for each in self.config.candidates]
 
-    exchange = _of_inner("exchange")
     workspace = _of_inner("workspace")
     plan_one = _of_inner("plan_one")
     initial_value = _of_inner("initial_value")
@@ -131,6 +131,11 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     def summary(self) -> str:
         return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        # Between nodes all gradients pass through here, also those of a candidate without learned state.
+        inner = self.inner
+        return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
+
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
         """While nothing is compressed, reading all gradients once more would be the only cost."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
@@ -153,6 +158,13 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return self.decision.watch
 
     @property
+    def between_nodes(self) -> bool:
+        return self.decision.candidate.between_nodes
+
+    def with_nodes(self, ranks_per_node: int) -> "AutoCompressor":
+        return type(self)(self.config, ranks_per_node=ranks_per_node)
+
+    @property
     def chosen(self) -> str:
         return self.decision.candidate.label
 
@@ -166,18 +178,21 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AutoCompressor":
         if notes is None:
-            return self._with(trials.begin(self.config, step))
+            return self._with(trials.begin(self.config, step, self.ranks_per_node))
         saved = Decision.from_plain(notes)
         for each in saved.known.values():
             new(each)  # raises for anything else than the candidates and their options
-        return self._with(trials.resumed(saved, self.config, step, same_ranks=same_ranks))
+        ranks_per_node = self.ranks_per_node
+        return self._with(
+            trials.resumed(saved, self.config, step, same_ranks=same_ranks, ranks_per_node=ranks_per_node)
+        )
 
     def with_start(self, start: int) -> "AutoCompressor":
         """As new: the step at which a choice begins is part of the decision."""
         return self._with(None)
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
-        return type(self)(self.config, decision=decision)
+        return type(self)(self.config, decision=decision, ranks_per_node=self.ranks_per_node)
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
 
@@ -213,13 +228,16 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         if now.phase == "trying":
             return trials.after_trial(now, self.config, step, step_s)
         offered = self._offered(ranks)
-        sent = {each.label: counted_bytes(new(each), self._seen) for each in offered}
+        # Shards of a model send different numbers of bytes.
+        rows = ranks.table([counted_bytes(new(each), self._seen) for each in offered])
+        sent = {each.label: max(column) for each, column in zip(offered, zip(*rows, strict=True), strict=True)}
         return trials.after_measuring(now, self.config, step, step_s, offered, sent)
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
         """What to try, and the candidate in force."""
         now = self.decision.candidate
-        offered = self.config.candidates if ranks.size > 1 else []  # one rank has nothing to gain
+        # One rank has nothing to gain.
+        offered = self.config.candidates_with(self.ranks_per_node) if ranks.size > 1 else []
         others = [each for each in offered if each.label != now.label]
         # A trial that ran out of memory would end the training.
         rows = ranks.table([float(self._has_memory_for(each)) for each in others])
@@ -227,9 +245,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def _has_memory_for(self, candidate: Candidate) -> bool:
         """Whether this rank can allocate now what a hook needs besides what is in use."""
-        compressor = new(candidate)
-        buckets = self._seen.plans(compressor)
-        needed = compressor.memory_plan([plan for plans in buckets for plan in plans], buckets).total
+        needed = self._seen.memory(self._with(Decision(candidate, None, since=0, phase="resting"))).total
         try:
             torch.empty(needed, dtype=torch.uint8, device=self._seen.layouts[0].device)
         except (RuntimeError, MemoryError):  # torch's OutOfMemoryError is a RuntimeError

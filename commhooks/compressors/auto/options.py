@@ -20,12 +20,14 @@ class Candidate:
         hook, options: as in `attach`; without a start step.
         changes: how much it changes the gradients, to choose the most exact of equally fast ones: 0 not at all, up to 1
             for another dtype, above 1 for lossy compression.
+        between_nodes: average exactly inside nodes, and compress between nodes only; see `ranks_per_node` of `attach`.
     """
 
     label: str
     hook: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: float = 2.0
+    between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
         """The options with which it compresses from its first step on. `config`: the config class of the hook."""
@@ -34,6 +36,10 @@ class Candidate:
     def excluding(self, names: list[str]) -> "Candidate":
         """The candidate with these globs as its option `exclude`, which only lossy hooks have."""
         return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
+
+    def of_nodes(self) -> "Candidate":
+        """The candidate between nodes; plain all-reduce stays as it is."""
+        return self if self.changes == 0 else replace(self, label=f"{self.label} between nodes", between_nodes=True)
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
@@ -60,7 +66,8 @@ class Auto(HookConfig):
 
     Args:
         quality: among which hooks it chooses. "same": all-reduce, bf16 and int8 with error feedback, whose training is
-            that of all-reduce within its noise. "close": int4 and PowerSGD of rank 16 as well.
+            that of all-reduce within its noise. "close": int4 and PowerSGD of rank 16 as well. Where ranks form nodes,
+            all but all-reduce are between nodes.
         measure_steps: steps of plain all-reduce that are measured before the first decision.
         check_again_every: steps after which it looks again at the time of a step, and measures anew if that has
             changed by a lot; more if measuring would take more than 1 % of the time. None: never.
@@ -85,8 +92,12 @@ class Auto(HookConfig):
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What it chooses among, plain all-reduce first."""
+        """What it chooses among without nodes, plain all-reduce first."""
         return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
+
+    def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
+        """What it chooses among, plain all-reduce first. `ranks_per_node`: 1 without nodes."""
+        return [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

@@ -51,6 +51,7 @@ class Decision:
         tried_s: by label: seconds of a step in the latest trials; NaN where it could not be measured. The first is the
             one that was in force before.
         counted_bytes: by label: of a step, without sparse gradients; see `Counters`.
+        ranks_per_node: with which it was decided; 1 without nodes.
     """
 
     candidate: Candidate
@@ -63,6 +64,7 @@ class Decision:
     why: str = ""
     tried_s: Mapping[str, float] = field(default_factory=dict)
     counted_bytes: Mapping[str, float] = field(default_factory=dict)
+    ranks_per_node: int = 1
 
     @property
     def known(self) -> dict[str, Candidate]:
@@ -82,7 +84,8 @@ class Decision:
     def message(self) -> str:
         """What rank 0 logs after a choice."""
         sent = self.counted_bytes.get(self.candidate.label)
-        size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and rank"
+        sender = "rank" if self.ranks_per_node == 1 else "node"
+        size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and {sender}"
         return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
 
     def to_plain(self) -> dict[str, Any]:
@@ -91,8 +94,10 @@ class Decision:
             "label": self.candidate.label,
             "candidates": [
                 {"label": each.label, "hook": each.hook, "options": dict(each.options), "changes": each.changes}
+                | ({"between_nodes": True} if each.between_nodes else {})
                 for each in self.known.values()
             ],
+            **({} if self.ranks_per_node == 1 else {"ranks_per_node": self.ranks_per_node}),
             "since": self.since,
             "phase": self.phase,
             "watch": None if self.watch is None else [self.watch.begin, self.watch.end],
@@ -136,14 +141,15 @@ class Decision:
                 _a(str, saved["why"]),
                 tried_s,
                 counted_bytes,
+                max(1, _count(saved.get("ranks_per_node", 1))),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise HookConfigError(f"'notes' does not hold a decision of hook 'auto' ({error})") from error
 
 
-def begin(config: Auto, step: int) -> Decision:
+def begin(config: Auto, step: int, ranks_per_node: int = 1) -> Decision:
     """Nothing decided: plain all-reduce until it was measured."""
-    return _measuring(Decision(config.candidates[0], None), config, step)
+    return _measuring(Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step)
 
 
 def longer(now: Decision, step: int, steps: int) -> Decision:
@@ -183,17 +189,19 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
     return _measuring(now, config, step)
 
 
-def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool) -> Decision:
-    """Go on with a decision from a checkpoint; in the middle of the trials with these. With another number of ranks, or
-    other candidates, the choice stays in force and is measured anew. A choice that the options no longer allow is
-    dropped at once."""
-    allowed = config.candidates
+def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
+    """Go on with a decision from a checkpoint; in the middle of the trials with these. With another number of ranks or
+    of ranks per node, or other candidates, the choice stays in force and is measured anew. A choice that the options or
+    the nodes no longer allow is dropped at once."""
+    allowed = config.candidates_with(ranks_per_node)
+    same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}
     candidate = usable.get(saved.candidate.label)
     if candidate is None:
-        return begin(config, step)
+        return begin(config, step, ranks_per_node)
     now = replace(
         saved,
+        ranks_per_node=ranks_per_node,
         candidate=candidate,
         others=_without(usable, candidate.label),
         tried_s=_of(usable, saved.tried_s),
@@ -310,7 +318,11 @@ def _reason(now: Decision, label: str) -> str:
 
 def _candidate(saved: Any) -> Candidate:
     return Candidate(
-        _a(str, saved["label"]), _a(str, saved["hook"]), _a(dict, saved["options"]), _number(saved["changes"])
+        _a(str, saved["label"]),
+        _a(str, saved["hook"]),
+        _a(dict, saved["options"]),
+        _number(saved["changes"]),
+        _a(bool, saved.get("between_nodes", False)),
     )
 
 

@@ -1,7 +1,7 @@
-"""Compile the C kernels on this machine, keep the library, load it, and tell builds apart.
+"""Compiles the C kernels on this machine, loads them, and compares builds.
 
-The machine's C compiler makes one shared library of `powersgd.c` and `quantized.c`, each for float and for double, when
-a hook first needs it. The library stays in the user's cache folder.
+The first hook that needs them has the machine's C compiler make one shared library of `powersgd.c` and `quantized.c`,
+for float and for double. The library stays in the user's cache folder.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ SOURCES = {
     "powersgd.c": ("-ffp-contract=fast",),
     "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # every operation is rounded, as torch's are
 }
-"""The sources, and their flags after `FLAGS`."""
+"""The sources, with flags in addition to `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
-"""The dtypes in which the kernels compute, and what `REAL` is in their sources then."""
+"""The dtypes in which the kernels compute, and the values of `REAL` in the sources."""
 COMPILE_LIMIT_S = 60.0
 """Compiling takes one or two seconds; other ranks wait for this one."""
 SWITCH = "COMMHOOKS_NATIVE"
 """The environment variable that switches the kernels off: COMMHOOKS_NATIVE=0."""
 _MESSAGE_LENGTH = 500
 _TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
-"""The first arguments of every function, which `Table.run` passes: start of a team, threads, rows, first row."""
+"""The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows, first row."""
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "form_p": (ctypes.c_double,),
     "form_q": (),
@@ -48,23 +48,22 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "quantise": (ctypes.c_int, ctypes.c_double, ctypes.c_double, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
     "dequantise": (ctypes.c_int,),
 }
-"""The functions of the sources, with the types of their further arguments."""
+"""The functions of the sources, with the types of their other arguments."""
 
 
 def is_wanted(device: torch.device) -> bool:
-    """Whether hooks should compute with the library on `device`."""
     return device.type == "cpu" and os.environ.get(SWITCH) != "0"
 
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
-    """What tells this machine's build of some kernels apart, for `Compressor.native_build`: a hash of the sources and
-    of what the kernels compute. "" where they are not wanted.
+    """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
+    of results of the kernels. "" if they are not wanted.
 
     Two builds of the same sources may differ in the last bits: the length of the processor's vectors determines the
-    order of sums, and the compiler decides which multiplications and additions it joins.
+    order of sums, and the compiler decides which multiplications and additions it contracts.
 
     Args:
-        results_of: what the kernels compute from `fixed_numbers` of a dtype.
+        results_of: returns what the kernels compute from `fixed_numbers` of a dtype.
 
     Raises:
         HookConfigError: the library cannot be loaded; see `load`.
@@ -89,19 +88,17 @@ def _build(library: ctypes.CDLL, results_of: Callable[[torch.dtype], bytes]) -> 
 
 
 def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers between -0.5 and 0.5, the same bits on every machine, because products in float64 and rounding are exact
-    rules."""
+    """Return numbers between -0.5 and 0.5, with the same bits on every machine."""
     counted = torch.arange(start, start + numel, dtype=torch.float64)
     return ((counted * 0.6180339887498949).frac() - 0.5).to(dtype)
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library; compile it first if the cache does not hold it.
+    """Load the library; compile it first if it is not in the cache.
 
     Raises:
-        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded; the message gives the
-            remedy.
+        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded. The message has a remedy.
     """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
@@ -129,13 +126,13 @@ def load() -> ctypes.CDLL:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """A function of the library, for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
+    """Return a function of the library, for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
     found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
     return found
 
 
 def source_text() -> bytes:
-    """The sources and headers, one after another, without what editors and systems leave beside them."""
+    """Return the sources and headers, without files that editors leave beside them."""
     paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
@@ -158,7 +155,6 @@ def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Write `library`, and beside it one object for each source and type."""
     commands, objects = [], []
     for source, flags in SOURCES.items():
         for real in C_TYPES.values():
@@ -171,7 +167,6 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a compiler, whose last argument is the file that it makes."""
     said = ""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
@@ -187,7 +182,7 @@ def _run(command: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cache_folder() -> Iterator[Path]:
-    """The folder that keeps the library; a temporary one if there is none that only this user can write to."""
+    """Context manager: the cache folder, or a temporary folder if other users could write to the cache folder."""
     with contextlib.suppress(RuntimeError):  # there is no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
         if _is_private(folder):

@@ -3,8 +3,8 @@
  * Layouts: delta and residual n x m; P and Q transposed, r x n and r x m; all contiguous.
  *
  * Traffic: at any rank, seven passes over the gradients. form_p reads delta and residual and writes delta; form_q reads
- * delta; split reads delta and writes residual and gradient. What is needed again (rows of delta, for the next ranks;
- * tiles of Q) is still in the first- or second-level cache then, and sums stay in registers.
+ * delta; split reads delta and writes residual and gradient. Rows of delta (for the next ranks) and tiles of Q are
+ * still in the first- or second-level cache when they are read again, and sums stay in registers.
  *
  * Threads: matrices are cut into parts, and each thread of a team takes one part after another. The parts and the order
  * of every sum depend on n, m and r only, so the number of threads changes no bit.
@@ -21,7 +21,7 @@
 #include "tables.h"
 #include "vectors.h"
 
-/* What a call gives to all parts. */
+/* The arguments of a call, for all parts. */
 struct call {
     double number; /* the residual's factor, or the least norm of a row that is not missing */
     int orthogonal;
@@ -31,7 +31,7 @@ struct call {
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
 static size_t up(size_t a, size_t unit) { return pieces(a, unit) * unit; }
 
-/* A part: about 2^18 elements of delta, and at least 64 rows, for which what is prepared of Q is used. */
+/* A part has about 2^18 elements of delta, and at least 64 rows, so that packing Q for it is worth while. */
 static size_t part_rows(const struct matrix *x) { return up(most((1 << 18) / x->m, 64), 32); }
 static size_t row_parts(const void *row) { return pieces(((struct matrix *)row)->n, part_rows(row)); }
 
@@ -67,7 +67,7 @@ static size_t one_part(const void *row) { return (void)row, 1; }
 
 typedef REAL quad __attribute__((vector_size(16)));
 
-/* Of `count` numbers those that are left for vector b. */
+/* How many of `count` numbers are left for vector b. */
 INLINE size_t left(size_t count, size_t b) { return count > b * LANES ? count - b * LANES : 0; }
 
 INLINE REAL total(vec v) {
@@ -173,8 +173,8 @@ static int form_p(const struct work *work, void *row, size_t part) {
 
 #define AHEAD (16384 / sizeof(REAL)) /* elements: within the first-level cache */
 
-/* Q (+)= delta^T P for up to WIDE ranks and up to HIGH vectors of columns. `ahead`: so far ahead lies what is needed
- * next; 0 if that is loaded already. */
+/* Q (+)= delta^T P for up to WIDE ranks and up to HIGH vectors of columns. `ahead`: distance of the elements to
+ * prefetch; 0 if they are in the cache. */
 INLINE void project_columns(size_t ranks, size_t columns, size_t rows, size_t n, size_t m, const REAL *delta,
                             const REAL *p, REAL *q, int first, size_t ahead) {
     vec sums[WIDE][HIGH], d[HIGH];
@@ -348,7 +348,7 @@ static double normalise(double *v, size_t k) {
 static double read_row(const REAL *source, double *v, size_t k) {
     double largest = 0;
     for (size_t j = 0; j < k; j++) v[j] = __builtin_isfinite(source[j]) ? source[j] : 0;
-    if (sizeof(REAL) == sizeof(double)) { /* squares may overflow, other than those of float */
+    if (sizeof(REAL) == sizeof(double)) { /* squares of double may overflow in double; squares of float cannot */
         for (size_t j = 0; j < k; j++) largest = __builtin_fabs(v[j]) > largest ? __builtin_fabs(v[j]) : largest;
         for (size_t j = 0; largest > 0 && j < k; j++) v[j] /= largest;
     }
@@ -356,7 +356,7 @@ static double read_row(const REAL *source, double *v, size_t k) {
 }
 
 /* With call->orthogonal by Gram-Schmidt, done twice. A row is missing if at most call->number of its norm is independent
- * of the rows before it; that of `refill` takes its place. */
+ * of the rows before it; the row of `refill` replaces it. */
 static int unit_rows(const struct work *work, void *row, size_t part) {
     const struct call *call = work->call;
     struct factor *x = row;
@@ -382,7 +382,7 @@ static int unit_rows(const struct work *work, void *row, size_t part) {
     return 0;
 }
 
-/* What Python calls. The result is 0, or -1 if there is no memory; then the matrices may be half done. */
+/* The functions that Python calls. They return 0, or -1 if there is no memory; then some matrices are done. */
 
 /* delta += factor * residual where there is one; P = delta Q; largest = max |delta| before, without NaN. */
 int EXPORT(form_p)(start_team *start, unsigned threads, size_t count, struct matrix *table, double factor) {
@@ -415,7 +415,7 @@ int EXPORT(split)(start_team *start, unsigned threads, size_t count, struct matr
     return share(start, threads, sizeof *table, &work);
 }
 
-/* Rows of norm 1, with `orthogonal` also orthogonal; see unit_rows.h. */
+/* Scale rows to norm 1; with `orthogonal` orthonormalise them. */
 int EXPORT(unit_rows)(start_team *start, unsigned threads, size_t count, struct factor *table, int orthogonal,
                         double least_norm) {
     struct call call = {.number = least_norm, .orthogonal = orthogonal};

@@ -1,11 +1,11 @@
 /* The quantised all-reduce's work on blocks, on the CPU. Compiled once for each REAL: float and double.
  *
- * Every operation and its order are those of torch in quantized/kernels.py, without joined multiplications and
- * additions (-ffp-contract=off): not one bit differs. Loops over a block are plain, for the compiler to vectorise; a
- * block is still in the first cache from one loop to the next.
+ * The same operations in the same order as with torch, in quantized/kernels.py, without contracted multiplications and
+ * additions (-ffp-contract=off): the bits are equal. Loops over a block are plain, for the compiler to vectorise; a
+ * block is still in the first-level cache from one loop to the next.
  *
  * Traffic: six passes over the gradients, and two over their codes. quantise reads gradient and residual and writes into
- * the bucket what is lost, and the codes; dequantise reads these and writes residual and gradient.
+ * the bucket the rounding error, and the codes; dequantise reads them and writes residual and gradient.
  *
  * Threads: pieces are cut into parts of whole blocks, and each thread of a team takes one part after another. Blocks do
  * not depend on each other, so the number of threads changes no bit.
@@ -71,7 +71,7 @@ INLINE void move(REAL *restrict to, const REAL *restrict from, size_t n) {
 }
 
 /* The largest |x|; inf or NaN if one of them is not finite. Without the sign, the bits are in the order of the numbers,
- * and those of inf and NaN come last. */
+ * with inf and NaN last. */
 INLINE REAL largest(const REAL *delta, size_t n) {
     integer found = 0;
     REAL number;
@@ -92,7 +92,7 @@ INLINE REAL scale_of(REAL largest, const struct call *call) {
     return scale < TINY ? 0 : scale;
 }
 
-/* Codes of n numbers, of which remains what is lost. to (|)= (code + offset) << shift. */
+/* Codes of n numbers, which become their rounding errors. to (|)= (code + offset) << shift. */
 INLINE void encode_some(REAL *restrict delta, uint8_t *restrict to, REAL scale, size_t n, int levels, int offset,
                         int shift) {
     REAL divisor = scale == 0 ? 1 : scale, top = levels;
@@ -113,7 +113,7 @@ INLINE void encode(REAL *delta, uint8_t *codes, REAL scale, size_t n, size_t blo
     }
     encode_some(delta, codes, scale, least(n, half), 7, 8, 0);
     if (n > half) encode_some(delta + half, codes, scale, n - half, 7, 8, 4);
-    for (size_t i = n; i < block; i++) /* a block that is not full goes on with zeros, which torch decodes */
+    for (size_t i = n; i < block; i++) /* padding of a block that is not full: zeros, which torch decodes */
         codes[i % half] = i < half ? 8 : (codes[i % half] & 15) | 8 << 4;
 }
 
@@ -171,14 +171,14 @@ static int dequantise(const struct work *work, void *row, size_t part) {
     return 0;
 }
 
-/* What Python calls. */
+/* The functions that Python calls. */
 
-/* Replace what is in the bucket by delta = gradient + factor * residual, and that by what its rounding loses; write
- * codes and scales.
+/* Replace the gradient in the bucket by the rounding error of delta = gradient + factor * residual; write codes and
+ * scales.
  *
- * ranks, rank: delta is divided by `ranks` first, then what has arrived from all ranks but `rank` is added, divided
- * likewise, and what is lost is multiplied by `ranks`. 1 and 0: nothing has arrived. stride: bytes from what arrived
- * from one rank to what arrived from the next. most: the largest scale. */
+ * ranks, rank: delta is divided by `ranks`, the messages of all ranks but `rank` are added, also divided, and the
+ * rounding error is multiplied by `ranks`. 1 and 0: there are no messages. stride: bytes from the message of a rank to
+ * the message of the next. most: the largest scale. */
 int EXPORT(quantise)(start_team *start, unsigned threads, size_t count, struct piece *table, int bits, double most,
                        double factor, size_t ranks, size_t rank, size_t stride) {
     struct call call = {bits, most, factor, ranks, rank, stride};
@@ -186,8 +186,8 @@ int EXPORT(quantise)(start_team *start, unsigned threads, size_t count, struct p
     return share(start, threads, sizeof *table, &work);
 }
 
-/* Move what is in the bucket to the residual, unless that is NULL, and write codes * scales, of what has arrived, into
- * the bucket. */
+/* Move the rounding error from the bucket to the residual, unless residual is NULL, and write the received
+ * codes * scales into the bucket. */
 int EXPORT(dequantise)(start_team *start, unsigned threads, size_t count, struct piece *table, int bits) {
     struct call call = {.bits = bits};
     struct work work = {.run = dequantise, .parts = parts, .table = table, .count = count, .call = &call};

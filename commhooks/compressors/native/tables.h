@@ -1,4 +1,4 @@
-/* The rows of the tables that tables.py makes, each field of 64 bits, and the threads that work on them. */
+/* The rows of the tables in tables.py, with fields of 64 bits, and the threads that process them. */
 
 /* One matrix of PowerSGD: delta, residual n x m; p r x n; q, mean_q r x m. */
 struct matrix {
@@ -23,7 +23,7 @@ struct piece {
     REAL *bucket, *residual; /* residual may be NULL */
     uint8_t *codes; /* written here */
     REAL *scales;
-    const uint8_t *arrived_codes; /* and read from here: of what all ranks send its owner, those of rank 0 */
+    const uint8_t *arrived_codes; /* read from here: in the message of rank 0 to the owner */
     const REAL *arrived_scales;
 };
 
@@ -43,8 +43,8 @@ struct work {
     size_t (*parts)(const void *row);
     void *table;
     size_t count, size; /* rows of the table, bytes of a row */
-    const void *call;   /* what else the parts need */
-    size_t next;        /* part to take */
+    const void *call;   /* arguments of the call */
+    size_t next;        /* the next part */
     int failed;
 };
 

@@ -1,7 +1,7 @@
 """Tables for the C kernels: one row of 64-bit fields per matrix, factor or piece, as the structs in `tables.h`.
 
-A kernel works on some rows of a table, in the OpenMP threads of torch's operators if torch's library has the entry
-point `GOMP_parallel`, as it has on Linux. A second pool of threads would compete with them.
+Kernels run in the OpenMP threads of torch's operators if torch's library has the entry point `GOMP_parallel`, as on
+Linux. A second thread pool would compete with them.
 """
 
 import ctypes
@@ -24,16 +24,17 @@ _IMPORTED_IN = os.getpid()
 
 
 class Table:
-    """
+    """Base of the tables.
+
     Args:
-        rows: each holds the values of the first fields; the others are 0.
-        dtype: of the numbers that the kernel works on.
+        rows: the values of the first fields, per row; the other fields are 0.
+        dtype: of the numbers that the kernel processes.
 
     Attributes:
         fields: the members of the struct, in order.
-        pointers: the fields that `point` writes. Each points to as many numbers as the product of two sizes, the fields
-            with these two places.
-        sizes: the first fields of each row, as given.
+        pointers: the fields that `point` writes, with the indices of two fields: their product is the number of
+            elements there.
+        sizes: the argument `rows`.
         rows: `rows x fields`, int64.
     """
 
@@ -48,23 +49,23 @@ class Table:
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
         self._functions: dict[str, Callable[..., int]] = {}
-        # The memory of `rows`, for single numbers: an operator of torch takes longer than writing a column of them.
+        # The memory of `rows`, for single numbers: one operator of torch takes longer than writing a column this way.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
     @staticmethod
     def elements_of(row: Sequence[int]) -> int:
-        """About how many elements the work on a row takes, by its sizes."""
+        """Estimate the number of elements processed for a row, from its sizes."""
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
-        """The rows at `places`, which ascend: a copy, or this table if these are all."""
+        """Return a copy of the rows at `places` (ascending), or this table if `places` has all rows."""
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
-        """Call a function of the library for `rows`, which follow one another, in as many threads as torch would use.
+        """Call a function of the library for consecutive `rows`, in as many threads as torch would use.
 
         Raises:
-            MemoryError: there is none for its scratch space.
+            MemoryError: there is no memory for its scratch space.
         """
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
@@ -75,11 +76,10 @@ class Table:
             raise MemoryError("commhooks: no memory for the scratch space of a native kernel")
 
     def column(self, field: str) -> torch.Tensor:
-        """A field of all rows, int64; a view."""
         return self.rows[:, self.fields.index(field)]
 
     def point(self, **tensors: Sequence[torch.Tensor | None] | None) -> None:
-        """Write the addresses of the tensors, or 0 for None, into fields. Whoever calls the kernel must keep them."""
+        """Write the addresses of tensors, or 0 for None, into fields. The caller must keep the tensors alive."""
         for field, each in tensors.items():
             i, j = self.pointers[field]
             place = self.fields.index(field)
@@ -89,8 +89,7 @@ class Table:
 
 
 class MatrixTable(Table):
-    """`struct matrix`: `n`, `m` and `r`, then the addresses of delta and residual (n x m) and of factors (r x n and
-    r x m)."""
+    """`struct matrix`: n, m and r, then addresses of delta and residual (n x m) and of factors (r x n, r x m)."""
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
@@ -107,8 +106,8 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """`struct factor`: factors r x k, where their rows are, rows to replace dependent ones (or 0), and where the
-    results go."""
+    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows (or 0), and
+    of the result."""
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
@@ -123,7 +122,8 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """`struct piece`: pieces of tensors, in whole blocks: the number of elements and the block size, then addresses."""
+    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, and the block size, then
+    addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
 
@@ -133,10 +133,10 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Where the numbers of `tensor` begin. C takes every address from here, without a check of its own.
+    """Return the address of `tensor`, after the only check that its memory gets before C uses it.
 
     Raises:
-        HookRunError: C would not find `numel` numbers of `dtype` there.
+        HookRunError: the memory does not hold `numel` contiguous numbers of `dtype`.
     """
     place = tensor.data_ptr()
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
@@ -150,20 +150,19 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """The address of `GOMP_parallel` (None: there is none) and how many threads should share work on so many elements,
-    when called from this thread: at most as many as torch has, and 1 where torch's cannot be used. The results do not
-    depend on it."""
+    """Return the address of `GOMP_parallel`, or None, and the number of threads for so many elements: at most as many
+    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on it."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:
         return start, 1
-    # OpenMP waits for ever in a process that was forked from one in which it had run, for the kernel or for torch.
+    # OpenMP hangs in a forked process if the parent had used it, for the kernel or for torch.
     return start, threads if os.getpid() == _IMPORTED_IN else 1
 
 
 @functools.cache
 def _entry_point() -> int | None:
-    # torch loads its OpenMP into the global scope, so this finds the one that torch calls.
+    # torch loads its OpenMP into the global scope, so this finds the library that torch calls.
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError, TypeError):  # another OpenMP; TypeError: Windows has no global scope

@@ -1,1 +1,1 @@
-"""PowerSGD: low-rank gradients with error feedback."""
+"""PowerSGD: low-rank gradient compression with error feedback."""

@@ -1,9 +1,8 @@
 """A step of PowerSGD on an accelerator, for all matrices at once.
 
-The host never synchronises with the device, and masks replace branches. Per matrix, or per shape with deltas of their
-own, run seven kernels that read or write it: gradient's maximum, sum with the residual, P, Q, new residual, its mask,
-gradient. Everything else works on the packed factors of the whole bucket, so the number of kernels depends neither on
-the number of layers nor on the rank.
+The host never synchronises with the device: masks replace branches. Seven kernels run per matrix (with stacked deltas
+per shape): the maximum of the gradient, the sum with the residual, P, Q, the new residual, its mask, the gradient. All
+others work on the packed factors of the bucket, so that their number depends neither on the layers nor on the rank.
 """
 
 import functools
@@ -20,12 +19,13 @@ from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGD
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """`k` matrices `n x m` of one rank whose deltas are one tensor, so that one kernel multiplies all of them.
+    """`k` matrices `n x m` with the same r and their deltas in one tensor, so that one kernel multiplies all of them.
 
     Attributes:
-        members: their places among all matrices.
-        delta: memory for the deltas, `k x n x m`; None: those of one matrix are computed in the bucket.
-        p, q, largest: their factors, `k x r x n` and `k x r x m`, and the largest number of each gradient.
+        members: a slice of the bucket's matrices.
+        delta: memory for the deltas, `k x n x m`; None: delta is computed in the bucket, and `k` is 1.
+        p, q: the factors, `k x r x n` and `k x r x m`.
+        largest: per matrix the largest absolute value of the gradient.
     """
 
     members: slice
@@ -37,12 +37,12 @@ class Block:
 
 
 class AcceleratorKernel:
-    """A `LowRankKernel` for matrices of one parameter each. Works on any device. Its results equal those of `CpuKernel`
-    up to rounding if the rows of P are independent (see `orthonormal_stack`).
+    """Implements `LowRankKernel` for matrices of one parameter each, on any device. The results equal the results of
+    `CpuKernel` up to rounding if the rows of P are independent (see `orthonormal_stack`).
 
     Args:
-        work: its matrices are ordered by shape (`by_shape`).
-        stack_deltas: copy the gradients so that the deltas of one shape are one tensor.
+        work: with matrices ordered by shape (see `by_shape`).
+        stack_deltas: copy gradients of one shape into one tensor.
 
     Attributes:
         p, q: the factors of all matrices.
@@ -67,6 +67,15 @@ class AcceleratorKernel:
                 largest = self.largest[begin : begin + k]
                 self.blocks.append(Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest))
                 begin, p, q = begin + k, p + k * r * n, q + k * r * m
+        # Learned state is allocated here, and not when it is first written: a device without enough memory then fails
+        # in the first backward pass, and not when compression begins, perhaps a thousand steps later.
+        self._learned_q = self._new_learned_q()
+        self._residuals: NamedViews | None = None
+        self._residual_of: list[torch.Tensor] = []
+        if work.error_feedback:
+            self._residuals = self._new_residuals()
+            pieces = self._residuals.whole.split([k * n * m for k, n, m in (block.shape for block in self.blocks)])
+            self._residual_of = [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     # ---- the steps -------------------------------------------------------------------------------------------------
 
@@ -80,10 +89,9 @@ class AcceleratorKernel:
         pack_factor(self.p.flat, bucket.first.packed, bucket.step.world_size)
 
     def orthonormalize(self, bucket: BucketPass) -> None:
-        """P of a matrix without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient
-        is zero."""
+        # P of a matrix without a gradient on any rank becomes zero: then its residual stays, and its gradient is zero.
         bucket.used = self.used(bucket)
-        self.p.orthonormalise(bucket.first.packed, bucket.used)
+        self.p.orthonormalize(bucket.first.packed, bucket.used)
 
     def form_q(self, bucket: BucketPass) -> None:
         for block, delta in zip(self.blocks, bucket.deltas, strict=True):
@@ -93,7 +101,6 @@ class AcceleratorKernel:
         )
 
     def form_remainder(self, bucket: BucketPass) -> None:
-        """delta - P Q^T in place, while Q is on its way: the next residuals."""
         for block, delta in zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ():
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
@@ -112,10 +119,9 @@ class AcceleratorKernel:
                 gradients = bucket.gradients[block.members]
                 scatter_into(delta.view(-1)[: sum(map(len, gradients))], gradients)
 
-    # ---- what batched PowerSGD does in another way ------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD ----------------------------------------------------------------------------
 
     def used(self, bucket: BucketPass) -> torch.Tensor:
-        """Per matrix whether it has a gradient on some rank."""
         return bucket.first.flags > 0
 
     def find_largest(self, bucket: BucketPass) -> None:
@@ -129,7 +135,6 @@ class AcceleratorKernel:
     # ---- delta and residual ----------------------------------------------------------------------------------------
 
     def _load_deltas(self, bucket: BucketPass) -> None:
-        """Set `bucket.deltas`, one per block."""
         bucket.deltas = []
         for block in self.blocks:
             gradients = bucket.gradients[block.members]
@@ -154,7 +159,7 @@ class AcceleratorKernel:
 
     def _add_residuals(self, bucket: BucketPass) -> None:
         factor = bucket.step.residual_factor
-        if not self.work.error_feedback or not any(slot.name in bucket.residuals for slot in self.work.slots):
+        if self._residuals is None or not any(slot.name in bucket.residuals for slot in self.work.slots):
             return
         self._residuals.gather(bucket.residuals)
         for delta, residual in zip(bucket.deltas, self._residual_of, strict=True):
@@ -164,24 +169,18 @@ class AcceleratorKernel:
                 delta.addcmul_(residual, factor)
 
     def bound_residuals(self, bucket: BucketPass) -> list[torch.Tensor]:
-        """Per block the residuals, as its delta; their pieces become the entries of the learned state."""
+        """Return the residuals of each block, in the shape of its delta, after making them the learned state."""
+        assert self._residuals is not None
         self._residuals.bind(bucket.residuals)
         return self._residual_of
 
-    @functools.cached_property
-    def _residuals(self) -> NamedViews:
-        """The residuals of all matrices, 1-D; one flat entry per parameter. Allocated at first use."""
+    def _new_residuals(self) -> NamedViews:
+        """Allocate the residuals of all matrices, with one flat entry per parameter."""
         names, begin = [], 0
         for x in self.work.matrices:
             names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
             begin += x.n * x.m
         return NamedViews(names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device))
-
-    @functools.cached_property
-    def _residual_of(self) -> list[torch.Tensor]:
-        """Those of each block, as its delta."""
-        pieces = self._residuals.whole.split([k * n * m for k, n, m in (block.shape for block in self.blocks)])
-        return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     # ---- factors ---------------------------------------------------------------------------------------------------
 
@@ -190,9 +189,8 @@ class AcceleratorKernel:
         refill = [self.work.refill(side, i) for i in range(len(self.work.matrices))]
         return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
 
-    @functools.cached_property
-    def _learned_q(self) -> NamedViews:
-        """The Q of all matrices, as `PackedFactors`; one entry `r x m` per matrix. Allocated at first use."""
+    def _new_learned_q(self) -> NamedViews:
+        """Allocate the learned Q of all matrices, packed, with one entry `r x m` per matrix."""
         names, begin = [], 0
         for x in self.work.matrices:
             names.append((x.name, begin, (x.rank, x.m)))
@@ -200,7 +198,6 @@ class AcceleratorKernel:
         return NamedViews(names, new_packed(begin, self.work.dtype, self.work.layout.device))
 
     def _starting_q(self, bucket: BucketPass) -> torch.Tensor:
-        """The Q to start from, packed."""
         fill = functools.partial(self._draw_q, bucket)
         if self.work.warm_start:
             return self._learned_q.gather(bucket.q, fill)
@@ -212,7 +209,7 @@ class AcceleratorKernel:
 
 
 def by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """Matrices of one shape and rank next to each other, in the order of their first ones."""
+    """Sort matrices so that equal shapes and ranks are adjacent, in the order of their first occurrence."""
     shapes = list(dict.fromkeys(map(_shape, matrices)))
     return sorted(matrices, key=lambda matrix: shapes.index(_shape(matrix)))
 
@@ -224,24 +221,24 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
 # ---- one factor of every matrix ---------------------------------------------------------------------------------
 
 _WASTE, _SMALL = 4, 2**14
-"""Factors share a padded tensor if its rows have together at most `_WASTE` times their length, or at most `_SMALL`
-elements. Independent of r, so that the number of kernels is, too."""
+"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long together, or if the padded
+rows have at most `_SMALL` elements together. Independent of r, and therefore so is the number of kernels."""
 
 
 class PackedFactors:
     """P or Q of all matrices, transposed, so that a few kernels process all of them.
 
-    Packed, the factors lie one after another in a 1-D tensor, `r x length` each, as they are sent. Work on rows, such
-    as orthonormalising them, needs tensors of one shape: there they are padded with zeros, which change no product.
+    Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
+    one shape: for them, the factors are padded with zeros, which change no product.
 
     Args:
         shapes: `(r, length)` of each matrix.
-        refill: per matrix random rows, `r x length`, on the CPU: they replace zero and dependent rows.
+        refill: per matrix random rows, `r x length`, on the CPU, to replace zero and dependent rows.
 
     Attributes:
         numel: number of elements of all factors.
-        flat: the factors, 1-D, in the compute dtype.
-        matrix_of: per element of `flat` the number of its matrix.
+        flat: the packed factors, in the compute dtype.
+        matrix_of: per element of `flat` the index of its matrix.
     """
 
     def __init__(
@@ -258,7 +255,7 @@ class PackedFactors:
         self.matrix_of = torch.arange(len(shapes)).repeat_interleave(torch.tensor(counts)).int().to(device)
         self._groups = _grouped(shapes)
         self._sizes = [torch.Size(group.shape).numel() for group in self._groups]
-        # In an empty place of a padded tensor stands the last element of the packed one, which is always zero.
+        # Padding is read from the last element of the packed tensor, which is always zero.
         to_padded = torch.full((sum(self._sizes),), self.numel, dtype=torch.int32)
         to_packed = torch.empty(self.numel, dtype=torch.int32)
         starts = [sum(counts[:i]) for i in range(len(counts))]
@@ -271,7 +268,7 @@ class PackedFactors:
                 block.view(group.shape)[row, :rank, :length] = packed.view(rank, length)
                 to_packed[own] = here.view(group.shape)[row, :rank, :length].flatten()
         self._alike = len(set(shapes)) == 1
-        """All factors have one shape: padded and packed are the same."""
+        """All factors have one shape, so that padded and packed tensors are the same."""
         self._to_padded, self._to_packed = to_padded.to(device), to_packed.to(device)
         self._members = [torch.tensor(group.members, device=device) for group in self._groups]
         given = torch.cat([each.flatten() for each in refill] + [torch.zeros(1, dtype=refill[0].dtype)]).to(device)
@@ -280,16 +277,15 @@ class PackedFactors:
         self._results = self._views(self._result)
 
     def unit_rows(self, packed: torch.Tensor) -> None:
-        """Write the rows of `packed` (from `new_packed`), scaled to norm 1, into `flat`. Zero rows become random
-        ones."""
+        """Write the rows of `packed` (from `new_packed`), scaled to norm 1, into `flat`. Zero rows become random."""
         for rows, refill, out in zip(self._padded(packed), self._refill, self._results, strict=True):
             unit, missing = unit_stack(rows)
             torch.addcmul(unit, refill, missing, out=out)
         self._pack()
 
-    def orthonormalise(self, arrived: torch.Tensor, keep: torch.Tensor) -> None:
-        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`; see
-        `orthonormal_stack`. Where `keep` (bool, one per matrix) is False the basis becomes zero."""
+    def orthonormalize(self, arrived: torch.Tensor, keep: torch.Tensor) -> None:
+        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`, or zeros for matrices
+        whose `keep` (bool, one per matrix) is False. See `orthonormal_stack`."""
         self.flat.copy_(arrived)
         groups = zip(self._padded(self._memory), self._refill, self._members, self._results, strict=True)
         for rows, refill, members, out in groups:
@@ -298,21 +294,20 @@ class PackedFactors:
         self._pack()
 
     def _padded(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Per group `k x r x length`."""
+        """Pad: return a tensor `k x r x length` per group."""
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        """Per group a view `k x r x length` of a 1-D tensor that holds all groups."""
+        """Return a view `k x r x length` per group of a 1-D tensor that holds all groups."""
         return [piece.view(x.shape) for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)]
 
     def _pack(self) -> None:
-        """Copy the results into `flat`."""
         if not self._alike:
             torch.index_select(self._result, 0, self._to_packed, out=self.flat)
 
 
 def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for packed factors: `numel` elements, and one more that stays zero."""
+    """Allocate packed factors: `numel` elements, and one more that stays zero."""
     return torch.zeros(numel + 1, dtype=dtype, device=device)
 
 
@@ -343,17 +338,17 @@ def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
 
 # ---- orthonormal rows -------------------------------------------------------------------------------------------
 
-# A row is weak if less than 1/100 of its norm is independent of the rows before it. `_NUDGE` times
-# a random row is added to it.
+# A row is weak if less than `_WEAK` times its norm is independent of the rows before it. `_NUDGE` times a random row is
+# added to it.
 _WEAK, _NUDGE = 1e-2, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """As `orthonormal_rows` in `cpu.py`, for a stack on an accelerator: about 40 kernels, independent of k and r.
+    """Orthonormalise the rows of a stack of matrices on an accelerator, in about 40 kernels, independent of k and r.
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
     for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
-    show dependent rows reliably. Therefore every row that may be dependent gets 1e-6 times a row of `refill` added,
+    show dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
     which makes it independent. This turns a row by an angle of 1e-6 at most; it turns the component that a weak row
     adds to the others, of norm e, by about 1e-6 / e.
 
@@ -374,16 +369,15 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 
 
 def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info (k; 0 means success). The
-    shift keeps rounding from making the Gram matrix indefinite. `cholesky_ex` is used because `cholesky` synchronises
-    with the device to check for failure."""
+    """Return the Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info (k; 0: success)."""
     gram = torch.bmm(rows, rows.transpose(1, 2))
-    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])
-    return torch.linalg.cholesky_ex(gram)
+    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])  # so that rounding does not make it indefinite
+    return torch.linalg.cholesky_ex(gram)  # `cholesky` would wait for the device to check for failure
 
 
 def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`unit_rows` for a stack (k x r x n) with fewer kernels, in float64, where no square of a float32 overflows."""
+    """Scale the rows of a stack (k x r x n) to norm 1, in float64, where no square of a float32 overflows. Also return
+    which rows are zero (k x r x 1); they stay zero."""
     rows = rows.double()
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows / norm.clamp_min(1e-300), norm == 0

@@ -1,6 +1,6 @@
 """Batched PowerSGD: each bucket as one square matrix, padded with zeros.
 
-Source: `batched_powerSGD_hook` of torch.distributed. The residuals belong to the parameters, Q to the bucket.
+Source: `batched_powerSGD_hook` of torch.distributed. There is a residual per parameter, and a Q per bucket.
 """
 
 import math
@@ -21,22 +21,22 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 
 class BucketQ(FactorField):
-    """Q of a bucket, saved without conversion."""
+    """The Q of a bucket, saved without conversion."""
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        # The size of the matrix is unknown before DDP has built its buckets: a Q of another size is replaced later.
+        # The size of the matrix is unknown before DDP builds its buckets: a Q of another size is replaced later.
         return None
 
 
 class BatchedCpuKernel(CpuKernel):
-    """A `CpuKernel` for the one matrix of a bucket. A parameter without a gradient on any rank takes no part in it."""
+    """A `CpuKernel` for the one matrix of a bucket. Parameters without a gradient on any rank are left out."""
 
     def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
-        self.largest = None  # of the whole bucket
+        self.largest = None  # `products.largest` is for the whole bucket
 
     def add_residuals(self, bucket: BucketPass) -> None:
         for slot in self.work.slots:
@@ -50,22 +50,21 @@ class BatchedCpuKernel(CpuKernel):
 
     def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
         self.products.reconstruct(places, bucket.deltas, bucket.deltas, None)
-        for slot in self.work.slots:  # the padding after the last slot keeps no residual
+        for slot in self.work.slots:  # the padding after the last slot has no residual
             if slot not in idle:
                 self.residual(bucket, slot).copy_(self._part(bucket, slot))
         return None
 
     def _part(self, bucket: BucketPass, slot: Slot) -> torch.Tensor:
-        """The part of one parameter in delta, 1-D."""
         begin = slot.offset - self.work.slots[0].offset
         return bucket.deltas[0].view(-1)[begin : begin + slot.numel]
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """An `AcceleratorKernel` for the one matrix of a bucket, with a mask for the elements of its parameters.
+    """An `AcceleratorKernel` for the one matrix of a bucket: masks have a value per element.
 
     Attributes:
-        parts: the numbers of elements of each parameter and of the padding.
+        parts: the number of elements of each parameter, and of the padding.
     """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
@@ -102,11 +101,11 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         factor = chosen(good, bucket.step.residual_factor, 1.0)
         if not is_one(factor):
             residual.mul_(factor)
-        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # the padding keeps no residual
+        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # none in the padding
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
-    """Each bucket as one square matrix, padded with zeros."""
+    """Compresses each bucket as one square matrix, padded with zeros."""
 
     Config = BatchedPowerSGD
     q = BucketQ("q", per="bucket")
@@ -123,7 +122,7 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
         label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
         sparse = any(info.sparse for info in parameters)
         complex_numbers = any(info.parameter.is_complex() for info in parameters)
-        # The key identifies the sequence of parameters: another bucket layout has another matrix.
+        # The key identifies the sequence of parameters, because another bucket layout has another matrix.
         key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
         plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
         if sparse or complex_numbers or 2 * side * rank >= numel:
@@ -138,5 +137,4 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
 
 
 def square_side(numel: int) -> int:
-    """Side of the smallest square that holds `numel` elements."""
     return math.isqrt(max(numel - 1, 0)) + 1 if numel else 0

@@ -1,4 +1,4 @@
-"""PowerSGD as the engine sees it: which matrices are compressed, the learned state, and the kernel of a bucket."""
+"""PowerSGD for the engine: which matrices are compressed, the learned state, and the kernel of a bucket."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
+    """Plans a gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
 
     n: int = 0
     m: int = 0
@@ -34,7 +34,6 @@ class MatrixPlan(UnitPlan):
 
     @property
     def numel_sent(self) -> int:
-        """Elements of both factors, or of the gradient."""
         return (self.n + self.m) * self.rank if self.compressed else self.numel
 
     @property
@@ -47,15 +46,14 @@ class MatrixPlan(UnitPlan):
 
 
 class FactorField(StateField):
-    """Q of a matrix, transposed: `r x m`."""
+    """The Q of a matrix, transposed: `r x m`."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
         return plan.rank, plan.m
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank; additional rows are taken from `initial`. Without it they are zero, and the kernel
-        replaces zero rows."""
+        """Truncate to the new rank, or add rows of `initial`; without it zeros, which the kernel replaces."""
         rank, rows = self.shape(plan)[0], len(value)
         if not rank:
             return None
@@ -67,7 +65,7 @@ class FactorField(StateField):
 
 
 class ParameterQ(FactorField):
-    """Q of a parameter, saved as `r x (the other dimensions in logical order)`."""
+    """The Q of a parameter, saved as `r x (the other dimensions in logical order)`."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rest = memory_order(parameter)[1:]
@@ -77,7 +75,7 @@ class ParameterQ(FactorField):
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
         order = memory_order(parameter)
-        if row_dim != order[0]:  # the memory format has changed: other elements form a row now
+        if row_dim != order[0]:  # the memory format has changed, and other elements form a row
             return None
         rest = order[1:]
         ordered = sorted(rest)
@@ -91,11 +89,11 @@ class ParameterQ(FactorField):
 
 
 class LowRankCompressor(Compressor[AnyPowerSGD]):
-    """What PowerSGD and batched PowerSGD have in common: two all-reduces per bucket.
+    """Base of PowerSGD and batched PowerSGD: two all-reduces per bucket.
 
     Attributes:
         q: the field of the learned Q.
-        Cpu, Accelerator: the classes of the kernels.
+        Cpu, Accelerator: classes of the kernels.
     """
 
     title = "PowerSGD"
@@ -127,7 +125,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # The same numbers as `PowerSGDWorkspace.draw_q` at the first step.
+        # The numbers of `PowerSGDWorkspace.draw_q` at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
@@ -145,7 +143,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         return MemoryPlan(residual, factors, packed, "P and Q", copies)
 
     def kernel(self, layout: BucketLayout, matrices: list[Matrix]) -> LowRankKernel:
-        """With the buffers of one bucket."""
+        """Make the kernel of a bucket, and allocate its buffers."""
         wire_dtype = self.wire_dtype_for(layout.dtype)
         if not precision.is_host_readable(layout.device):
             work = PowerSGDWorkspace(layout, by_shape(matrices), self.config, wire_dtype)
@@ -158,7 +156,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
 
 
 def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
-    """Bytes of the message buffers of one bucket; an upper bound if `rows` are those of several."""
+    """Return the bytes of the messages of one bucket; an upper bound if `rows` belong to several."""
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
@@ -167,13 +165,13 @@ def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
 
 
 class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
-    """Low-rank factors P and Q of each matrix, with error feedback and warm start."""
+    """Compresses each matrix to low-rank factors P and Q, with error feedback and warm start."""
 
     Config = PowerSGD
     q = ParameterQ("q")
 
     def plan_parameter(self, info: ParameterInfo) -> MatrixPlan:
-        """A matrix is compressed if `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and
+        """Compress matrices with `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and
         `(n + m) * rank < n * m`."""
         parameter = info.parameter
         if parameter.dim() < 2:

@@ -15,20 +15,20 @@ from commhooks.gradients.layout import Slot
 Tensors = Sequence[torch.Tensor]
 Residuals = Sequence[torch.Tensor | None]
 Refill = Callable[[int], torch.Tensor]
-"""Random rows for the matrix with this place, where its own are dependent."""
+"""Returns random rows for the matrix with this index, to replace dependent rows."""
 
 
 class CpuKernel:
-    """A `LowRankKernel` for matrices of one parameter each.
+    """Implements `LowRankKernel` for matrices of one parameter each.
 
     Attributes:
-        own_deltas: per matrix memory for delta, n x m; None where that is computed in the bucket.
-        largest: per parameter the largest absolute value of its gradient; None if the products do not find it.
+        own_deltas: per matrix memory for delta, n x m; None: delta is computed in the bucket.
+        largest: per parameter the largest absolute value of its gradient; None: the products do not compute it.
     """
 
     def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
         self.work, self.products, self.largest = work, products, products.largest
-        # Of `work`: bound to this kernel, they would hold it and its memory in a cycle.
+        # Partials of `work`, not methods of this kernel, which would hold its memory in a reference cycle.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
         self.own_deltas = [None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype) for x in work.matrices]
         p, q, ranks = zip(*products.pieces, strict=True)
@@ -47,7 +47,7 @@ class CpuKernel:
         residuals = self.add_residuals(bucket) if work.error_feedback else None
         known = bucket.q if work.warm_start else {}
         q = [known[x.name] if x.name in known else work.draw_q(x, bucket.step.number) for x in work.matrices]
-        # Only the space that Q spans matters, and without scaling P would grow with the square of the gradient.
+        # Only the span of Q matters, and without scaling P would grow with the square of the gradient.
         products.unit_rows(q, self._refill_q)
         products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
         if largest is not None:
@@ -65,7 +65,7 @@ class CpuKernel:
             put_projection(q, out, bucket.step.world_size, rank=rank)
 
     def form_remainder(self, bucket: BucketPass) -> None:
-        """Nothing: `reconstruct` forms it with the gradient, so that it reads delta once."""
+        """Do nothing: `reconstruct` computes the residual with the gradient, and reads delta once for both."""
 
     def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         work, products = self.work, self.products
@@ -85,25 +85,25 @@ class CpuKernel:
         for i in () if work.in_bucket else places:
             bucket.gradients[i].copy_(bucket.deltas[i].view(-1)[: len(bucket.gradients[i])])
         factor = float(bucket.step.residual_factor)
-        for slot in idle:  # their residuals wait, and follow the loss scale
+        for slot in idle:  # their residuals stay, and follow the loss scale
             if slot.name in bucket.residuals and factor != 1:
                 bucket.residuals[slot.name].mul_(factor)
             slot.of(bucket.flat).zero_()
 
-    # ---- what batched PowerSGD does in another way ---------------------------------------------------------------
+    # ---- overridden for batched PowerSGD -------------------------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
-        """The residuals that the products should add to the deltas; None if that is done here."""
+        """Return the residuals for the products to add to the deltas, or add them and return None."""
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
     def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
-        """Where the products should write the residuals of the matrices at `places`; None if that is done here."""
+        """Return the memory for the products to write the residuals of the matrices at `places` into, or write them
+        and return None."""
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
     # ---- parts of the steps --------------------------------------------------------------------------------------
 
     def _load_gradients(self, bucket: BucketPass) -> None:
-        """Set `bucket.deltas`, per matrix n x m."""
         bucket.deltas = []
         for own, gradient, x in zip(self.own_deltas, bucket.gradients, self.work.matrices, strict=True):
             if own is not None:
@@ -112,7 +112,7 @@ class CpuKernel:
             bucket.deltas.append(gradient.view(x.n, x.m) if own is None else own)
 
     def used(self, bucket: BucketPass) -> tuple[list[int], list[Slot]]:
-        """The places of matrices with a gradient on some rank, and the parameters without one on any rank."""
+        """Return the indices of matrices with a gradient on some rank, and the parameters without one on any rank."""
         used = (bucket.first.flags > 0).tolist()
         places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
         return places, [] if all(used) else [slot for slot, has in zip(self.work.slots, used, strict=True) if not has]
@@ -124,14 +124,12 @@ class CpuKernel:
         return bucket.q[name].copy_(arrived)
 
     def residual(self, bucket: BucketPass, slot: Slot) -> torch.Tensor:
-        """The memory for the residual of a parameter."""
         if slot.name not in bucket.residuals:
             bucket.residuals[slot.name] = torch.zeros(slot.numel, dtype=self.work.dtype)
         return bucket.residuals[slot.name]
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The pieces of a message for these factors."""
     return [piece.view_as(x) for piece, x in zip(packed.split([x.numel() for x in like]), like, strict=True)]
 
 
@@ -139,7 +137,8 @@ def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.
 
 
 class TorchProducts:
-    """One `mm` per matrix, never a batch, and on aligned memory, because bits can depend on both.
+    """The products, with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can depend on
+    both.
 
     A factor of rank 1 is padded to two rows with a row of zeros: the BLAS computes products with a single row in
     another way, and their bits depend on the alignment of the memory.
@@ -148,10 +147,10 @@ class TorchProducts:
         shapes: n, m and rank of each matrix.
 
     Attributes:
-        p, q: the factors of all matrices, `r x n` and `r x m`: results, and operands of what follows.
-        pieces: groups packed in one call: (P, Q, rank).
-        largest: per matrix the largest absolute value of its gradient, float64, found by `form_p`; NaN does not count.
-            None: these products do not find it.
+        p, q: the factors of all matrices, `r x n` and `r x m`.
+        pieces: (P, Q, rank) of the factors that are packed into a message in one call.
+        largest: per matrix the largest absolute value of its gradient, float64, ignoring NaN, set by `form_p`; None:
+            not computed.
     """
 
     largest: torch.Tensor | None = None
@@ -164,18 +163,17 @@ class TorchProducts:
         self.pieces = [(p, q, len(p)) for p, q in zip(self.p, self.q, strict=True)]
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
-        """`q` = the rows of `sources` (r x m), scaled to norm 1, with those of `refill` in the places of zero rows."""
+        """q = the rows of `sources` (r x m), scaled to norm 1. Rows of `refill` replace zero rows."""
         for i, rows in enumerate(sources):
             self._set(self._q[i], _filled_unit_rows(rows, functools.partial(refill, i)))
 
     def orthonormalize(self, sources: Tensors, refill: Refill) -> None:
-        """`p` = orthonormal bases of the rows of `sources` (r x n)."""
+        """p = orthonormal bases of the rows of `sources` (r x n)."""
         for i, rows in enumerate(sources):
             self._set(self._p[i], _basis(rows, functools.partial(refill, i)))
 
     def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
-        """delta += factor * residual in place, then P = delta Q. `deltas`: n x m; `residuals`: flat, or None for the
-        matrices that have none."""
+        """delta += factor * residual in place, then P = delta Q. `deltas`: n x m; `residuals`: flat, or None."""
         for p, q, delta, residual in zip(self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True):
             if residual is not None:
                 delta.view(-1).add_(residual, alpha=factor)
@@ -189,8 +187,8 @@ class TorchProducts:
     def reconstruct(
         self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None
     ) -> None:
-        """residual = delta - P Q^T if there are residuals, then delta = P mean_Q^T if there is a mean Q, for the
-        matrices at `places`. The lists hold a tensor for each place."""
+        """residual = delta - P Q^T if `residuals` are given, then delta = P mean_Q^T if `mean_q` is given. The lists
+        hold one tensor per element of `places`, the indices of matrices."""
         for k, i in enumerate(places):
             if residuals is not None:
                 remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
@@ -205,10 +203,10 @@ class TorchProducts:
 
 
 def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each row of `rows` (r x k) to norm 1. Returns the result and which rows are zero (r x 1, bool); zero rows
-    stay zero.
+    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which rows are zero
+    (r x 1, bool).
 
-    Divides by the largest element first, because in float32 the square of 1e30 overflows and that of 1e-38 is 0.
+    Divides by the largest element first, because in float32 the square of 1e30 overflows, and the square of 1e-38 is 0.
     """
     largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
     missing = largest == 0
@@ -218,11 +216,11 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthonormalise `rows` (r x k, r <= k). Returns the basis (r x k) and which rows were dependent (r, bool).
+    """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k) and which rows were dependent (r, bool).
 
-    A row is dependent if it is a combination of the rows before it. Householder QR then yields an orthonormal column
-    too, but an arbitrary one made of rounding errors. With `refill` (r x k, any independent rows) dependent rows are
-    replaced by rows of `refill` and all are orthonormalised again. Non-finite numbers count as zero.
+    For a row that is a combination of the rows before it, Householder QR yields an arbitrary orthonormal row, made of
+    rounding errors. If `refill` (r x k, independent rows) is given, its rows replace dependent rows, and the result is
+    orthonormalised again. Non-finite numbers count as zero.
     """
     rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
     basis, triangle = torch.linalg.qr(unit_rows(rows)[0].t())
@@ -242,8 +240,8 @@ def _basis(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tens
     return orthonormal_rows(rows, refill())[0] if missing.any() else found
 
 
-# Up to this rank, r outer products are faster than a matrix product and need no padding: their bits do not depend on
-# the alignment of memory. They run block by block, so that each block stays in the cache.
+# Up to this rank, r outer products are faster than a matrix product, and need no padding: their bits do not depend on
+# the alignment of memory. They run block by block, so that a block stays in the cache.
 _OUTER_RANK = 4
 _BLOCK_NUMEL = 2**18
 
@@ -282,11 +280,11 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 class NativeProducts:
-    """As `TorchProducts` up to rounding, for all matrices in one call. P and Q lie packed, as they are sent. Each pass
-    reads a matrix once, where torch reads it several times.
+    """Computes what `TorchProducts` computes, up to rounding, with one call of the C library for all matrices. P and Q
+    are packed, as they are sent. A call reads a matrix once, where torch reads it several times.
 
     Args:
-        refills: replace dependent rows of P in the kernel, too; otherwise with torch.
+        refills: replace dependent rows of P in the C library, too; otherwise with torch.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
@@ -335,8 +333,8 @@ class NativeProducts:
         table.run("split")
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
-        """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Returns the
-        places of useless results: some of their rows are zero or dependent, and were not replaced."""
+        """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Return the
+        indices of unusable results: some of their rows are zero or dependent, and were not replaced."""
         table.point(source=sources)
         table.run("unit_rows", orthogonal, self._least_norm if orthogonal else 0.0)
         missing = table.missing.tolist()
@@ -344,7 +342,6 @@ class NativeProducts:
 
 
 def _packed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A 1-D tensor for factors of these shapes, and a view of it per factor."""
     numels = [r * length for r, length in shapes]
     flat = torch.zeros(sum(numels), dtype=dtype)
     return flat, [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
@@ -357,7 +354,7 @@ def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """What the C kernel computes from fixed numbers, for `library.build`."""
+    """Return what the C kernel computes from fixed numbers, for `library.build`."""
     # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
     # columns (8,192): every loop of the kernel runs.
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))

@@ -1,7 +1,7 @@
 """PowerSGD for one bucket of one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019, Algorithms 1 and 2.
 
-`reference.py` says the same in plain torch for one matrix, without any of what makes it fast; tests compare both.
-Factors are kept transposed, P as r x n and Q as r x m: the thin products are then several times faster on CPU.
+`reference.py` is the readable form for one matrix; tests compare both. Factors are stored transposed, P as r x n and
+Q as r x m: the thin products are then several times faster on the CPU.
 """
 
 import functools
@@ -22,8 +22,9 @@ from commhooks.gradients.layout import BucketLayout, Slot
 
 
 def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, step: StepInfo) -> Exchange:
-    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`."""
-    kernel, bucket = work, BucketPass(flat, work.work, state, step)
+    """Run one step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`."""
+    kernel = work
+    bucket = BucketPass(flat, kernel.work, state, step)
     kernel.form_p(bucket)  # 1. delta = gradient + residual; P = delta Q
     bucket.put_uncompressed()
     yield Send(bucket.first.buffer, what="P")  # 2. the mean of P
@@ -35,53 +36,55 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     good = yield Verdict(finite)
     if bucket.plain:
         scatter_into(bucket.first.plain, bucket.plain)
-    # good: the whole pass is finite on all ranks; finite: this bucket is. If only another bucket is bad, write the mean
-    # but learn nothing.
-    kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
+    # good: all buckets of the pass are finite on all ranks; finite: this bucket is. If only another bucket is bad, this
+    # one gets its mean, but nothing is learned.
+    kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's Q
     return None
 
 
 class LowRankKernel(Protocol):
-    """The computations of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values;
-    `AcceleratorKernel` uses masks, so the host never synchronises with the device. `work`: the buffers."""
+    """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on values of tensors;
+    `AcceleratorKernel` uses masks, so that the host never waits for the device."""
 
     work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
-        """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
-        gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
+        """Write P = delta Q, where delta = gradient + residual, into the first message. Write the flags, too: per
+        parameter 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
 
     def orthonormalize(self, bucket: "BucketPass") -> None:
-        """P = an orthonormal basis of the mean P."""
+        """Replace P by an orthonormal basis of the mean P."""
 
     def form_q(self, bucket: "BucketPass") -> None:
-        """Q = delta^T P, into the last message. A parameter without a gradient on any rank takes no part."""
+        """Write Q = delta^T P into the last message. Parameters without a gradient on any rank are left out."""
 
     def form_remainder(self, bucket: "BucketPass") -> None:
-        """What can be computed while Q is on its way."""
+        """Compute what does not depend on the mean Q, while Q is being reduced."""
 
     def reconstruct(self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor) -> None:
-        """gradient = P Q^T with the mean Q, into the bucket; and, where `good`, the mean Q and
-        residual = delta - P Q^T with this rank's own Q. A parameter without a gradient on any rank keeps its residual:
-        DDP may drop the result for it, and a residual sent in it would be lost. Where `finite` is false, gradients
-        become NaN on every rank."""
+        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and
+        residual = delta - P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank.
+
+        A parameter without a gradient on any rank keeps its residual: DDP may drop its result, and with it a residual
+        that was sent.
+        """
 
 
 class BucketPass:
-    """One bucket of one backward pass: what the kernels read and write.
+    """The tensors of one bucket in one backward pass.
 
     Args:
         flat: the bucket's buffer, 1-D, changed in place.
         state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
 
     Attributes:
-        gradients: per matrix its part of the bucket, 1-D.
-        plain: what is uncompressed in the bucket.
-        first: the message of P, which also holds uncompressed gradients and flags.
-        last: the message of Q.
-        deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
-        used, used_elements: masks of `AcceleratorKernel`: per matrix whether it has a gradient on some rank, and the
-            same per element of a batched bucket.
+        gradients: per matrix a 1-D view of the bucket.
+        plain: 1-D views of the uncompressed gradients.
+        first: the message with P, uncompressed gradients and flags.
+        last: the message with Q.
+        deltas: gradient + residual, in the shape that the kernel needs; set in `form_p`.
+        used: mask of `AcceleratorKernel`, per matrix: it has a gradient on some rank.
+        used_elements: the same per element of a batched bucket.
     """
 
     deltas: list[torch.Tensor]
@@ -97,7 +100,7 @@ class BucketPass:
         self.first, self.last = work.first, work.last
 
     def put_uncompressed(self) -> None:
-        """Write what is not compressed as a matrix into the first message, beside the flags, which are there."""
+        """Write uncompressed gradients into the first message, and clear the flags of unused parameters."""
         if self.step.unused:
             clear_flags_of_unused(self.work.slots, self.first.flags, self.step)
         if self.plain:
@@ -106,7 +109,7 @@ class BucketPass:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`, which are adjacent in the bucket.
+    """An `n x m` matrix, compressed at `rank`. It consists of the gradients in `slots`, adjacent in the bucket.
 
     PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
     """
@@ -119,25 +122,24 @@ class Matrix:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Where it begins and ends in the bucket."""
         return self.slots[0].offset, self.slots[-1].stop
 
 
 class Message:
-    """What one all-reduce sums, as a 1-D tensor: factors, then uncompressed gradients, then flags.
+    """The tensor of one all-reduce: factors, then uncompressed gradients, then flags.
 
     Args:
         factors: per matrix the shape of its factor, `r x length`.
         plain: number of uncompressed elements.
-        flags: number of flags, one per parameter in the matrices; 0 in a message of the factors alone.
+        flags: number of flags, one per parameter in the matrices; 0 in the message with Q.
+        buffer: memory for all of it, 1-D.
 
     Attributes:
-        buffer: all of it, 1-D. Before it is sent, each rank's part, divided by the number of ranks; then the sums.
+        buffer: before the all-reduce this rank's numbers, divided by the world size; afterwards the means.
         packed: the factors of all matrices, 1-D.
         factors: per matrix a view of `packed`, `r x length`.
         plain: uncompressed gradients, 1-D, in the order of the bucket.
-        flags: per parameter in the matrices 1 if its gradient is not zero, 0 otherwise; after the sum positive if any
-            rank has a gradient.
+        flags: per parameter 1 if its gradient is not zero, else 0; after the sum positive if any rank has a gradient.
     """
 
     def __init__(self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor) -> None:
@@ -149,7 +151,7 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The matrices of one bucket layout, with their messages.
+    """The workspace of PowerSGD: the matrices of one bucket layout, and the memory of their messages.
 
     Args:
         matrices: in the order in which they are sent.
@@ -158,10 +160,10 @@ class PowerSGDWorkspace:
     Attributes:
         dtype: the compute dtype.
         slots: the parameters in the matrices.
-        flags_of: per matrix the places of its parameters in `slots`.
+        flags_of: per matrix a slice of `slots`.
         in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
-        first, last: the messages: P with everything uncompressed and the flags; then Q.
-        buffer: both messages, so that one operator tells whether all is finite.
+        first, last: the messages; see `BucketPass`.
+        buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.
     """
 
     def __init__(
@@ -194,27 +196,26 @@ class PowerSGDWorkspace:
         self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
-        """The Q to start from, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""
+        """Draw the initial Q, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""
         purpose = "Q" if self.warm_start else f"Q at step {step}"
         return draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
     def refill(self, side: str, place: int) -> torch.Tensor:
-        """Random rows, on the CPU, that replace dependent ones of P (`r x n`) or of Q (`r x m`) of the matrix at
-        `place`."""
+        """Draw the random rows that replace dependent rows of P (`r x n`) or Q (`r x m`) of a matrix, on the CPU."""
         matrix = self.matrices[place]
         length = matrix.n if side == "P" else matrix.m
         return draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
 
 
 def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Standard normal numbers, `rank x length`, on the CPU; equal on every rank and for every bucket layout."""
+    """Draw standard normal numbers, `rank x length`, on the CPU; equal on every rank and for every bucket layout."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(rank, length, generator=generator, dtype=dtype)
 
 
 def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """The gaps between `spans` (sorted, disjoint) in 0..numel."""
+    """Return the gaps between `spans` (sorted, disjoint) in 0..numel."""
     gaps, at = [], 0
     for begin, end in [*spans, (numel, numel)]:
         if begin > at:

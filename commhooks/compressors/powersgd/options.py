@@ -1,4 +1,4 @@
-"""The options of PowerSGD."""
+"""The options of PowerSGD and batched PowerSGD."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,24 +9,25 @@ from commhooks.options import HookConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(HookConfig):
-    """Low-rank gradients with error feedback, per parameter.
+    """Options of the hook powerSGD: low-rank gradients with error feedback, per parameter.
 
     Args:
-        matrix_approximation_rank: rank of the factors; 1 to 4 is usual, more is closer to all-reduce and sends more.
-        start_powerSGD_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly
-            between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100 where the
-            length of the run is unknown.
-        min_compression_rate: parameters that would shrink by less than this factor are not compressed.
-        use_error_feedback: add what compression lost to the next gradient. Leave it on.
+        matrix_approximation_rank: rank of the factors. Usually 1 to 4; a higher rank is closer to all-reduce and sends
+            more.
+        start_powerSGD_iter: number of steps with plain all-reduce before compression begins (int), or a fraction of the
+            run (float between 0 and 1, exclusive). None: 10 % of the run, at most 1000 steps; 100 steps if the length
+            of the run is unknown.
+        min_compression_rate: leave parameters uncompressed that would shrink by less than this factor.
+        use_error_feedback: add the compression error to the next gradient. Leave it on.
         warm_start: start from the Q of the step before. Leave it on.
-        orthogonalization_epsilon: accepted for compatibility with torch and not needed: no column is divided by zero.
-        random_seed: of the first Q.
+        orthogonalization_epsilon: accepted for compatibility with torch, without effect: no column is divided by zero.
+        random_seed: seed of the first Q.
         compression_stats_logging_frequency: steps between two log lines with compression statistics.
-        batch_tensors_with_same_shape: on an accelerator, work on all matrices of a bucket that have the same shape at
-            once: fewer and larger kernels, for one more copy of their gradients in float32. Changes results by rounding
-            only, and nothing on the CPU.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
-            batched PowerSGD.
+        batch_tensors_with_same_shape: on an accelerator, process all matrices of a bucket with the same shape at once:
+            fewer and larger kernels, for another copy of their gradients in float32. Changes results by rounding, and
+            has no effect on the CPU.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are never compressed. Not
+            for batched PowerSGD.
     """
 
     hook_name: ClassVar[str] = "powerSGD"
@@ -34,7 +35,7 @@ class PowerSGD(HookConfig):
 
     matrix_approximation_rank: int = 1
     # `Union` because OmegaConf 2.4 does not read `int | float | None`. Not Optional[Union[int, float]]: typing caches
-    # unions regardless of order, so the order of int and float could be that of another module's annotation.
+    # unions regardless of order, so that an annotation of another module could decide the order of int and float.
     start_powerSGD_iter: Union[int, float, None] = None  # noqa: UP007
     min_compression_rate: float = 2
     use_error_feedback: bool = True
@@ -62,10 +63,10 @@ class PowerSGD(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedPowerSGD(PowerSGD):
-    """PowerSGD on whole buckets: each is flattened and seen as one square matrix padded with zeros.
+    """Options of the hook batched_powerSGD, which compresses each bucket as one square matrix padded with zeros.
 
-    Fewer and larger products than `PowerSGD` and usually a much lower accuracy; try `PowerSGD` first. The arguments are
-    the same; `min_compression_rate` is not used, and `exclude` cannot be.
+    It computes fewer and larger products than `PowerSGD`, and is usually much less accurate; try `PowerSGD` first. The
+    arguments are the same, except that `min_compression_rate` has no effect and `exclude` must be empty.
     """
 
     hook_name: ClassVar[str] = "batched_powerSGD"

@@ -1,20 +1,19 @@
-"""PowerSGD written down as plainly as possible: simulated ranks, one matrix at a time, float64.
+"""PowerSGD in its readable form: simulated ranks, one matrix at a time, float64.
 
-From the formulas of Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual made from the
-rank's own projection. Tests compare `exchange.py` with it, so it shares no code with the package and is not optimised.
+Source: Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual of the rank's own
+projection. Tests compare `exchange.py` with it, so it shares no code with the package and is not optimised.
 """
 
 import torch
 
 
-class OracleMatrix:
-    """One parameter on `world_size` simulated ranks.
+class ReferenceMatrix:
+    """Simulates one parameter on `world_size` ranks.
 
     Args:
-        q: the Q to start from, m x r.
-        world_size: number of ranks.
-        error_feedback: whether what compression lost is added to the next gradient.
-        torch_residual: the residual of torch's own hook, `delta - P Q^T` with the averaged Q, instead of the local one.
+        q: the initial Q, m x r.
+        error_feedback: add the compression error to the next gradient.
+        torch_residual: compute the residual as torch's hook does, `delta - P Q^T` with the averaged Q.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class OracleMatrix:
         self.residuals: list[torch.Tensor] | None = None
 
     def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """`gradients`: one n x m matrix per rank. Returns the gradient that every rank continues with."""
+        """Return the averaged gradient of one step. `gradients`: one n x m matrix per rank."""
         deltas = [gradient.double() for gradient in gradients]
         if self.error_feedback and self.residuals is not None:
             deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
@@ -43,12 +42,12 @@ class OracleMatrix:
 
 
 def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """What an uncompressed parameter gets."""
+    """Return the averaged gradient of an uncompressed parameter."""
     return torch.stack([gradient.double() for gradient in gradients]).mean(0)
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the columns (n x r, independent). Twice, since once loses digits."""
+    """Return an orthonormal basis of the columns (n x r, independent). Twice, because once loses digits."""
     columns: list[torch.Tensor] = []
     for column in matrix.T:
         for _ in range(2):

@@ -1,1 +1,1 @@
-"""A quantised all-reduce with error feedback: gradients travel as 8-bit or 4-bit integers with a scale per block."""
+"""A quantised all-reduce with error feedback: 8-bit or 4-bit integers with a scale per block."""

@@ -1,6 +1,6 @@
-"""The arithmetic of the quantised mean: with torch's operations on any device, and with the C kernel on the CPU.
+"""The arithmetic of the quantised mean: with torch on any device, and with the C kernel on the CPU.
 
-Both do the same operations in the same order, so that not one bit differs.
+Both perform the same operations in the same order: the bits are equal.
 """
 
 import itertools
@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from commhooks.comm.wire import concat_into, scatter_into
+from commhooks.comm.wire import concat_into, put_flags, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
-from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages
+from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages, sum_in_pairs
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 _PIECE = 2**20
-"""Elements that the host works on at once, so that intermediate results stay in its cache."""
+"""On the CPU, elements processed at once, so that intermediate results stay in the cache."""
 
 
 # ---- blocks and their codes, with torch --------------------------------------------------------------------------
@@ -27,13 +27,13 @@ _PIECE = 2**20
 def quantise(
     code: BlockCode, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest_scale: float
 ) -> None:
-    """Write `codes` and `scales`, and replace `blocks` by what is lost: blocks - codes * scales. Numbers beyond
-    `code.levels` times `largest_scale` are clamped, and the rest of them is lost."""
+    """Write `codes` and `scales`, and replace `blocks` by the rounding error: blocks - codes * scales. Numbers beyond
+    `code.levels` times `largest_scale` are clamped; the rest is part of the rounding error."""
     scales.copy_(_scales(code, blocks, largest_scale))
-    divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)
+    divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
     for at in _pieces(blocks):
         whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
-        # Not addcmul_: whether it rounds the product first depends on the processor. What arrives is rounded.
+        # Not addcmul_: whether it rounds the product first depends on the processor. Decoding rounds it.
         blocks[at].sub_(whole * scales[at].unsqueeze(1))
         if code.bits == 8:
             codes[at].view(torch.int8).copy_(whole)
@@ -43,9 +43,9 @@ def quantise(
 
 
 def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write codes * scales to `out` (`n x block_size`, of the dtype of `scales`) and return it."""
+    """Write codes * scales to `out` (`... x n x block_size`, of the dtype of `scales`) and return it."""
     for at in _pieces(out):
-        _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(1))
+        _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(-1))
     return out
 
 
@@ -59,110 +59,157 @@ def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torc
     top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
     top.add_(top * 0)  # inf becomes NaN
     top.div_(code.levels).clamp_(max=largest_scale)  # NaN stays NaN
-    # A denormal scale has few digits, and some devices take it for zero: such a block is not sent.
-    return torch.where(top < torch.finfo(blocks.dtype).tiny, 0, top)
+    # A denormal scale has few digits, and some devices treat it as zero: such a block is sent as zeros.
+    return top.masked_fill_(top < torch.finfo(blocks.dtype).tiny, 0)
 
 
 def _unpack(code: BlockCode, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write the integers between -levels and levels into the floating-point tensor `out` and return it."""
     if code.bits == 8:
         return out.copy_(codes.view(torch.int8))
-    low, high = out.unflatten(1, (2, -1)).unbind(1)
+    low, high = out.unflatten(-1, (2, -1)).unbind(-2)
     low.copy_(codes & 15)
     high.copy_(codes >> 4)
     return out.sub_(8)
 
 
 def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
-    rows, block_size = blocks.shape
+    rows, block_size = len(blocks), blocks.shape[-1]
     step = max(1, _PIECE // block_size if precision.is_host_readable(blocks.device) else rows)
     return (slice(at, at + step) for at in range(0, rows, step))
 
 
-class TorchKernel:
-    """A `BlockKernel` of torch's operations, on any device. On an accelerator the host never waits for it.
+class BlockBuffers:
+    """The memory of `TorchKernel` that does not depend on the number of ranks, and holds learned state.
+
+    It is allocated with the workspace: a device without enough memory then fails in the first backward pass, and not
+    when compression begins, perhaps a thousand steps later.
 
     Args:
         slots: the tensors whose blocks are averaged.
 
     Attributes:
-        delta: `blocks + 1` rows; the last one is zero. The end of the last block of each of `slots` is zero, too.
+        delta: `blocks + 1` rows; the last one is zero. Padding at the end of a slot's last block is zero, too.
+        codes, scales: as `delta`.
         residuals: of `slots`, in blocks; None without error feedback.
+        slot_of_block: index of the slot, per block.
     """
 
-    def __init__(self, messages: ShareMessages, rank: int, slots: Sequence[Slot], *, error_feedback: bool) -> None:
-        self.messages, self.rank = messages, rank
-        code, device, rows = messages.code, messages.sent.device, len(messages.shares.places) + 1
-        self.delta = torch.zeros(rows, code.block_size, dtype=messages.dtype, device=device)
-        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
-        starts = list(itertools.accumulate((code.blocks_of(x.numel) * code.block_size for x in slots), initial=0))
+    def __init__(
+        self, code: BlockCode, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device, *, error_feedback: bool
+    ) -> None:
+        blocks = [code.blocks_of(slot.numel) for slot in slots]
+        rows = list(itertools.accumulate(blocks, initial=0))
+        self.slots = slots
+        self.delta = torch.zeros(rows[-1] + 1, code.block_size, dtype=dtype, device=device)
+        self.codes = torch.zeros(rows[-1] + 1, code.block_bytes, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(rows[-1] + 1, dtype=dtype, device=device)
         self.residuals: NamedViews | None = None
         if error_feedback:
-            names = [(slot.name, start, (slot.numel,)) for slot, start in zip(slots, starts, strict=False)]
-            self.residuals = NamedViews(names, torch.zeros(starts[-1], dtype=messages.dtype, device=device))
-        self._spans = list(zip(slots, starts, starts[1:], strict=False))
-        self._of_slots = self.delta[:-1]
-        blocks = torch.tensor(starts).diff() // code.block_size
-        self._slot_of_block = torch.arange(len(slots)).repeat_interleave(blocks).to(device)
-        self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the number of ranks
+            names = [(slot.name, row * code.block_size, (slot.numel,)) for slot, row in zip(slots, rows, strict=False)]
+            whole = torch.zeros(rows[-1] * code.block_size, dtype=dtype, device=device)
+            self.residuals = NamedViews(names, whole)
+        self.slot_of_block = torch.arange(len(slots)).repeat_interleave(torch.tensor(blocks)).to(device)
+        self._first_and_end = torch.tensor([rows[:-1], rows[1:]]).view(-1).to(device)
+        self._paddings = [each * code.block_size - slot.numel for each, slot in zip(blocks, slots, strict=True)]
+        self._zeros = torch.zeros(code.block_size, dtype=dtype, device=device)
+        self._unused = torch.empty(sum(self._paddings), dtype=dtype, device=device)
+
+    @property
+    def of_slots(self) -> torch.Tensor:
+        """`delta` without its last row."""
+        return self.delta[:-1]
+
+    def put_gradients(self, flat: torch.Tensor) -> None:
+        """Write the gradients into `delta`, in two operators however many slots there are."""
+        zeros = self._zeros.to(flat.dtype)
+        paddings = [zeros[:numel] for numel in self._paddings]
+        concat_into(self._with(paddings, flat), self.of_slots.view(-1))
+
+    def write_gradients(self, flat: torch.Tensor) -> None:
+        """Write `delta` into the bucket."""
+        paddings = self._unused.to(flat.dtype).split(self._paddings)
+        scatter_into(self.of_slots.view(-1), self._with(paddings, flat))
+
+    def put_flags(self, flags: torch.Tensor) -> None:
+        """Write to `flags`, per slot, 1 if its numbers in `delta` are not all zero, else 0."""
+        is_nonzero = torch.linalg.vector_norm(self.of_slots, float("inf"), dim=1) != 0
+        # Blocks with nonzero numbers are counted up to each slot's first block, and up to its end.
+        counts = torch.cat([is_nonzero.new_zeros(1), is_nonzero]).cumsum(0)
+        first, end = counts.index_select(0, self._first_and_end).view(2, -1)
+        flags.copy_(first != end)
+
+    def _with(self, paddings: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+        pairs = zip(self.slots, paddings, strict=True)
+        return [each for slot, padding in pairs for each in (slot.of(flat), padding) if len(each)]
+
+
+class TorchKernel:
+    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits for the device, and
+    the operators are as many for any number of tensors; with twice the ranks there are two more."""
+
+    def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
+        self.buffers, self.messages, self.rank = buffers, messages, rank
+        self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the world size
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        delta = self._of_slots.view(-1)
-        before = None if self.residuals is None else self.residuals.gather(residuals)
-        if before is not None and not is_one(factor):
-            before = torch.mul(before, factor, out=delta)
-        for slot, start, end in self._spans:
-            gradient, here = slot.of(flat), slice(start, start + slot.numel)
-            if before is None:
-                delta[here].copy_(gradient)
-            else:
-                torch.add(before[here], gradient, out=delta[here])
-            if here.stop < end:
-                delta[here.stop : end].zero_()
+        buffers, flags = self.buffers, self.messages.flags
+        buffers.put_gradients(flat)
+        if precision.is_host_readable(flat.device):
+            put_flags([slot.of(flat) for slot in buffers.slots], flags)
+        else:
+            buffers.put_flags(flags)
+        if buffers.residuals is not None:
+            before = buffers.residuals.gather(residuals)
+            buffers.of_slots.view(-1).add_(before if is_one(factor) else before * factor)
 
     def quantise(self) -> None:
-        messages, shares = self.messages, self.messages.shares
-        self._own = self.delta.index_select(0, shares.blocks[self.rank]).div_(messages.world_size)
-        quantise(messages.code, self.delta[:-1], self.codes[:-1], self.scales[:-1], messages.most)
+        messages, shares, buffers = self.messages, self.messages.shares, self.buffers
+        self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(messages.world_size)
+        quantise(messages.code, buffers.of_slots, buffers.codes[:-1], buffers.scales[:-1], messages.most)
         sent, order = messages.in_sent, shares.blocks.view(-1)
-        sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))
-        sent.codes.copy_(self.codes.index_select(0, order).view_as(sent.codes))
+        sent.scales.copy_(buffers.scales.index_select(0, order).view_as(sent.scales))
+        sent.codes.copy_(buffers.codes.index_select(0, order).view_as(sent.codes))
 
     def average(self, arrived: torch.Tensor) -> None:
         messages, shares, code = self.messages, self.messages.shares, self.messages.code
         own, self._own = self._own, None
         assert own is not None
         parts, mean = messages.sections(arrived), messages.in_mean
-        for other in range(messages.world_size):
-            if other != self.rank:
-                codes = parts.codes[other].view(-1, code.block_bytes)
-                add_dequantised(code, codes, parts.scales[other] / messages.world_size, own)
+        codes, scales = parts.codes.unflatten(1, (-1, code.block_bytes)), parts.scales / messages.world_size
+        if precision.is_host_readable(arrived.device):
+            for other in range(messages.world_size):
+                if other != self.rank:
+                    add_dequantised(code, codes[other], scales[other], own)
+        else:
+            deltas = dequantise(code, codes, scales, own.new_empty(messages.world_size, *own.shape))
+            deltas[self.rank].copy_(own)
+            own = sum_in_pairs(deltas)
         quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
         count = shares.counts[self.rank]
-        self.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
+        self.buffers.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 
     def store(
         self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
     ) -> None:
         has_gradient, used = averaged.flags > 0, None
         if not (precision.is_host_readable(flat.device) and bool(has_gradient.all())):
-            used = has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)
+            used = has_gradient.index_select(0, self.buffers.slot_of_block).unsqueeze(1)
         self._keep_lost(residuals, factor, good, used)
         code, places, sections = self.messages.code, self.messages.shares.places, averaged.sections
         codes = sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
-        mean = dequantise(code, codes, sections.scales.reshape(-1).index_select(0, places), self._of_slots)
+        scales = sections.scales.reshape(-1).index_select(0, places)
+        mean = dequantise(code, codes, scales, self.buffers.of_slots)
         if used is not None:
             mean.masked_fill_(~used, 0)
-        for slot, start, _ in self._spans:
-            slot.of(flat).copy_(mean.view(-1)[start : start + slot.numel])
+        self.buffers.write_gradients(flat)
 
     def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
-        """`used`: which blocks belong to a tensor with a flag (bool, `n x 1`); None: all, as far as the host knows."""
-        if good is False or self.residuals is None:
+        """`used`: the blocks of tensors with a flag (bool, `n x 1`); None: the host has read that all have one."""
+        if good is False or self.buffers.residuals is None:
             return
-        lost = self._of_slots
-        before = self.residuals.bind(residuals).view_as(lost)
+        lost = self.buffers.of_slots
+        before = self.buffers.residuals.bind(residuals).view_as(lost)
         if good is True and used is None:
             before.copy_(lost)
             return
@@ -178,13 +225,12 @@ class TorchKernel:
 
 
 class NativeKernel:
-    """A `BlockKernel` on the CPU. Delta is never a tensor: the C kernel forms it block by block where the gradient is,
-    in the buffer or in a copy if the buffer has 16 bits, and leaves there what is lost.
+    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer (in a copy if the buffer
+    has 16 bits) block by block, and leaves the rounding error there.
 
     Args:
         slots: the tensors, in the order of the blocks.
         dtype: of the buffer.
-        error_feedback: keep residuals.
     """
 
     def __init__(
@@ -199,14 +245,14 @@ class NativeKernel:
             *self._starts, _ = itertools.accumulate((slot.numel for slot in slots), initial=0)
         self._end = max(start + slot.numel for start, slot in zip(self._starts, slots, strict=True))
         self._numbers = torch.empty(0)
-        """The buffer or the copy: gradients, then what is lost of delta, then the averages."""
+        """The buffer or its copy: first gradients, then rounding errors, then averages."""
         self._read: list[torch.Tensor | None] = []
         self._residuals_at: list[int] = []
         self._factor = 1.0
         self._make_table()
 
     def _make_table(self) -> None:
-        """A row per piece, those that this rank averages first. Offsets are in bytes."""
+        """Make a table with a row per piece, the pieces of this rank's share first. Offsets are in bytes."""
         messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
         sizes, offsets = [], []
         pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
@@ -231,6 +277,7 @@ class NativeKernel:
         torch.add(written, self._scales_at, out=table.column("scales"))
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
+        put_flags([slot.of(flat) for slot in self._slots], self.messages.flags)
         self._numbers = flat
         if self._copy is not None:
             self._numbers = self._copy
@@ -269,7 +316,6 @@ class NativeKernel:
             scatter_into(self._copy, [slot.of(flat) for slot in self._slots])
 
     def _kept(self, slot: Slot, used: bool, residuals: Residuals, factor: LossScale) -> torch.Tensor | None:
-        """The memory for a residual; None if the old one stays."""
         if slot.name not in residuals:
             residuals[slot.name] = torch.zeros(slot.numel, dtype=self._table.dtype)
         elif not used and not is_one(factor):
@@ -281,20 +327,19 @@ class NativeKernel:
             0 if each is None else address(each, self._table.dtype, slot.numel)
             for slot, each in zip(self._slots, residuals, strict=True)
         ]
-        if starts != self._residuals_at:  # they stay where they are, unless a parameter has no gradient
+        if starts != self._residuals_at:  # they rarely move: when a parameter has no gradient, or after a load
             self._residuals_at = starts
             of_pieces = torch.tensor(starts).index_select(0, self._tensor)
             self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
 
     def _point_to_arrived(self, rows: slice, start: int | torch.Tensor) -> None:
-        """Codes and scales are read from the messages at `start`."""
         self._arrived_codes[rows] = self._codes_at[rows] + start
         self._arrived_scales[rows] = self._scales_at[rows] + start
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """What the C kernel computes from fixed numbers, for `library.build`. All builds of the sources should agree; one
-    whose compiler joins multiplications and additions nevertheless does not."""
+    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should agree, except if a
+    compiler contracts multiplications and additions despite its flags."""
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
         blocks = code.blocks_of(numel)

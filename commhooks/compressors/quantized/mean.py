@@ -1,7 +1,7 @@
-"""The mean over the ranks, quantised on the way.
+"""The quantised mean over the ranks.
 
-Delta is the input plus the residual of earlier steps. It is cut into blocks. Each block has an owner among the ranks,
-which averages it.
+Delta, the input plus the residual of earlier steps, is divided into blocks. Each block has an owner: the rank that
+averages it.
 """
 
 from collections.abc import Generator, Sequence
@@ -13,6 +13,7 @@ import torch
 
 from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
+from commhooks.gradients import precision
 from commhooks.gradients.loss_scale import LossScale
 
 Residuals = dict[str, torch.Tensor]
@@ -20,18 +21,19 @@ Residuals = dict[str, torch.Tensor]
 Good = torch.Tensor | bool
 """The answer to a `Verdict`."""
 _ALIGNMENT = 8
-"""Sections of messages begin at multiples of the largest element, in bytes."""
+"""Sections of messages begin at multiples of so many bytes, the size of the largest element."""
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
     """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`.
 
-    Afterwards delta is what was lost on this rank. The mean of it over the ranks is what the result lacks.
+    Afterwards delta is the rounding error of this rank. The mean of the rounding errors over the ranks is the
+    difference between the exact mean and the result.
     """
     messages = kernel.messages
-    kernel.quantise()  # 1  each rank quantises what others average
+    kernel.quantise()  # 1  each rank quantises the blocks of other owners
     messages.put_plain_and_flags()
-    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2  every block goes to its owner
+    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2  every block is sent to its owner
     kernel.average(arrived)  # 3  the owner averages, and quantises the mean
     messages.reduce_plain_and_flags(arrived)
     means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4
@@ -39,27 +41,29 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
 
 
 class BlockKernel(Protocol):
-    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` works on any device, `NativeKernel` on
-    the CPU, in fewer passes: the same operations in the same order, so that not one bit differs."""
+    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device, and `NativeKernel`
+    on the CPU, with fewer passes over the memory. Both perform the same operations in the same order: the bits are
+    equal."""
 
     messages: "ShareMessages"
     rank: int
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """delta = what is in the buffer `flat` + factor * residual."""
+        """delta = gradient + factor * residual, with gradients from the buffer `flat`. Write to `messages.flags`, per
+        tensor, 1 if its gradient is not zero, else 0."""
 
     def quantise(self) -> None:
-        """Write the blocks that others average into `messages.sent`. What rounding loses of them stays in delta."""
+        """Write the blocks of other owners into `messages.sent`. Their rounding errors stay in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: its own part, which is not rounded, then the others in the order of the ranks.
-        Write the mean, quantised, into `messages.mean`. What rounding loses of it stays in delta, times the number of
-        ranks."""
+        """Average this rank's share: its own blocks, not rounded, then those received (on the CPU in the order of the
+        ranks). Write the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in
+        delta."""
 
     def store(
         self, averaged: "Averaged", flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
     ) -> None:
-        """Keep what is in delta as residuals where `good`, and write the averages into the buffer.
+        """If `good`, store delta as the residuals. Write the averages into the buffer.
 
         A tensor without a flag keeps its residual, times the factor if `good`, and its average is zero.
         """
@@ -67,15 +71,15 @@ class BlockKernel(Protocol):
 
 @dataclass(frozen=True)
 class BlockCode:
-    """How a block of numbers x becomes integers: q = round(x / scale), ties to even, with scale = max |x| / levels.
+    """The integer code of a block of numbers x: round(x / scale), ties to even, with scale = max |x| / levels.
 
-    A number that is not finite makes the scale of its block NaN, so that the whole block arrives as NaN. Blocks are the
-    rows of a tensor `n x block_size`, codes the rows of a uint8 tensor `n x block_bytes`, scales `n` numbers of the
+    If a number is not finite, the scale of its block is NaN, and so is the whole block after decoding. Blocks are rows
+    of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers of the
     dtype of the blocks.
     """
 
     bits: int
-    """8, or 4: two codes in a byte, elements i and i + block_size / 2 of the block."""
+    """8, or 4 with two codes per byte: elements i and i + block_size / 2 of the block."""
     block_size: int
 
     @property
@@ -88,12 +92,11 @@ class BlockCode:
         return self.block_size * self.bits // 8
 
     def blocks_of(self, numel: int) -> int:
-        """Number of blocks that hold `numel` elements."""
         return -(-numel // self.block_size)
 
     def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
-        """The scale of blocks whose numbers are clamped to `largest`: a little less, so that `levels` times the scale
-        does not exceed it by rounding."""
+        """Return the scale of a block that is clamped to `largest`: a little less than `largest / levels`, so that
+        rounding does not make `levels` times the scale larger than `largest`."""
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
 
@@ -101,33 +104,33 @@ class Piece(NamedTuple):
     """Consecutive blocks of one tensor with one owner."""
 
     tensor: int
-    """Its number among the tensors that are averaged together."""
+    """Index of the tensor."""
     first: int
-    """The first block, counted in the tensor."""
+    """Index of the first block, in the tensor."""
     blocks: int
     owner: int
     """The rank that averages them."""
     place: int
-    """Of the first block, in the owner's share."""
+    """Index of the first block, in the owner's share."""
 
 
 class Shares:
-    """The blocks of several tensors, divided among the ranks as equally as possible. What a rank averages is its share.
+    """The blocks of several tensors, divided among the ranks as equally as possible. A rank averages its share.
 
-    The division depends on names and the number of ranks only: in another bucket layout every block has the same owner,
-    and nothing changes.
+    The owner of a block depends on the tensor's name and on the world size only, so that bits do not depend on the
+    bucket layout.
 
     Args:
-        tensors: name and number of blocks of each. A rank has `blocks / world_size` of them, rounded up or down. The
-            name decides where the division begins, so that small tensors do not all meet at one rank.
+        tensors: name and number of blocks. A rank owns `blocks / world_size` of them, rounded up or down. The name
+            selects the first owner, so that small tensors do not all have the same owner.
 
     Attributes:
         pieces: in the order of the blocks.
-        counts: per rank, the number of blocks in its share.
-        size: blocks in each share as it is sent: shorter ones are padded with the empty block.
-        places: per block, its place among all shares laid one after another.
-        blocks: `world_size x size`, the numbers of the blocks in each share; the empty block has the number after the
-            last.
+        counts: number of blocks in each share.
+        size: number of blocks in each share as sent: shorter shares are padded with the empty block.
+        places: per block its index among the concatenated shares.
+        blocks: `world_size x size`, the indices of the blocks in each share; the empty block comes after the last
+            block.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
@@ -151,37 +154,36 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Views into messages: tensors of shape `(..., n)` for messages of shape `(..., bytes)`."""
+    """Views of messages: tensors of shape `(..., n)` for messages of shape `(..., bytes)`."""
 
     scales: torch.Tensor
     plain: torch.Tensor
-    """Numbers that are not quantised, in the dtype in which they travel."""
+    """Numbers that are not quantised, in their wire dtype."""
     codes: torch.Tensor
     flags: torch.Tensor
     """uint8."""
 
 
 class ShareMessages:
-    """The messages of one mean over `world_size` ranks, allocated once: the blocks of a share, and a part of everything
-    that is not quantised.
+    """The messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share, and an
+    equal part of everything that is not quantised.
 
     Args:
-        code: how blocks are quantised.
-        tensors: name and number of blocks of each, in the order of the blocks.
-        dtype: of the numbers in blocks, and of the scales.
-        largest: numbers beyond it are clamped; the rest of them is lost.
-        plain: how many numbers travel as they are, and in which dtype.
-        flags: how many flags travel.
+        tensors: name and number of blocks, in the order of the blocks.
+        dtype: of blocks and scales.
+        largest: larger numbers are clamped, and the rest is a rounding error.
+        plain: number and wire dtype of the elements that are not quantised.
+        flags: number of flags.
 
     Attributes:
-        plain: 1-D; before the mean write numbers here whose sum over the ranks is wanted.
-        flags: uint8, 1-D; before the mean write flags here whose maximum over the ranks is wanted.
-        sent: uint8, a message for each rank.
-        mean: uint8, the message for all ranks with what this one has averaged.
-        in_sent, in_mean: their sections.
+        plain: 1-D; write the numbers here whose sum over the ranks is wanted.
+        flags: uint8, 1-D; write the flags here whose maximum over the ranks is wanted.
+        sent: uint8, one message for each rank.
+        mean: uint8, one message for all ranks, with the averages of this rank's share.
+        in_sent, in_mean: the sections of `sent` and `mean`.
         most: the largest scale.
-        size: of a message, in bytes.
-        scales_at, codes_at: where these sections begin, in bytes.
+        size: bytes of a message.
+        scales_at, codes_at: where the sections begin, in bytes.
     """
 
     def __init__(
@@ -221,34 +223,49 @@ class ShareMessages:
         self.flags = self._flags.view(-1)[:flags]
 
     def sections(self, messages: torch.Tensor) -> Sections:
-        """The sections of `messages` (uint8, last dimension of `size` bytes) as views."""
         return Sections(*(messages[..., at : at + length].view(dtype) for at, length, dtype in self._sections))
 
     def put_plain_and_flags(self) -> None:
-        """Write what travels beside the blocks into the messages to all ranks."""
+        """Write `plain` and `flags` into the messages."""
         self.in_sent.plain.copy_(self._plain)
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums, in the order of the ranks, and the maxima of what has arrived beside the blocks into
+        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of the flags into
         `mean`."""
         shares, mean = self.sections(arrived), self.in_mean
-        total = torch.zeros(mean.plain.shape, dtype=self.dtype, device=self.mean.device)
-        for rank in range(self.world_size):
-            total.add_(shares.plain[rank])
+        if precision.is_host_readable(arrived.device):
+            total = torch.zeros(mean.plain.shape, dtype=self.dtype)
+            for rank in range(self.world_size):
+                total.add_(shares.plain[rank])
+        else:
+            total = sum_in_pairs(shares.plain.to(self.dtype, copy=True))
         mean.plain.copy_(total)
         mean.flags.copy_(shares.flags.amax(0))
+
+
+def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the first dimension of `parts`, which is used as scratch memory.
+
+    The additions are element by element, one operator for half of the ranks, then for a quarter, and so on. `torch.sum`
+    would be a single operator, but on an accelerator its order, and so its bits, would depend on the bucket layout.
+    """
+    while len(parts) > 1:
+        half = -(-len(parts) // 2)
+        parts[: len(parts) - half].add_(parts[half:])
+        parts = parts[:half]
+    return parts[0]
 
 
 class Averaged:
     """The averages of all shares: the same bytes on every rank.
 
     Args:
-        means: from each rank its `mean`.
+        means: the message `mean` of each rank.
 
     Attributes:
-        finite: 0-dim bool: all of it is finite. What is not is NaN, block by block.
-        plain: the sums of the numbers that travelled as they are, 1-D.
+        finite: 0-dim bool: all scales and plain numbers are finite.
+        plain: the sums of the plain numbers, 1-D.
         flags: the maxima of the flags, uint8, 1-D.
     """
 

@@ -11,7 +11,7 @@ _LARGEST_BLOCK = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(HookConfig):
-    """Base of both widths; for the arguments see `Int8Compress`."""
+    """Base of the options of both widths; see `Int8Compress`."""
 
     bits: ClassVar[int]
     start_option: ClassVar[str | None] = "start_iter"
@@ -29,18 +29,18 @@ class Quantized(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Compress(Quantized):
-    """Gradients travel as 8-bit integers with a scale per block, with error feedback: about a quarter of the bytes.
+    """Options of the hook int8_compress, which sends gradients as 8-bit integers with a scale per block.
 
-    Matrices are quantised; vectors and scalars travel as they are.
+    It sends about a quarter of the bytes, with error feedback. Vectors and scalars are not quantised.
 
     Args:
-        block_size: consecutive elements of a parameter that share a scale; a multiple of 16. Smaller blocks are more
-            exact and send more scales, of 4 bytes each.
-        use_error_feedback: add what rounding lost to the next gradient. Leave it on.
-        start_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly between 0
-            and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100 where the length of the
-            run is unknown.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed.
+        block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of 16. Smaller blocks
+            are more exact and send more scales.
+        use_error_feedback: add the rounding error to the next gradient. Leave it on.
+        start_iter: number of steps with plain all-reduce before compression begins (int), or a fraction of the run
+            (float between 0 and 1, exclusive). None: 10 % of the run, at most 1000 steps; 100 steps if the length of
+            the run is unknown.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are never compressed.
     """
 
     hook_name: ClassVar[str] = "int8_compress"
@@ -50,9 +50,9 @@ class Int8Compress(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Compress(Quantized):
-    """As `Int8Compress` with 4-bit integers, two in a byte: about a seventh of the bytes, and a coarser rounding.
+    """Options of the hook int4_compress: as `Int8Compress`, with 4-bit integers, two per byte, and smaller blocks.
 
-    The arguments are the same; blocks are smaller.
+    It sends about a seventh of the bytes, and rounds more coarsely.
     """
 
     hook_name: ClassVar[str] = "int4_compress"

@@ -1,4 +1,4 @@
-"""The quantised mean of one tensor over the ranks, without a hook."""
+"""`quantized_all_reduce`: the quantised mean of one tensor over the ranks, without a hook."""
 
 import functools
 from collections.abc import Generator
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from commhooks.comm.collectives import Send, resolve_group, start
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized.exchange import QuantizedWorkspace
+from commhooks.compressors.quantized.compressor import QuantizedWorkspace
 from commhooks.compressors.quantized.mean import Averaged, BlockCode, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import UnitPlan
@@ -37,25 +37,24 @@ def quantized_all_reduce(
     `residual` or all without. All ranks get the same bits. The messages and the arithmetic are the same as in the hooks
     `int8_compress` and `int4_compress`.
 
-    The elements, in logical order, are cut into blocks of 256 (8 bits) or 128 (4 bits). Without rounding errors of the
-    tensor's own dtype, an element of the result differs from the exact mean by at most A / 127 (8 bits) or A / 7
-    (4 bits), where A is the mean over the ranks of the largest absolute value in its block, residual included. With
-    `residual`, errors do not add up: the sum of the results of many calls and the mean residual is the sum of the exact
-    means.
+    The elements, in logical order, form blocks of 256 (8 bits) or 128 (4 bits). Apart from rounding in the tensor's
+    dtype, an element of the result differs from the exact mean by at most A / 127 (8 bits) or A / 7 (4 bits), where A
+    is the mean over the ranks of the largest absolute value in its block, residual included. With `residual`, errors do
+    not accumulate: over many calls, the sum of the results plus the mean residual equals the sum of the exact means.
 
     If a number is inf or NaN on any rank, its block becomes NaN on all ranks, and no residual changes.
 
     Args:
         tensor: float16, bfloat16, float32 or float64, of any shape and strides, on a device of the group's backend.
-            Changed in place. Autograd does not see it.
+            Changed in place, without autograd.
         bits: 8 or 4.
-        group: the ranks; None: all of them.
-        residual: the rounding errors of this rank's earlier calls, added to `tensor` and changed in place: zeros at
-            first, of the shape of `tensor`, in float32 (float64 for float64). None: without error feedback.
+        group: the ranks; None: the default group.
+        residual: the rounding errors of this rank's earlier calls: zeros at first, of the shape of `tensor`, in float32
+            (float64 for float64). Added to `tensor`, and changed in place. None: no error feedback.
 
     Raises:
-        HookConfigError: an argument is of the wrong type or out of range.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+        HookConfigError: an argument has the wrong type or is out of range.
+        HookRunError: another rank failed, or did not call this within the process group's timeout.
     """
     code = _CODES.get(bits) if isinstance(bits, int) else None
     if code is None:
@@ -78,8 +77,8 @@ def quantized_all_reduce(
         residuals = {} if residual is None else {_NAME: residual.contiguous().view(-1)}
         step = StepInfo(0, ranks.size(), rank=ranks.rank())
         kernel = _workspace(flat, code, error_feedback=residual is not None).kernel(step)
-        kernel.messages.flags.fill_(1)  # zeros count as numbers
         kernel.load(flat, residuals, 1.0)
+        kernel.messages.flags.fill_(1)  # zeros count as numbers
         averaged = _driven(mean_over_ranks(kernel), ranks)
         good = bool(averaged.finite) if precision.is_host_readable(flat.device) else averaged.finite
         kernel.store(averaged, flat, residuals, 1.0, good)
@@ -112,7 +111,7 @@ def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> 
 
 @functools.cache
 def _loads() -> bool:
-    """Whether this machine has the native library. Ranks need not agree: all decode the same bytes."""
+    """Whether this machine has the native library. Ranks need not agree, because the bits are equal."""
     try:
         library.load()
     except HookConfigError:
@@ -121,7 +120,6 @@ def _loads() -> bool:
 
 
 def _driven(exchange: Generator[Send, Any, Averaged], group: dist.ProcessGroup) -> Averaged:
-    """Carry out the collectives of `exchange` one after the other."""
     answer = None
     while True:
         try:

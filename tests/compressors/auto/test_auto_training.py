@@ -284,14 +284,6 @@ def test_a_choice_that_is_taken_back_leaves_no_residuals(run_ranks: Any, finite:
 # ---- options and topologies ------------------------------------------------------------------------------------------
 
 
-def test_arrangements_and_wrappers_that_it_does_not_measure_are_refused() -> None:
-    with process_group_of_one():
-        with pytest.raises(HookConfigError, match="ranks_per_node.*which measures ranks that all"):
-            Run.new(hook="auto", ranks_per_node=1)
-        with pytest.raises(HookConfigError, match="wrapper='bf16' with hook 'auto', .* omit wrapper"):
-            Run.new(hook="auto", wrapper="bf16")
-
-
 @pytest.mark.parametrize("offered", Auto(quality="close", exclude=["0.*"]).candidates, ids=lambda x: x.label)
 def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     """What is excluded counts for the candidates that have this option; bf16 casts everything."""

@@ -4,7 +4,6 @@ import itertools
 import platform
 import re
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -55,7 +54,7 @@ def _trained(hook: str) -> tuple[Any, ...]:
     return kernel, flat(p.grad for p in ddp.parameters() if p.grad is not None), [x for x in lines if "kernel" in x]
 
 
-def _on_machines(cache: Path, machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ...]]]:
+def _on_machines(machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ...]]]:
     """By hook, a run in which some ranks have no compiler, have another kind of processor, or have the library switched
     off; and one with torch on all ranks."""
     found = {}
@@ -63,7 +62,7 @@ def _on_machines(cache: Path, machines: dict[str, list[int]]) -> dict[str, list[
         if dist.get_rank() in machines.get("broken", []):
             stack.enter_context(another_library(compiler="/bin/false"))
         if dist.get_rank() in machines.get("other", []):
-            stack.enter_context(another_library(*OTHER_BUILD, cache=cache))
+            stack.enter_context(another_library(*OTHER_BUILD))
         off = dist.get_rank() in machines.get("off", [])
         for hook in OPTIONS:
             with computing_with("torch" if off else "native"):
@@ -89,11 +88,11 @@ SAID = {
 @needs_compiler
 @joins_operations
 @pytest.mark.parametrize("machines", SAID)
-def test_all_ranks_compute_with_the_same(run_ranks: Any, tmp_path: Path, machines: str) -> None:
+def test_all_ranks_compute_with_the_same(run_ranks: Any, machines: str) -> None:
     given, said = SAID[machines]
-    with another_library(*OTHER_BUILD, cache=tmp_path) if "other" in given else nullcontext():
+    with another_library(*OTHER_BUILD) if "other" in given else nullcontext():
         library.load()  # here, because the other ranks wait for 30 s only
-    ranks = run_ranks(_on_machines, tmp_path, given)
+    ranks = run_ranks(_on_machines, given)
     for hook in OPTIONS:
         quantised = hook.startswith("int")
         native = not given or (quantised and "other" in given)  # int8 and int4 have the same bits on every kind
@@ -128,13 +127,13 @@ def test_the_kernel_may_change_with_a_resume(run_ranks: Any) -> None:
 
 @needs_compiler
 @joins_operations
-def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
+def test_a_build_is_known_by_its_bits() -> None:
     usual = cpu.results_of(torch.float32)
     assert cpu.results_of(torch.float32) == usual
-    with another_library(*OTHER_BUILD, cache=tmp_path):
+    with another_library(*OTHER_BUILD):
         assert cpu.results_of(torch.float32) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
-        with another_library("-mno-avx512f", "-O1", cache=tmp_path):
+        with another_library("-mno-avx512f", "-O1"):
             assert cpu.results_of(torch.float32) != usual
 
 

@@ -18,7 +18,8 @@ from tests.support.compilers import needs_compiler
 
 
 def _fresh_load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:
-    """The library as a process loads it that has not done so yet."""
+    """The library as a process loads it that has not done so yet; compiled quickly."""
+    monkeypatch.setattr(library, "FLAGS", ("-O0", *library.FLAGS[1:]))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return library.load.__wrapped__()

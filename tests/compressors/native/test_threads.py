@@ -64,19 +64,6 @@ def test_no_bit_depends_on_the_number_of_threads(threads: Callable[[int], None],
     assert all(_same(first, second) for first, second in pairwise(results))
 
 
-def test_the_numbers_are_right(threads: Callable[[int], None]) -> None:
-    """In the order of the results: delta becomes P Q^T, the residual what is left."""
-    threads(3)
-    done = _all_steps(torch.float64, 2)
-    count = len(SHAPES)
-    residual, rows, p, q = (done[i * count : (i + 1) * count] for i in (1, 2, 3, 4))
-    for i, (n, m) in enumerate(SHAPES):
-        assert residual[i].shape == (n, m)
-        # What is left of delta has nothing in the space of P, and the rows of P are a basis of what was formed.
-        assert (p[i] @ residual[i]).abs().max() <= 1e-10 * max(1.0, float(q[i].abs().max()))
-        assert (rows[i] @ p[i].T @ p[i] - rows[i]).norm() <= 1e-10 * rows[i].norm()
-
-
 class _Team:
     """Stands for OpenMP: runs the function in Python threads and counts them."""
 

@@ -110,7 +110,7 @@ def test_together_as_alone(name: str, dtype: torch.dtype) -> None:
     factors = _factors(shapes, dtype)
     keep = torch.tensor([i != 1 for i in range(len(shapes))])
     for _ in range(2):  # the memory is used again
-        factors.orthonormalise(torch.cat([each.flatten() for each in rows]), keep)
+        factors.orthonormalize(torch.cat([each.flatten() for each in rows]), keep)
         for i, (one, got) in enumerate(zip(rows, _unpacked(factors, shapes), strict=True)):
             alone = orthonormal_stack(one[None], torch.randn(1, *one.shape))[0].to(dtype)
             wanted = alone if keep[i] else torch.zeros_like(alone)
@@ -139,7 +139,7 @@ def test_dependent_rows_are_replaced_in_their_matrix_alone() -> None:
     rows[0][3] = rows[0][1]
     rows[3].zero_()
     factors = _factors(shapes, torch.float32)
-    factors.orthonormalise(torch.cat([each.flatten() for each in rows]), torch.ones(4, dtype=torch.bool))
+    factors.orthonormalize(torch.cat([each.flatten() for each in rows]), torch.ones(4, dtype=torch.bool))
     for one, basis in zip(rows, _unpacked(factors, shapes), strict=True):
         assert (basis @ basis.T - torch.eye(len(basis))).abs().max() < 1e-6
         assert (one - one @ basis.T @ basis).abs().max() < 1e-5

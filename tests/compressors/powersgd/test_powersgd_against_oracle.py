@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.compressors.powersgd.exchange import draw
-from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
+from commhooks.compressors.powersgd.reference import ReferenceMatrix, plain_mean
 from tests.support.compilers import needs_compiler
 from tests.support.inside import session_of
 from tests.support.kernels import computing_with
@@ -67,7 +67,7 @@ def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tup
     matrices = {}
     for name in COMPRESSED:
         m = torch.Size(SHAPES[name]).numel() // SHAPES[name][0]
-        matrices[name] = OracleMatrix(draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
+        matrices[name] = ReferenceMatrix(draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
     expected: list[Gradients] = []
     for step in range(STEPS):
         ranks = [_gradients(rank, step, dtype) for rank in range(world_size)]
@@ -140,7 +140,7 @@ def test_the_norm_of_the_residual_stays_where_torchs_grows() -> None:
     never taken out of the part in which a rank differs from the mean of the ranks."""
     generator = torch.Generator().manual_seed(0)
     ranks = SimulatedPowerSGD(WORLD_SIZE, SIDE, SIDE, RANK)
-    torchs_form = OracleMatrix(ranks.start_q, WORLD_SIZE, torch_residual=True)
+    torchs_form = ReferenceMatrix(ranks.start_q, WORLD_SIZE, torch_residual=True)
     ours, torchs = {}, {}
     for step in range(1, LATE + 1):
         gradients = _noisy(generator)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from commhooks import Int8Compress
-from commhooks.compressors.quantized.exchange import Int8Compressor
+from commhooks.compressors.quantized.compressor import Int8Compressor
 from commhooks.compressors.quantized.kernels import add_dequantised, dequantise, quantise
 from commhooks.compressors.quantized.mean import BlockCode, Shares
 from tests.support.models import same_bits

@@ -5,7 +5,6 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -146,12 +145,10 @@ CLANG = pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
         pytest.param("clang", "-O3", marks=CLANG),
     ],
 )
-def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
-    tmp_path: Path, compiler: str | None, flags: str
-) -> None:
+def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(compiler: str | None, flags: str) -> None:
     """So machines of different kinds share the kernel."""
     usual = _build()
-    with another_library(*flags.split(), cache=tmp_path, compiler=compiler):
+    with another_library(*flags.split(), compiler=compiler):
         assert _build() == usual
         for config in CONFIGS:
             _compare(config, 2, torch.float32)
@@ -159,9 +156,9 @@ def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
 
 @X86
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor that joins them")
-def test_a_build_that_joins_operations_is_another_one(tmp_path: Path) -> None:
+def test_a_build_that_joins_operations_is_another_one() -> None:
     usual = _build()
-    with another_library("-ffp-contract=fast", cache=tmp_path):
+    with another_library("-ffp-contract=fast"):
         assert _build() != usual
 
 

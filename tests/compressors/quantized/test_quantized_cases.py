@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from tests.support.compilers import HAS_COMPILER, needs_compiler
 from tests.support.ddp_steps import replicas_equal, residuals
 from tests.support.features import complex_on_gloo
@@ -143,12 +143,13 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
         planned, work, state = _after_a_step(config, torch.float32)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
     kernel = work._kernel
-    buffers = [kernel.delta, *([kernel.residuals.whole] if error_feedback else [])]
+    own = kernel.buffers
+    buffers = [own.delta, own._unused, *([own.residuals.whole] if error_feedback else [])]
     # Delta has a block more than the plan knows, the empty one.
-    assert planned.residual + planned.copies == sum(each.nbytes for each in buffers) - kernel.delta[-1].nbytes
+    assert planned.residual + planned.copies == sum(each.nbytes for each in buffers) - own.delta[-1].nbytes
     sent = kernel.messages.sent.nbytes
-    assert planned.packed <= kernel.codes.nbytes + kernel.scales.nbytes + 3 * sent + 4 * 5 * 4
-    assert planned.packed >= 4 * (kernel.codes[:-1].nbytes + kernel.scales[:-1].nbytes)
+    assert planned.packed <= own.codes.nbytes + own.scales.nbytes + 3 * sent + 4 * 5 * 4
+    assert planned.packed >= 4 * (own.codes[:-1].nbytes + own.scales[:-1].nbytes)
     for dtype in (torch.float32, torch.bfloat16) if HAS_COMPILER else ():
         planned, work, state = _after_a_step(config, dtype)
         assert planned.residual == sum(each.nbytes for each in state["residual"].values())

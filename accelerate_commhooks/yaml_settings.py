@@ -1,10 +1,10 @@
-"""The settings of `CommHookKwargs` from outside the script, in YAML: the section `comm_hook_config` of Accelerate's
-configuration file, or a file of its own (docs/accelerate.md shows both). The keys are the arguments of
-`CommHookKwargs`; those that are objects in Python are strings here, and `hook: null` is DDP without a hook.
+"""The settings of `CommHookKwargs` in YAML: the section `comm_hook_config` of Accelerate's configuration file, or a
+separate file (docs/accelerate.md shows both). The keys are the arguments of `CommHookKwargs`. Hooks and states are
+strings here, and `hook: null` is DDP without a hook.
 
-The environment variable ACCELERATE_COMM_HOOK_CONFIG names such a file. `accelerate-commhooks launch` sets it to a JSON
-object, recognised by its first character "{" (write `./{...` for such a path), which also names a file for the message
-that the launcher prints after the run.
+The environment variable ACCELERATE_COMM_HOOK_CONFIG holds the path of such a file. `accelerate-commhooks launch` sets
+it to a JSON object, recognised by its first character "{" (a path that begins so is written `./{...`). The object also
+holds the path of a file for the message that the launcher prints after the run.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ from commhooks.hook.plugin_api import (
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
 VARIABLE = "ACCELERATE_COMM_HOOK_CONFIG"
-"""The environment variable that names a file of settings, or holds them."""
+"""The environment variable with the path of a file, or with the settings themselves."""
 STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-"""The fields of Accelerate's handler that request a hook of torch."""
+"""The fields of Accelerate's handler that select one of torch's hooks."""
 DDP_FIELDS = [f for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
 
 _DDP_TYPES = typing.get_type_hints(DistributedDataParallelKwargs)
@@ -50,23 +50,23 @@ TYPES: dict[str, Any] = (
     # Accelerate 1.15 annotates it as int, but DDP accepts fractions of a megabyte.
     | {"bucket_cap_mb": int | float}
 )
-"""Setting -> type: the arguments of all front ends, and the DDP arguments of the installed Accelerate."""
+"""Setting -> type: the arguments of commhooks, and the DDP arguments of the installed Accelerate."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the right types, and where they come from."""
+    """Settings with checked types, and their source."""
 
     values: dict[str, Any]
     """The keys that are set, as plain types. Dotted paths in `hook` and `hook_state` are not imported."""
     source: str
-    """The file, also with `, section comm_hook_config`, or the variable: for messages."""
+    """For messages: the file, with `, section comm_hook_config` if it has one."""
     message_file: Path | None = None
-    """Where the launcher finds what it is to print after the run; None if the settings are not from the launcher."""
+    """A file for the message that the launcher prints after the run; None without the launcher."""
 
     @classmethod
     def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Settings":
-        """The settings in a YAML file: its section, or the whole file if there is none. Each override, "key=value" or
+        """Read a YAML file: its section, or the whole file if there is none. Each override, "key=value" or
         "hook_options.key=value", replaces a value of the file."""
         loaded = _load(path)
         section = SECTION if SECTION in loaded else ""
@@ -79,7 +79,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, overrides: Iterable[str] = ()) -> "Settings | None":
-        """What the environment variable says, with overrides as in `read`; None if it is not set."""
+        """Read the environment variable, with overrides as in `read`; None if it is not set."""
         text = os.environ.get(VARIABLE, "").strip()
         if not text:
             return None
@@ -104,11 +104,11 @@ class Settings:
         return json.dumps({"settings": self.values, "source": self.source, "message_file": file})
 
     def check(self, *, imports: bool = True) -> None:
-        """Raise HookConfigError for settings that no arguments in Python can make right.
+        """Raise HookConfigError for invalid settings.
 
         Args:
-            imports: check also the options of a hook that is given by its dotted path. False in the launcher: only the
-                workers have the script's folder in `sys.path`.
+            imports: import a hook that is given by its dotted path, and check its options. False in the launcher: only
+                the workers have the script's folder in `sys.path`.
         """
         common = {name: value for name, value in self.values.items() if name in ARGUMENTS}
         with self.errors_name_source():
@@ -118,8 +118,8 @@ class Settings:
                 check_arguments(common)
 
     def arguments(self) -> dict[str, Any]:
-        """As arguments for `CommHookKwargs`. A `hook_state` "package.module:name" is imported; a class or function is
-        called without arguments to make the state."""
+        """Returns the arguments for `CommHookKwargs`. A `hook_state` "package.module:name" is imported; a class or
+        function is called without arguments to make the state."""
         arguments = dict(self.values)
         path = arguments.get("hook_state")
         if path is not None:
@@ -128,15 +128,15 @@ class Settings:
         return arguments
 
     def message(self, text: str, *, first: bool = False) -> None:
-        """Let the launcher print `text` after the run, in place of an earlier one; "" for nothing. `first`: only if
-        none was left before."""
+        """Let the launcher print `text` after the run, instead of an earlier text; "" prints nothing. `first`: keep an
+        earlier text."""
         if self.message_file is not None:
-            # The folder does not exist on another machine, nor after the launcher has gone.
+            # The folder does not exist on other machines, nor after the launcher has ended.
             with contextlib.suppress(OSError), open(self.message_file, "x" if first else "w", encoding="utf-8") as file:
                 file.write(text)
 
     def errors_name_source(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: HookConfigErrors of the body begin with the file."""
+        """Context manager: HookConfigErrors of the body begin with the source."""
         return errors_begin_with(self.source, HookConfigError)
 
 
@@ -145,11 +145,11 @@ LINE_TO_ADD = (
     "and let `prepare` wrap the model. In place of transformers' Trainer take CommHookTrainer from "
     "accelerate_commhooks.transformers"
 )
-"""What makes a script use settings from outside."""
+"""Tells users how a script uses the settings."""
 
 
 def no_section(keys: Iterable[str]) -> str:
-    """The message about a configuration of Accelerate with these keys and without the section."""
+    """Returns the message about a configuration of Accelerate with these keys, but without the section."""
     return f"no section {SECTION!r}{did_you_mean(SECTION, keys)}"
 
 
@@ -157,20 +157,19 @@ def no_section(keys: Iterable[str]) -> str:
 
 
 def _load(path: str | Path) -> DictConfig:
-    """The content of a YAML file."""
     try:
         loaded = OmegaConf.load(path)
     except OSError as error:
         raise HookConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # of PyYAML: also ValueError (`!!int abc`), AttributeError (`!!timestamp x`)
+    except Exception as error:  # PyYAML also raises ValueError (`!!int abc`) and AttributeError (`!!timestamp x`)
         raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):
-        raise HookConfigError(f"{path} holds a list, not settings ('key: value')")  # OmegaConf reads nothing else
+        raise HookConfigError(f"{path} is a list; expected settings ('key: value')")  # OmegaConf reads nothing else
     return loaded
 
 
 def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[str]) -> Any:
-    """`loaded`, or its section, with the overrides, as plain types. Interpolations may refer to any key in the file."""
+    """Returns `loaded` or its section, with the overrides, as plain types. Interpolations see the whole file."""
     given = list(overrides)
     for each in given:
         if not isinstance(each, str) or not each.partition("=")[0].strip() or "=" not in each:
@@ -182,13 +181,13 @@ def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[s
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {str(error).splitlines()[0]}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it
-        raise HookConfigError(f"{source}: overrides {given}: the file has a list where one has a key") from error
+        raise HookConfigError(f"{source}: overrides {given}: a key for what is a list in the file") from error
     except yaml.YAMLError as error:
         raise HookConfigError(f"{source}: overrides {given}: {' '.join(str(error).split())}") from error
 
 
 def _typed(source: str, values: Any) -> dict[str, Any]:
-    """`values`, converted from text where YAML would."""
+    """Returns `values` with the types of the settings; text is converted as YAML would."""
     if not isinstance(values, dict) or not values:
         what = f"is a {type(values).__name__}" if values else "is empty"
         raise HookConfigError(f"{source} {what}; expected at least 'hook: powerSGD' or another hook")

@@ -1,8 +1,8 @@
-"""The classes for each package with a Trainer or a Fabric.
+"""Makes the strategies and callbacks for each of Lightning's packages.
 
-`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects objects of the other one's classes.
-So do `lightning.fabric` and `lightning_fabric`. The other modules here import none of the four; each class of ours is
-joined here with the base class of the package that it is made for.
+`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects instances of the other's classes.
+The same holds for `lightning.fabric` and `lightning_fabric`. The other modules here import none of the four packages:
+a strategy or callback gets its base class here, once per package.
 """
 
 import functools
@@ -25,7 +25,7 @@ _HOOKS = ("powerSGD", "batched_powerSGD", "fp16_compress", "bf16_compress", "int
 
 @functools.cache
 def trainer_classes(package: str) -> dict[str, Any]:
-    """Make the strategies and callbacks for the Trainer of `package`, and register the strategy names with it.
+    """Make the strategies and callbacks for the Trainer of `package`, and register the strategy names there.
 
     Args:
         package: "lightning.pytorch" or "pytorch_lightning".
@@ -35,14 +35,14 @@ def trainer_classes(package: str) -> dict[str, Any]:
     """
     lightning = _imported(package, MODULES)
     strategies: Any = import_module(f"{package}.strategies")
-    join = functools.partial(_joined, MODULES[package])
-    checkpoint = join(CommHookCheckpoint, lightning.Callback)
-    round_end = join(CommHookRoundEnd, lightning.Callback)
-    given = {"package": package, "checkpoint_callback": checkpoint, "round_end_callback": round_end}
-    ddp = join(CommHookDDP, strategies.DDPStrategy, **given)
-    fsdp2 = join(CommHookFSDP2, strategies.ModelParallelStrategy, **given)
+    make = functools.partial(_with_base, MODULES[package])
+    checkpoint = make(CommHookCheckpoint, lightning.Callback)
+    round_end = make(CommHookRoundEnd, lightning.Callback)
+    attributes = {"package": package, "checkpoint_callback": checkpoint, "round_end_callback": round_end}
+    ddp = make(CommHookDDP, strategies.DDPStrategy, **attributes)
+    fsdp2 = make(CommHookFSDP2, strategies.ModelParallelStrategy, **attributes)
     _register_names(strategies.StrategyRegistry, ddp)
-    made = [checkpoint, round_end, ddp, fsdp2, join(CommHookMonitor, lightning.Callback)]
+    made = [checkpoint, round_end, ddp, fsdp2, make(CommHookMonitor, lightning.Callback)]
     return {each.__name__: each for each in made}
 
 
@@ -55,11 +55,12 @@ def fabric_class(package: str) -> Any:
     """
     _imported(package, FABRIC_MODULES)
     strategies: Any = import_module(f"{package}.strategies")
-    return _joined(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)
+    return _with_base(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)
 
 
-def _joined(module: str, ours: type, theirs: type, **attributes: Any) -> type:
-    return type(ours.__name__, (ours, theirs), {"__module__": module, "__doc__": ours.__doc__, **attributes})
+def _with_base(module: str, cls: type, base: type, **attributes: Any) -> type:
+    """The class `cls` with Lightning's `base`. Its name and `module` are where it is pickled by."""
+    return type(cls.__name__, (cls, base), {"__module__": module, "__doc__": cls.__doc__, **attributes})
 
 
 def _imported(package: str, modules: dict[str, str]) -> Any:
@@ -73,10 +74,10 @@ def _imported(package: str, modules: dict[str, str]) -> Any:
 
 
 def _register_names(registry: Any, strategy: type) -> None:
-    """Register "ddp_powersgd" and so on with a `StrategyRegistry`."""
+    """Register "ddp_powersgd", "ddp_notebook_powersgd", and the names of the other hooks."""
     for hook in _HOOKS:
         name, about = hook.lower(), f"DDP with the communication hook {hook!r}"
         registry.register(f"ddp_{name}", strategy, description=about, override=True, hook=hook)
-        # As Lightning's own "ddp_notebook": other ways to start processes do not work in an interactive session.
+        # Interactive sessions can only fork, as with Lightning's own "ddp_notebook".
         notebook = {"description": f"{about}, for notebooks", "start_method": "fork"}
         registry.register(f"ddp_notebook_{name}", strategy, override=True, hook=hook, **notebook)

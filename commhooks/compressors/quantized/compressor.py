@@ -1,10 +1,11 @@
 """The hooks int8_compress and int4_compress: a quantised all-reduce with error feedback.
 
     delta = gradient + residual
-    the mean of delta over the ranks, quantised on the way, is the averaged gradient (`mean.py`)
-    what rounding lost on this rank is its new residual
+    gradient = the quantised mean of delta over the ranks (`mean.py`)
+    residual = the rounding error of this rank
 
-The server's error feedback in the owner's residual is that of DoubleSqueeze (Tang, Yu, Lian, Zhang, Liu: ICML 2019).
+The owner of a block adds the rounding error of the mean to its residual, as the server does in DoubleSqueeze (Tang, Yu,
+Lian, Zhang, Liu: ICML 2019).
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from commhooks.comm.wire import put_flags, put_plain, scatter_into
+from commhooks.comm.wire import put_plain, scatter_into
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized.kernels import NativeKernel, TorchKernel, results_of
+from commhooks.compressors.quantized.kernels import BlockBuffers, NativeKernel, TorchKernel, results_of
 from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, ShareMessages, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
@@ -30,10 +31,10 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
 def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
-    """See `Compressor.exchange`. Works on any device; on an accelerator the host never waits for it.
+    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
 
-    What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
-    its averaged gradient is zero.
+    A block with a number that is not finite becomes NaN on every rank. A parameter without a gradient on any rank keeps
+    its residual, and its averaged gradient is zero.
 
     Args:
         state: "residual" per parameter, flat in memory order.
@@ -41,32 +42,31 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
     plain = [pieces[place] for place in work.place_of_plain]
-    put_flags([pieces[place] for place in work.place_of_compressed], messages.flags)
+    kernel.load(flat, residuals, factor)  # delta = gradient + residual
     if step.unused:
         clear_flags_of_unused(work.slots, messages.flags, step)
     if plain:
         put_plain(plain, messages.plain, step.world_size)
-    kernel.load(flat, residuals, factor)  # delta = gradient + residual
     averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
-    kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
+    kernel.store(averaged, flat, residuals, factor, good)  # residual = rounding error; gradient = mean
     if plain:
         scatter_into(averaged.plain, plain)
     return None
 
 
 class QuantizedWorkspace:
-    """The buffers for quantising the buckets of one layout.
+    """The workspace of the quantised hooks: the compressed parameters of one bucket layout, and their kernel.
 
     Args:
         plans: one per slot of the layout, in order.
-        wire_dtype: in which uncompressed elements travel.
+        wire_dtype: of uncompressed elements.
         natively: compute with the C kernel.
 
     Attributes:
         slots: the compressed parameters.
         sizes: elements of each parameter in the bucket.
-        place_of_compressed, place_of_plain: which of them are compressed, and which are not.
+        place_of_plain: indices of the uncompressed parameters.
     """
 
     def __init__(
@@ -80,15 +80,17 @@ class QuantizedWorkspace:
         natively: bool = False,
     ) -> None:
         self.sizes = [slot.numel for slot in layout.slots]
-        self.place_of_compressed = [place for place, plan in enumerate(plans) if plan.compressed]
         self.place_of_plain = [place for place, plan in enumerate(plans) if not plan.compressed]
-        self.slots = [layout.slots[place] for place in self.place_of_compressed]
-        self._layout, self._code, self._wire_dtype = layout, code, wire_dtype
-        self._natively, self._error_feedback = natively, error_feedback
+        self.slots = [slot for slot, plan in zip(layout.slots, plans, strict=True) if plan.compressed]
+        self._layout, self._code, self._wire_dtype, self._error_feedback = layout, code, wire_dtype, error_feedback
+        self._buffers: BlockBuffers | None = None
+        if not natively:
+            dtype = compute_dtype(layout.dtype)
+            self._buffers = BlockBuffers(code, self.slots, dtype, layout.device, error_feedback=error_feedback)
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
-        """The kernel for the ranks of this step, which are the same in every step."""
+        """Return the kernel. It is made in the first step, because only a step knows the number of ranks."""
         made = self._kernel
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             made = self._kernel = self._new_kernel(step.world_size, step.rank)
@@ -106,16 +108,15 @@ class QuantizedWorkspace:
             plain=(sum(self.sizes[place] for place in self.place_of_plain), self._wire_dtype),
             flags=len(self.slots),
         )
-        kept = self._error_feedback
-        if self._natively:
-            return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=kept)
-        return TorchKernel(messages, rank, self.slots, error_feedback=kept)
+        if self._buffers is None:
+            return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=self._error_feedback)
+        return TorchKernel(self._buffers, messages, rank)
 
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """A gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts bytes:
-    codes and scales, with the padding of the last block. A flag of one byte says whether there is a gradient."""
+    """Plans a gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts
+    bytes: codes and scales, with the padding of the last block. One flag, a byte, marks a gradient that is not zero."""
 
     blocks: int = 0
     bits: int = 0
@@ -133,7 +134,7 @@ class BlockPlan(UnitPlan):
 
 
 class QuantizedCompressor(Compressor[AnyQuantized]):
-    """A quantised all-reduce with error feedback: an all-to-all and an all-gather per bucket."""
+    """Base of both widths: a quantised all-reduce by an all-to-all and an all-gather per bucket."""
 
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
@@ -155,7 +156,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         return library.build(device, results_of)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Matrices are quantised where that takes fewer bytes than the dtype in which they would travel."""
+        """Quantise a matrix if that takes fewer bytes than its wire dtype."""
         parameter, code = info.parameter, self.code
         if parameter.dim() < 2:
             return BlockPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
@@ -185,9 +186,12 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         )
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies`: with torch delta in blocks, and the padding of the residuals; with the C kernel delta, where the
-        gradients have 16 bits. `packed`: codes and scales as they are made (with torch), sent and received in both
-        collectives, without the padding of shares."""
+        """Return the bytes needed; see `Compressor.memory_plan`.
+
+        `copies`: with torch delta in blocks, and padding; with the C kernel delta if the gradients
+        have 16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives,
+        without the padding of shares.
+        """
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
@@ -198,7 +202,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
         else:
             blocks = sum(plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize for plan in quantised)
-            copies = 2 * blocks - residual if self.config.use_error_feedback else blocks
+            padding = blocks - sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in quantised)
+            copies = blocks + (2 * padding if self.config.use_error_feedback else padding)
         return MemoryPlan(residual, packed=packed, copies=copies)
 
 

@@ -59,7 +59,6 @@ def _new(hook: str, **more: Any) -> Run:
 HOST_WAITS = {
     "powerSGD, cold": {"state.py", "accelerator.py"},  # each step draws its own Q, by the number of the step
     "random_k": {"state.py"},  # each step draws its own elements
-    "auto": {"state.py", "session.py"},  # while it watches
     "diloco": {"state.py", "common_state.py"},  # at the end of a round
     "diloco, int4": {"state.py", "common_state.py"},
     "local_sgd": {"state.py", "common_state.py"},

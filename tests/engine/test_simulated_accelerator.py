@@ -372,6 +372,18 @@ def test_it_finds_an_answer_that_nobody_has_waited_for(waits: str) -> None:
     assert found == [True] * (waits in ("a future without a device", "not at all"))
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_it_finds_a_copy_that_the_host_reads_too_early(waits: bool) -> None:
+    with simulated_accelerator() as accelerator:
+        copied, event = torch.ones(2, device=DEVICE).to("cpu", non_blocking=True), torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        if waits:
+            event.synchronize()
+        copied.tolist()
+    found = ["tolist reads on the host what a copy may not have written yet" in each for each in accelerator.faults]
+    assert found == [True] * (not waits)
+
+
 def test_it_counts_what_the_host_waits_for() -> None:
     with simulated_accelerator() as accelerator, mock.patch.object(simulation, "_place", lambda: ("here", True)):
         on_host, on_device = torch.zeros(3), torch.zeros(3, device=DEVICE)

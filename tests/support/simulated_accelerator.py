@@ -72,6 +72,8 @@ class Memory:
     writes: list[Access] = field(default_factory=list)
     used: Clock = field(default_factory=dict)
     kept_for: set[Stream] = field(default_factory=set)
+    copied: Clock = field(default_factory=dict)
+    """Of memory on the host: the copy from the device for which the host has not waited."""
 
 
 class Accelerator:
@@ -196,6 +198,14 @@ class Accelerator:
             if in_packages:
                 self.host_waits.append(f"{why} {place}")
 
+    def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """The host reads the numbers: what is on the device when it is ready, what is on the host at once."""
+        for memory in map(self.memory, itertools.chain.from_iterable(map(_parts, tensors))):
+            if any(number > self.cuda.host.get(stream, 0) for stream, number in memory.copied.items()):
+                self._fault(f"{what} reads on the host what a copy may not have written yet")
+        if not all(map(self.is_on_host, tensors)):
+            self.wait_on_host(f"{what} reads")
+
     def _fault(self, text: str) -> None:
         sentence = f"{text} {_place()[0]}"
         if sentence not in self.faults:
@@ -224,14 +234,19 @@ class Accelerator:
             self.allocate(tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host")
         self.launch(name, reads, [*writes, *new])
         short = name.partition("::")[2]
-        if short in READ_BY_HOST and not all(hosts):
-            self.wait_on_host(f"{short} reads")
+        if short in READ_BY_HOST:
+            self.read_by_host(short, given)
         elif short == "index" and any(each.dtype == torch.bool for each in given[1:]) and not all(hosts):
             self.wait_on_host("an index by a mask reads")
-        elif short in ("copy_", "_to_copy", "_foreach_copy_") and not kwargs.get("non_blocking"):
-            between = {self.is_on_host(each) for each in [*writes, *new, *reads]}
-            if len(between) > 1:
+        elif (
+            short in ("copy_", "_to_copy", "_foreach_copy_")
+            and len({*map(self.is_on_host, [*writes, *new, *reads])}) > 1
+        ):
+            if not (kwargs.get("non_blocking") or short == "copy_" and True in args[2:]):
                 self.wait_on_host("a copy between host and device")
+            else:
+                for tensor in filter(self.is_on_host, [*writes, *new]):
+                    self.memory(tensor).copied = dict(self.cuda.current().clock)
 
     def _kinds_of(self, func: Any) -> list[tuple[int, str, str]]:
         found = self._kinds.get(func)
@@ -383,9 +398,8 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
 
     def read(method: Callable[..., Any]) -> Callable[..., Any]:
         def by_host(tensor: torch.Tensor, *args: Any) -> Any:
-            if not accelerator.is_on_host(tensor):
-                accelerator.launch(method.__name__, [tensor.detach()], [])
-                accelerator.wait_on_host(f"{method.__name__} reads")
+            accelerator.launch(method.__name__, [tensor.detach()], [])
+            accelerator.read_by_host(method.__name__, [tensor])
             return method(tensor, *args)
 
         return by_host

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from commhooks.comm.counters import Counters
 from commhooks.comm.groups import TAG, backend_of, lost_ranks
 from commhooks.errors import CommHookError, HookRunError, logger_of
-from commhooks.gradients import precision
 from commhooks.gradients.torch_private import sparse_values
 
 logger = logger_of(__name__)
@@ -389,7 +388,7 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     """Create a future for a tensor on `device`. Without `devices` a future accepts a tensor on an accelerator, but its
     waiters do not synchronise with the stream and read too early."""
-    return torch.futures.Future(devices=[] if precision.is_host_readable(device) else [device])
+    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
 T = TypeVar("T")

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks.comm.collectives import PointToPoint
+from commhooks.comm.collectives import PointToPoint, new_future
+from commhooks.engine import backward_pass, immediate
 from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
 from tests.support.kernels import computing_with
 
@@ -238,15 +239,19 @@ class Accelerator:
             self.read_by_host(short, given)
         elif short == "index" and any(each.dtype == torch.bool for each in given[1:]) and not all(hosts):
             self.wait_on_host("an index by a mask reads")
-        elif (
-            short in ("copy_", "_to_copy", "_foreach_copy_")
-            and len({*map(self.is_on_host, [*writes, *new, *reads])}) > 1
-        ):
-            if not (kwargs.get("non_blocking") or short == "copy_" and True in args[2:]):
-                self.wait_on_host("a copy between host and device")
-            else:
-                for tensor in filter(self.is_on_host, [*writes, *new]):
-                    self.memory(tensor).copied = dict(self.cuda.current().clock)
+        elif short in ("copy_", "_to_copy", "_foreach_copy_"):
+            self._between(reads, [*writes, *new], bool(kwargs.get("non_blocking", short == "copy_" and args[2:])))
+
+    def _between(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool) -> None:
+        """A copy, perhaps between host and device."""
+        on_host = [each for each in written if self.is_on_host(each)]
+        if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
+            return
+        if on_host and non_blocking:
+            for tensor in on_host:
+                self.memory(tensor).copied = dict(self.cuda.current().clock)
+        else:
+            self.wait_on_host("a copy between host and device")
 
     def _kinds_of(self, func: Any) -> list[tuple[int, str, str]]:
         found = self._kinds.get(func)
@@ -396,10 +401,12 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
         with mock.patch.object(local, "to", "host" if to_host else "device", create=True):
             return to(tensor, *args, **kwargs | ({"copy": True} if to_host != accelerator.is_on_host(tensor) else {}))
 
-    def read(method: Callable[..., Any]) -> Callable[..., Any]:
+    def read(name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
         def by_host(tensor: torch.Tensor, *args: Any) -> Any:
-            accelerator.launch(method.__name__, [tensor.detach()], [])
-            accelerator.read_by_host(method.__name__, [tensor])
+            accelerator.launch(name, [tensor.detach()], [])
+            accelerator.read_by_host(name, [tensor])
             return method(tensor, *args)
 
         return by_host
@@ -407,7 +414,7 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
     yield from ((torch, name, made(getattr(torch, name))) for name in FACTORIES)
     yield torch.Tensor, "to", move
     yield torch.Tensor, "cpu", lambda tensor: tensor.to("cpu")
-    yield from ((torch.Tensor, name, read(getattr(torch.Tensor, name))) for name in ("tolist", "numpy"))
+    yield from ((torch.Tensor, name, read(name)) for name in ("tolist", "numpy"))
 
 
 @contextlib.contextmanager
@@ -450,6 +457,11 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             (threading.Thread, "run", run_thread),
             (DistributedDataParallel, "register_comm_hook", register_comm_hook),
             (cuda, "wait_for", lambda event: accelerator.wait_on_host("an event", event.clock)),
+            # The device of a future decides whether it has an event.
+            *(
+                (module, "new_future", lambda _: new_future(torch.device("cuda", 0)))
+                for module in (backward_pass, immediate)
+            ),
             (PointToPoint, "applies_to", staticmethod(lambda group, device: False)),
             *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
             *_places(accelerator),

@@ -310,8 +310,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
 
     def _translated(self) -> dict[str, Any]:
-        """The arguments of commhooks that the stock fields correspond to."""
-
         def chosen(name: str, allowed: Iterable[DDPCommunicationHookType]) -> str | None:
             value = getattr(self, name)
             text = getattr(value, "value", value)

@@ -84,7 +84,10 @@ def launch(arguments: list[str]) -> int:
         message_file = None if getattr(args, "mpirun_hostfile", None) else Path(folder, "message")
         settings = dataclasses.replace(settings, message_file=message_file)
         with patch_environment(**{VARIABLE: settings.to_environment()}):
-            status = _run(args)
+            try:
+                status = _run(args)
+            except ValueError as error:  # by Accelerate, about its copy of the file
+                raise HookConfigError(str(error).replace(str(args.config_file), str(file))) from error
         if status == 0 and not alone and message_file is not None:
             text = f"{args.training_script} did not read {settings.source} and trained without a hook. {LINE_TO_ADD}"
             if message_file.exists():

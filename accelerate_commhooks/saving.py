@@ -111,7 +111,6 @@ class HookSaver:
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
 
     def add(self, model: torch.nn.Module, hooked: HookedModel) -> None:
-        """Add a newly prepared model."""
         self._of_modules[unwrapped(model)] = hooked
         if hooked.hook is not None and hooked.hook.stats()["step_in_round"] is not None:
             self._end_rounds_before("save_model")

@@ -150,7 +150,6 @@ class CommHookTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _metrics(self) -> dict[str, float]:
-        """The hook's metrics since the last call; empty if this rank reports to no tracker."""
         if self.comm_hook is None or not self.args.report_to or not self.is_world_process_zero():
             return {}
         return self._meter.read(self.comm_hook)
@@ -179,10 +178,7 @@ class CommHookTrainerMixin(_Base):
 
 
 class CommHookTrainer(CommHookTrainerMixin, Trainer):
-    """`transformers.Trainer` with a communication hook: `CommHookTrainer(model, args, ..., hook="powerSGD")`.
-
-    See `CommHookTrainerMixin` for its additional arguments.
-    """
+    """`transformers.Trainer` with a communication hook; `CommHookTrainerMixin` describes the additional arguments."""
 
 
 def _raise_if_unknown(given: Iterable[str], cls: type, error: TypeError) -> None:
@@ -307,7 +303,6 @@ class _BetweenSteps(JITCheckpointCallback):
 
 
 def save_between_steps(trainer: Trainer) -> None:
-    """Replace the callback by which `trainer` saves on SIGTERM, if it has one."""
     if not trainer.args.enable_jit_checkpoint:
         return  # a callback of this class would be the user's
     own = trainer.pop_callback(JITCheckpointCallback)  # the first one: the Trainer's

@@ -136,7 +136,6 @@ class Settings:
                 file.write(text)
 
     def errors_name_source(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: HookConfigErrors of the body begin with the source."""
         return errors_begin_with(self.source, HookConfigError)
 
 
@@ -149,7 +148,6 @@ LINE_TO_ADD = (
 
 
 def no_section(keys: Iterable[str]) -> str:
-    """Returns the message about a configuration of Accelerate with these keys, but without the section."""
     return f"no section {SECTION!r}{did_you_mean(SECTION, keys)}"
 
 

@@ -103,7 +103,11 @@ def measure(args: argparse.Namespace) -> list[Row]:
                         # Four times the duration of a plain all-reduce of all gradients per step, at most one hour.
                         wire_s = 0 if rate == "unlimited" else 8 * gradient / bits_per_second(rate)
                         limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
-                        limit_s += len(CHOOSING.keys() & set(args.hooks)) * LONG_STEPS_TO_DECIDE * (4 * wire_s + 5)
+                        limit_s += (
+                            len(CHOOSING.keys() & {each.partition(":")[0] for each in args.hooks})
+                            * LONG_STEPS_TO_DECIDE
+                            * (4 * wire_s + 5)
+                        )
                         size = SIZES[model][compute]
                         answer = ranks.job(limit_s, size=size, steps=args.steps, seconds=args.seconds)
                         idle = [x for x, n in answer["compressed"].items() if x.startswith("powersgd") and not n]

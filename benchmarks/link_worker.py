@@ -59,7 +59,9 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
     def samples(size: int, steps: int, seconds: float, warms_up: bool) -> dict[str, Row]:
         torch.manual_seed(rank)
         batch = task.batch(size)
-        decided = {label: decide(label, batch) for label in hooks if label in CHOOSING and not warms_up}
+        decided = {
+            label: decide(label, batch) for label in hooks if label.partition(":")[0] in CHOOSING and not warms_up
+        }
         before = {label: codec_s(label) for label in hooks}
         found: dict[str, list[tuple[float, int]]] = {label: [] for label in hooks}
         for turn in range(steps):

@@ -19,6 +19,7 @@ step) is. Finished runs are appended to --results and not repeated; the whole ta
 """
 
 import dataclasses
+import json
 import os
 import statistics
 from collections.abc import Callable
@@ -69,7 +70,9 @@ class Setting:
         shrink: H follows the learning rate, from `every` down to 1.
         grow: H = max(every, (grow * peak / learning rate)^2) (QSR, arXiv 2310.14423), at most 100.
         moments: the ranks average AdamW's moments at each outer step.
-        inner: factor of the inner learning rate.
+        inner: factor of the learning rate of every optimizer, or a rule of `RULES`, which is for AdamW alone: "sqrt" is
+            what commhooks does by default.
+        clip: largest norm of the gradient of a rank; 0: any.
     """
 
     task: str = "language"
@@ -86,7 +89,8 @@ class Setting:
     shrink: bool = False
     grow: float = 0.0
     moments: bool = False
-    inner: float = 1.0
+    inner: str = "1"
+    clip: float = 1.0
 
     @classmethod
     def parse(cls, words: str) -> "Setting":
@@ -162,11 +166,15 @@ class Digits:
 TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
 
 
-def optimizers_of(model: nn.Module, setting: Setting, steps: int) -> list[tuple[Any, Any]]:
+def optimizers_of(model: nn.Module, setting: Setting, steps: int, count: int) -> list[tuple[Any, Any]]:
     """Optimizers of one rank, each with its schedule."""
-    lr = (setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)) * setting.inner
+    lr = setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)
+    factor = RULES[setting.inner](count) if setting.inner in RULES else float(setting.inner)
+    of_adam = factor * lr
+    if setting.inner not in RULES:
+        lr *= factor
     if setting.optimizer == "adamw" and setting.task == "language":
-        return [recipe(model, steps, lr / 1e-3)]
+        return [recipe(model, steps, of_adam / 1e-3)]
     every = list(model.parameters())
     matrices = [p for p in every if p.ndim == 2 and setting.optimizer == "muon"]
     rest = [p for p in every if not any(p is m for m in matrices)]
@@ -174,7 +182,7 @@ def optimizers_of(model: nn.Module, setting: Setting, steps: int) -> list[tuple[
     if setting.optimizer == "sgd":
         made.append((torch.optim.SGD(rest, lr=lr, momentum=0.9), lr))
     else:
-        made.append((torch.optim.AdamW(rest, lr=lr, weight_decay=0.01), lr))
+        made.append((torch.optim.AdamW(rest, lr=of_adam, weight_decay=0.01), of_adam))
     if matrices:
         made.append((torch.optim.Muon(matrices, lr=20 * lr, weight_decay=0.01), 20 * lr))
     return [
@@ -187,11 +195,11 @@ class Ranks:
     """The models, optimizers and schedules of all ranks."""
 
     def __init__(self, count: int, steps: int, setting: Setting, task: Task) -> None:
-        self.task = task
+        self.task, self.clip = task, setting.clip
         self.models = [task.model() for _ in range(count)]
         for model in self.models[1:]:
             model.load_state_dict(self.models[0].state_dict())
-        made = [optimizers_of(model, setting, steps) for model in self.models]
+        made = [optimizers_of(model, setting, steps, count) for model in self.models]
         self.optimizers = [[each[0] for each in own] for own in made]
         self.schedules = [each[1] for own in made for each in own]
         self.named = dict(reversed(list(self.models[0].named_parameters())))  # the order of DDP's buckets
@@ -213,7 +221,8 @@ class Ranks:
 
     def step(self) -> None:
         for model, optimizers in zip(self.models, self.optimizers, strict=True):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if self.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
             for optimizer in optimizers:
                 optimizer.step()
         for schedule in self.schedules:
@@ -369,7 +378,7 @@ EXACT = "exact=1"
 
 def baseline(words: str) -> str:
     """The all-reduce that a setting is compared with."""
-    kept = [word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr")]
+    kept = [word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr", "clip")]
     return " ".join([*kept, EXACT])
 
 
@@ -382,13 +391,18 @@ SETTINGS += [f"every={h} wire=int4 end={e}" for h in (5, 30) for e in (0.1, 0.2)
 SETTINGS += [f"every={h} wire=int4 begin={b}" for h in (5, 30) for b in (0.1, 0.3)]
 SETTINGS += [f"every={h} wire=int4 begin=0.1 end=0.2" for h in (5, 30)]
 SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "moments=1", "inner=0.7")]
-# AdamW's steps are shorter on the noisier gradients of a part of the batch: which learning rate is best differs.
+# AdamW takes shorter steps on noisier gradients: which learning rate is best differs.
 LOCAL = ["every=5", "every=5 wire=int4", "every=16 wire=int4", "every=30", "every=30 wire=int4"]
 SETTINGS += [f"{words} inner={lr}" for words in (EXACT, "begin=1.0", *LOCAL) for lr in (1.4, 2.0, 2.8)]
 SETTINGS += [f"every=5{wire} outer_lr=1.4" for wire in ("", " wire=int4")]
 # Which outer learning rate needs no other inner one?
 KINDS = ["", "task=digits ", "task=digits lr=0.003 ", "task=digits optimizer=sgd ", "task=digits optimizer=muon "]
 SETTINGS += [f"{k}every={h} outer_lr={r} wire=int4" for k in KINDS for h in (5, 10, 16, 30) for r in ("1", *RULES)]
+# Which inner one does the default of commhooks have? SGD without a limit of the norm needs none.
+KINDS = [*(kind for kind in KINDS if "sgd" not in kind), "task=digits optimizer=sgd clip=0 "]
+SETTINGS += [f"{k}every={h} inner=sqrt wire={w}" for k in KINDS for h in (5, 10, 20, 30) for w in ("int4", "int2")]
+SETTINGS += [f"{k}every=30 inner=sqrt wire=sparse" for k in KINDS]
+SETTINGS += [f"{k}every={h} inner=sqrt wire=int4 grow=1" for k in KINDS for h in (5, 10)]
 
 
 def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]:
@@ -421,14 +435,19 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--results", type=Path, default=Path("local_steps.jsonl"), help="finished runs")
+    arguments.add_argument("--finished", action="store_true", help="show all runs in --results, and run nothing")
     args = parse(
         arguments, ranks=[2], steps=12, settings=["every=3 momentum=0.5 wire=int4 begin=0.2 end=0.2 moments=1"]
     )
+    results = Path(os.devnull) if args.quick else args.results
+    if args.finished:
+        runs = [json.loads(line) for line in results.read_text().splitlines()]
+        args.settings = list(dict.fromkeys(run["setting"] for run in runs if run["steps"] == args.steps))
+        args.ranks = sorted({run["ranks"] for run in runs})
     settings = list(dict.fromkeys(each for words in args.settings for each in (baseline(words), words)))
     for words in settings:
         Setting.parse(words)
     at = machine()
-    results = Path(os.devnull) if args.quick else args.results
     # An all-reduce sees the same batches with any number of ranks.
     jobs = [
         (words, seed, count, args.steps)
@@ -437,7 +456,8 @@ def main() -> None:
         for words in settings
         if count == args.ranks[0] or words != baseline(words)
     ]
-    rows = table(run_missing(jobs, results, train, "setting"), settings, args.ranks)
+    found = runs if args.finished else run_missing(jobs, results, train, "setting")
+    rows = table([run for run in found if run["steps"] == args.steps], settings, args.ranks)
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),

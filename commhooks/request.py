@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -355,4 +356,6 @@ def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
     """Return why a compressor cannot work between nodes only; "" if it can."""
     if not compressor.Config.sends:
         return "sends nothing"
+    if issubclass(compressor, AdaptiveCompressor) and compressor.with_nodes is AdaptiveCompressor.with_nodes:
+        return "measures ranks that all compress the whole model"
     return "" if compressor.plan is Compressor.plan else "compresses whole buckets"

@@ -74,7 +74,6 @@ def _imported(package: str, modules: dict[str, str]) -> Any:
 
 
 def _register_names(registry: Any, strategy: type) -> None:
-    """Register "ddp_powersgd", "ddp_notebook_powersgd", and the names of the other hooks."""
     for hook in _HOOKS:
         name, about = hook.lower(), f"DDP with the communication hook {hook!r}"
         registry.register(f"ddp_{name}", strategy, description=about, override=True, hook=hook)

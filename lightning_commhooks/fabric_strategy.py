@@ -76,11 +76,7 @@ class CommHookDDP(DDPStrategy):
     # ---- what users call ---------------------------------------------------------------------------------------------
 
     def hook_of(self, model: nn.Module) -> CommHook | None:
-        """The hook of `model`, with `stats()` and `plan()`. None with `hook=None`, and for a model that was not set up.
-
-        Args:
-            model: what `fabric.setup` returned, or the module inside it.
-        """
+        """Return the hook of `model`, which is from `fabric.setup` or the module inside it; None without a hook."""
         inner = getattr(model, "module", model)
         return next((hook for ddp, hook in self._hooks.items() if ddp in (model, inner) or ddp.module is inner), None)
 
@@ -159,7 +155,6 @@ class CommHookDDP(DDPStrategy):
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _hooks_in(self, state: Mapping[str, Any]) -> dict[str, CommHook]:
-        """The hooks of the models in `state`, by the models' names there."""
         models = {name: each for name, each in state.items() if isinstance(each, nn.Module)}
         return {name: hook for name, model in models.items() if (hook := self.hook_of(model)) is not None}
 

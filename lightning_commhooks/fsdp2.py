@@ -161,11 +161,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
-    """Returns the sharded module that contains all other sharded modules.
-
-    Raises:
-        HookConfigError: no module is sharded, or several are and none contains the others.
-    """
+    """Returns the sharded module that contains all other sharded modules."""
     roots: dict[str, Any] = {}
     for name, each in module.named_modules():  # parents come before their children
         if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):
@@ -181,11 +177,7 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
 
 
 def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
-    """Check that FSDP and the hook average every trained parameter. Warns about parameters that are not sharded.
-
-    Raises:
-        HookConfigError: a parameter is sharded over another mesh.
-    """
+    """Check that FSDP and the hook average every trained parameter. Warns about parameters that are not sharded."""
     alone = []
     for name, parameter in module.named_parameters():
         data: object = parameter

@@ -157,11 +157,7 @@ class HookedStrategy(ParallelStrategy):
         self._comm_hook = attach_request(model, request, loss_scale=scale, **groups)
 
     def _prepare_callbacks(self, trainer: Any) -> None:
-        """Check the callbacks and loggers, and insert the callback that ends rounds as the first.
-
-        Raises:
-            HookConfigError: a callback of `lightning_commhooks` is for the other package.
-        """
+        """Check the callbacks and loggers, and insert the callback that ends rounds as the first."""
         if trainer.state.fn == "fit":
             self._check_packages([*trainer.callbacks, *trainer.loggers])
         # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
@@ -355,7 +351,6 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
 
 def warn(text: str, stacklevel: int = 5) -> None:
-    """Warn on rank 0."""
     from lightning_utilities.core.rank_zero import rank_zero_warn  # here, because without Lightning it is missing
 
     rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=stacklevel)  # 4 and this function
@@ -396,11 +391,7 @@ def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | N
 
 
 def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
-    """Returns `request` with the start of the compression as a number of steps.
-
-    Raises:
-        HookConfigError: the start is a fraction of a run of unknown length.
-    """
+    """Returns `request` with the start of the compression as a number of steps, not a fraction."""
     config = request.config
     if config is None or isinstance(config.configured_start, int):
         return request

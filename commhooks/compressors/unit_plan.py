@@ -106,7 +106,8 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes of memory that a hook needs on a rank once it compresses."""
+    """The bytes of memory that a hook needs on a rank: on the CPU once it compresses, on an accelerator from the first
+    backward pass on (except the messages of quantised hooks)."""
 
     residual: int = 0
     factors: int = 0

@@ -39,8 +39,8 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
-            f"the parameters of this model are on {', '.join(found)}; {what} works where those of one process are on "
-            "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
+            f"the parameters of this model are on {', '.join(found)}; {what} needs all parameters of a process on one "
+            "device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
         )
 
 

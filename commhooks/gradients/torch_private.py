@@ -143,9 +143,8 @@ def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
 
 def all_reduces(unit: FSDPModule) -> bool:
     """Whether `unit` was not excluded from all-reduces by `set_requires_all_reduce(False)`."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return all(getattr(each, "all_reduce_grads", True) for each in groups)
+    state = getattr(unit, "_get_fsdp_state", lambda: None)()
+    return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))
 
 
 def compiled_from(model: object) -> nn.Module | None:

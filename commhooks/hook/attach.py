@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -244,9 +245,9 @@ def _build_hook(
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
     """Divide the ranks into nodes. Without `ranks_per_node`, `auto` takes the machines as nodes."""
     group = session.consensus.binding.group()
-    asked = request.ranks_per_node is not None or not isinstance(session.compressor, AdaptiveCompressor)
+    chooses = isinstance(session.compressor, AutoCompressor) and request.ranks_per_node is None
     # Between nodes old gradients of unused parameters would count as new ones.
-    if asked or not isinstance(source, DDPGradients) or source.finds_unused:
+    if not chooses or not isinstance(source, DDPGradients) or source.finds_unused:
         return find_nodes(request.ranks_per_node, group, source.device)
     try:
         return find_nodes("auto", group, source.device)

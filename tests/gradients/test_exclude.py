@@ -110,12 +110,6 @@ def test_ranks_must_exclude_the_same_and_rank_0_warns(run_ranks: Any) -> None:
     assert "froz" not in warning and "head" not in warning and results[1][1] == []
 
 
-def test_the_second_name_of_a_tied_parameter_excludes_it():
-    with process_group_of_one():
-        plan = attach(wrap(Net()), "head*").plan()
-    assert {p.name: p.reason for p in plan.parameters}["embed.weight"] == "excluded by 'head*'"
-
-
 def test_resuming_with_other_exclusions():
     with process_group_of_one():
         ddp = wrap(Net())

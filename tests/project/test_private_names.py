@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.gradients import torch_private
@@ -24,7 +26,7 @@ from tests.support.repository import PACKAGES, REPOSITORY, sources
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)
-OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.")
+OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.", "FSDPModule.", "FSDPState.")
 
 
 @functools.cache
@@ -141,6 +143,8 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "Parameter._post_accumulate_grad_hooks": _hooked,
     "torch.distributed._composable.replicate._ReplicateState": _replicated,
     "OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
+    "FSDPModule": lambda: FSDPModule,
+    "FSDPState": FSDPState,
     "Trainer.fit_loop.epoch_loop": _fit_loop,
     "Accelerator": _accelerator,
     "Trainer.save_model": _arguments_of_save_model,
@@ -171,6 +175,7 @@ def test_without_the_other_names_nothing_is_refused():
     assert not torch_private.has_optimizer_in_backward(anything)
     assert not torch_private.count_accumulate_hooks(anything)
     assert not torch_private.delays_all_reduce(anything)
+    assert torch_private.all_reduces(anything)
     assert torch_private.compiled_from(anything) is None
     assert torch_private.timeout_of(anything, torch.device("cpu")) is None
 

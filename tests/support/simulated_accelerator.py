@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.comm.collectives import PointToPoint, new_future
 from commhooks.engine import backward_pass, immediate
+from commhooks.local_steps import driver
 from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
 from tests.support.kernels import computing_with
 
@@ -460,7 +461,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             # The device of a future decides whether it has an event.
             *(
                 (module, "new_future", lambda _: new_future(torch.device("cuda", 0)))
-                for module in (backward_pass, immediate)
+                for module in (backward_pass, immediate, driver)
             ),
             (PointToPoint, "applies_to", staticmethod(lambda group, device: False)),
             *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),

@@ -236,6 +236,7 @@ REFUSED = {
     ACCELERATE: "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set",
     ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
     ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION: "AMAZON_SAGEMAKER",
+    ACCELERATE.replace("num_machines", "num_machine") + SECTION: "/accelerate.yaml had unknown keys (['num_machine'])",
     SECTION: "accelerate.yaml has only the hook's settings, and this command needs a configuration of Accelerate",
 }
 
@@ -246,8 +247,31 @@ def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -
     config.write_text(text)
     assert main(["launch", "--config_file", str(config), "no_such_script.py"]) == 2
     err = capfd.readouterr().err
-    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err
+    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err and "commhooks-launch-" not in err
     assert left_behind(in_this_process) == []
+
+
+@pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_megatron_lm", "--tpu"])
+def test_refused_flags(flag: str, config: Path, in_this_process: Path, capfd: Any) -> None:
+    assert main(["launch", "--config_file", str(config), flag, "no_such_script.py"]) == 2
+    assert f"error: {flag}: Accelerate does not wrap models in DistributedDataParallel" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "hook: [", "a.yaml is not YAML: "),
+        ("a.json", "{'distributed_type'", "a.json is not JSON, though its name ends with .json: "),
+        ("missing.yaml", None, "missing.yaml cannot be read: No such file or directory"),
+    ],
+)
+def test_unreadable_files(
+    name: str, text: str | None, message: str, tmp_path: Path, in_this_process: Path, capfd: Any
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["launch", "--config_file", str(tmp_path / name), "no_such_script.py"]) == 2
+    assert message in capfd.readouterr().err
 
 
 def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, launch_one: Any, capfd: Any) -> None:

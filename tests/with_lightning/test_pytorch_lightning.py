@@ -3,6 +3,7 @@ other tests of Lightning are for `lightning.pytorch`; these hold what could diff
 
 import pickle
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_fabric.plugins import ClusterEnvironment  # noqa: E402
 from pytorch_lightning.cli import LightningCLI  # noqa: E402
 from pytorch_lightning.strategies import StrategyRegistry  # noqa: E402
 
-from lightning_commhooks import fabric  # noqa: E402
+from lightning_commhooks import class_factory, fabric  # noqa: E402
 from lightning_commhooks import lightning_fabric as twin_fabric  # noqa: E402
 from lightning_commhooks import pytorch_lightning as ours  # noqa: E402
 
@@ -246,6 +247,30 @@ def test_names_are_registered_with_what_is_imported_or_else_with_both(
 ) -> None:
     _packages(tmp_path)
     assert _imported(tmp_path, code) == found
+
+
+@pytest.mark.parametrize(
+    ("classes", "package", "sentence"),
+    [
+        (
+            class_factory.trainer_classes,
+            "pytorch_lightning",
+            "lightning_commhooks.pytorch_lightning needs pytorch_lightning: pip install pytorch-lightning. "
+            "For lightning.pytorch import from lightning_commhooks",
+        ),
+        (
+            class_factory.fabric_class,
+            "lightning_fabric",
+            "lightning_commhooks.lightning_fabric needs lightning_fabric: pip install lightning-fabric. "
+            "For lightning.fabric import from lightning_commhooks.fabric",
+        ),
+    ],
+)
+def test_a_missing_package_is_named(classes: Any, package: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError) as error:
+        classes.__wrapped__(package)  # of functools.cache
+    assert str(error.value) == sentence
 
 
 def test_a_broken_twin_does_no_harm(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.adaptive import ObservedPass
+from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.registry import register_compressor
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
 from tests.support.prescribed_auto import (
@@ -65,7 +66,6 @@ def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
     ("options", "label"),
     [
         ({}, "int8 between nodes"),
-        ({"quality": "close"}, "int4 between nodes"),
         ({"quality": "low rank"}, "powerSGD rank 2 between nodes"),
         ({"tried_s": 0.9}, "bf16 between nodes"),
     ],
@@ -148,14 +148,12 @@ def _with_more_nodes(saved: dict[str, Any]) -> tuple[str, str, torch.Tensor]:
     return label, phase, run.train(3).weights()
 
 
-@pytest.mark.parametrize(("steps", "phase"), [(1, "measuring"), (5, "trying"), (17, "resting")])
+@pytest.mark.parametrize(("steps", "phase"), [(5, "trying"), (17, "resting")])
 def test_between_nodes_a_run_resumes(run_ranks: Any, steps: int, phase: str) -> None:
     ranks = run_ranks(_saved_while, steps, world_size=4)
     for rank in ranks:
         assert rank["exact"] and rank["phase"] == phase and rank["decisions"] and rank["after"]
-        # The sum of four ranks in one all-reduce depends on DDP's buckets, which differ in a first pass.
-        difference = float((rank["weights"][0] - rank["weights"][1]).norm() / rank["weights"][0].norm())
-        assert difference < 1e-4 if phase == "measuring" else difference == 0
+        assert torch.equal(*rank["weights"])
         # Without nodes nothing of that is possible: it begins anew.
         assert rank["flat"] == ("allreduce", None, 0) and torch.equal(rank["trains"], ranks[0]["trains"])
     if phase == "resting":
@@ -163,6 +161,12 @@ def test_between_nodes_a_run_resumes(run_ranks: Any, steps: int, phase: str) -> 
         for label, anew, weights in more:
             assert (label, anew) == ("powerSGD rank 2 between nodes", "measuring")
             assert torch.equal(weights, more[0][2])
+
+
+def test_a_compressor_of_ones_own_that_measures_says_whether_it_works_between_nodes() -> None:
+    with mock.patch.object(AutoCompressor, "with_nodes", AdaptiveCompressor.with_nodes):
+        with pytest.raises(commhooks.HookConfigError, match="which measures ranks that all compress the whole model"):
+            HookRequest.parse("auto", ranks_per_node=2)
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def test_on_shards_the_choice_trains_as_by_name_and_resumes(run_ranks: Any) -> N
 def _clocks_on_shards() -> dict[str, Any]:
     model, hook = attached(2, 2, "auto", hook_options={"measure_steps": 6, "check_again_every": 10})
     step = 0
-    while _decision(hook).phase != "resting" or step < 60:
+    while _decision(hook).phase != "resting":
         got = backward(model, random_gradients(step))
         step += 1
     return {"notes": _decision(hook).to_plain(), "tried": set(_decision(hook).tried_s), "gradients": got}

@@ -53,6 +53,9 @@ class Event:
 
     def query(self) -> bool:
         """The device is as late as it can be: whether the host has waited for it."""
+        return self._has_passed()
+
+    def _has_passed(self) -> bool:
         return all(number <= self._cuda.host.get(stream, 0) for stream, number in self.clock.items())
 
     def synchronize(self) -> None:
@@ -61,7 +64,7 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         for each in (self, end):
-            if not (each._recorded and each.query()):
+            if not (each._recorded and each._has_passed()):
                 raise RuntimeError("the time of an event that was not recorded, or for which nobody has waited")
         return 0.0
 

@@ -110,7 +110,8 @@ class ModelPlan:
             "compression_rate": self.bytes_before / sent if sent else None,
             "compressed_share": self.compressed_share,
             "memory_bytes": {
-                name: getattr(self.memory, name) for name in ("residual", "factors", "packed", "copies", "total")
+                name: getattr(self.memory, name)
+                for name in ("residual", "factors", "packed", "copies", "total", "host")
             },
             "parameters": [
                 {
@@ -170,7 +171,8 @@ class ModelPlan:
         parts |= {"copies of gradients": memory.copies}
         shown = ", ".join(f"{self.unit.number(size)} {name}" for name, size in parts.items() if size)
         whose = "of this rank" if self.arrangement else "per rank"
-        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown})\n"
+        host = f", and {self.unit.text(memory.host)} of host memory" if memory.host else ""
+        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown}){host}\n"
 
 
 # ---- making one ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count, check_learned, check_range, damaged
 from commhooks.comm.groups import is_logging_rank
-from commhooks.comm.joint_save import Failure, JointSave
+from commhooks.comm.joint_save import Failure, JointSave, pieces
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.state_field import StateField
@@ -19,6 +20,7 @@ from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.session import ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
+from commhooks.gradients import precision
 from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource, held_weakly
@@ -72,6 +74,7 @@ class LearnedStateCheckpointer:
         self._rank, self._world_size = group.rank(), group.size()
         self._is_logging_rank = is_logging_rank(group, session.consensus.binding.shard_group)
         self._joint_save: tuple[int, JointSave] | None = None
+        self._thread = threading.get_ident()
         self._first_start = session.compressor.start_step
 
     def begin_anew(self) -> None:
@@ -207,7 +210,8 @@ class LearnedStateCheckpointer:
                     # A wider dtype stays: FSDP's reduce_dtype, unknown before the first pass, may exceed the weights'.
                     dtype = torch.promote_types(value.dtype, _kept_dtype(each, parameter, plans.get(name)))
                     # Copies, because the state changes in place.
-                    state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
+                    device = self._device_of(each, parameter)
+                    state[each.key][name] = value.to(device, dtype, copy=True).contiguous()
         if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
             # The rank that saved this file may own nothing that is compressed, and so have had no residuals.
             state.local_missing |= not self._is_of(payload)
@@ -372,7 +376,11 @@ class LearnedStateCheckpointer:
         else:
             # A commit that failed on this rank may have succeeded on the others, which are one step ahead then.
             ahead = mid_commit or self._session.held.commit_failed
-            failure = saver.run(state.step, collect, limit_s, refusal=missing, others_may_be_ahead=ahead)
+            # In another thread the collectives of a save could come between other collectives than on other ranks.
+            own_group = residual == "mean" and self._on_accelerator and self._thread == threading.get_ident()
+            failure = saver.run(
+                state.step, collect, limit_s, own_group=own_group, refusal=missing, others_may_be_ahead=ahead
+            )
         if failure is not None:
             return self._inexact(failure)
         if alike:
@@ -398,6 +406,10 @@ class LearnedStateCheckpointer:
             for name, plan in self._compressed(session.compressor).items()
         }
 
+    def _device_of(self, field: StateField, parameter: torch.Tensor) -> torch.device:
+        """The device on which a field is kept."""
+        return parameter.device
+
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
         """Replace the residuals by their saved means, so that this run goes on as a run that loads them."""
         session, state = self._session, self._session.state
@@ -405,7 +417,9 @@ class LearnedStateCheckpointer:
             kept: dict[str, torch.Tensor] = {}
             session.consensus.reduction.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
-                session.held.overwrite(state["residual"][name], kept[name])
+                # In pieces: on an accelerator `overwrite` makes a copy there.
+                for old, new in zip(pieces(state["residual"][name]), pieces(kept[name]), strict=True):
+                    session.held.overwrite(old, new)
             elif name in kept:  # another rank has loaded one
                 device = self._parameters[name].device
                 state["residual"][name] = kept[name].to(device, copy=True)
@@ -431,6 +445,10 @@ class LearnedStateCheckpointer:
             # In one statement, so that a signal handler that saves never finds the state half replaced.
             vars(session.state).update(vars(state))
             session.consensus.replace_compressor(compressor)
+
+    @property
+    def _on_accelerator(self) -> bool:
+        return not precision.is_host_readable(next(iter(self._parameters.values())).device)
 
     @property
     def _parameters(self) -> Mapping[str, torch.Tensor]:

@@ -29,8 +29,14 @@ def is_host_readable(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` is queued on CUDA streams."""
-    return device.type == "cuda"
+    """Whether work on `device` is queued on streams, as on CUDA and XPU. MPS has one queue only."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type != "mps"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
+from commhooks.compressors.state_field import StateField
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.protocol import Residuals
@@ -118,6 +119,10 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
 
     def begin_anew(self) -> None:
         self._driver.load(super().begin_anew)
+
+    def _device_of(self, field: StateField, parameter: torch.Tensor) -> torch.device:
+        offloads = field.replicated and self._driver.outer.compressor.offloads(parameter.device)
+        return torch.device("cpu") if offloads else parameter.device
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
         dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.named_parameters().items()}

@@ -375,8 +375,8 @@ def test_it_finds_an_answer_that_nobody_has_waited_for(waits: str) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_it_finds_a_copy_that_the_host_reads_too_early(waits: bool) -> None:
     with simulated_accelerator() as accelerator:
-        copied, event = torch.ones(2, device=DEVICE).to("cpu", non_blocking=True), torch.cuda.Event()
-        event.record(torch.cuda.current_stream())
+        copied, event = torch.ones(2, device=DEVICE).to("cpu", non_blocking=True), torch.Event(DEVICE)
+        event.record(torch.accelerator.current_stream())
         if waits:
             event.synchronize()
         copied.tolist()

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA streams and events, to test on the CPU what waits for what.
+"""Stand-ins for the streams and events of an accelerator, to test on the CPU what waits for what.
 
 A stream knows the names of all work that its next work comes after. Tests name work by `Cuda.queue`.
 """
@@ -20,7 +20,7 @@ Clock = dict["Stream", int]
 
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0, name: str = "") -> None:
-        self.priority = priority
+        self.device, self.priority = device, priority
         self.after: set[str] = set()
         self.clock: Clock = {}
         self._name = name or f"the stream of priority {priority}"
@@ -95,7 +95,7 @@ class Cuda:
         self.made.append(Stream(device, priority))
         return self.made[-1]
 
-    def new_event(self, enable_timing: bool = False) -> Event:
+    def new_event(self, device: Any = None, enable_timing: bool = False) -> Event:
         return Event(self)
 
     def host_sees(self, clock: Clock) -> None:
@@ -105,13 +105,17 @@ class Cuda:
     def current(self, device: Any = None) -> Stream:
         return getattr(self._local, "stream", self.default)
 
+    def set_current(self, stream: Stream) -> None:
+        self._local.stream = stream
+
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._local.stream = self.current(), stream
+        before = self.current()
+        self.set_current(stream)
         try:
             yield
         finally:
-            self._local.stream = before
+            self.set_current(before)
 
     def wait_for(self, event: Event) -> None:
         self.wait(event.after)
@@ -157,6 +161,30 @@ class Cuda:
         return noting
 
 
+@contextlib.contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """The calls in the body that make the host wait for an accelerator if a tensor is there: reads of numbers, and
+    tensors made of numbers of the host."""
+    calls: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if name != "as_tensor" or not isinstance(first, torch.Tensor):
+                calls.append(name)
+            return call(first, *args, **kwargs)
+
+        return noted
+
+    with contextlib.ExitStack() as patches:
+        for owner, names in (
+            (torch, ("tensor", "as_tensor", "from_numpy")),
+            (torch.Tensor, ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")),
+        ):
+            for name in names:
+                patches.enter_context(mock.patch.object(owner, name, noting(name, getattr(owner, name))))
+        yield calls
+
+
 def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -169,11 +197,13 @@ def cuda_stand_ins() -> Iterator[Cuda]:
         for owner, name, value in (
             (precision, "is_host_readable", lambda device: False),
             (precision, "has_streams", lambda device: True),
-            (torch.cuda, "Stream", cuda.new_stream),
-            (torch.cuda, "Event", cuda.new_event),
-            (torch.cuda, "current_stream", cuda.current),
-            (torch.cuda, "stream", cuda.on),
-            (torch.cuda, "is_current_stream_capturing", lambda: cuda.capturing),
+            (precision, "is_capturing", lambda device: cuda.capturing),
+            (torch, "Stream", cuda.new_stream),
+            (torch, "Event", cuda.new_event),
+            (torch.accelerator, "current_stream", cuda.current),
+            (torch.accelerator, "set_stream", cuda.set_current),
+            (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.accelerator, "set_device_index", lambda index: None),
             (torch.Tensor, "record_stream", lambda tensor, stream: cuda.keep(tensor, stream)),
             (torch.Tensor, "item", cuda.waits(torch.Tensor.item)),
             (torch.Tensor, "tolist", cuda.waits(torch.Tensor.tolist)),

@@ -59,8 +59,9 @@ def _new(hook: str, **more: Any) -> Run:
 HOST_WAITS = {
     "powerSGD, cold": {"state.py", "accelerator.py"},  # each step draws its own Q, by the number of the step
     "random_k": {"state.py"},  # each step draws its own elements
-    "diloco": {"state.py", "common_state.py"},  # at the end of a round
-    "diloco, int4": {"state.py", "common_state.py"},
+    # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made anew.
+    "diloco": {"state.py", "common_state.py", "kernels.py", "mean.py"},
+    "diloco, int4": {"state.py", "common_state.py", "kernels.py", "mean.py"},
     "local_sgd": {"state.py", "common_state.py"},
     "powerSGD in nodes": {"reduction.py"},
     "random_k in nodes": {"state.py"},

@@ -114,6 +114,10 @@ class Accelerator:
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_sparse and self.memory(tensor).on_host
 
+    def memory_on_host(self, tensor: torch.Tensor) -> Clock:
+        """The copy that writes this memory of the host, if there is one."""
+        return {} if tensor.is_sparse else self.memory(tensor).copied
+
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """`Tensor.record_stream`."""
         for part in _parts(tensor):
@@ -202,9 +206,10 @@ class Accelerator:
 
     def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """The host reads the numbers: what is on the device when it is ready, what is on the host at once."""
-        for memory in map(self.memory, itertools.chain.from_iterable(map(_parts, tensors))):
-            if any(number > self.cuda.host.get(stream, 0) for stream, number in memory.copied.items()):
-                self._fault(f"{what} reads on the host what a copy may not have written yet")
+        if any(
+            n > self.cuda.host.get(stream, 0) for each in tensors for stream, n in self.memory_on_host(each).items()
+        ):
+            self._fault(f"{what} reads on the host what a copy may not have written yet")
         if not all(map(self.is_on_host, tensors)):
             self.wait_on_host(f"{what} reads")
 
@@ -235,6 +240,9 @@ class Accelerator:
         for tensor in new:
             self.allocate(tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host")
         self.launch(name, reads, [*writes, *new])
+        ready = self.cuda.current().clock if not all(map(self.is_on_host, [*writes, *new])) else self.cuda.host
+        if any(number > ready.get(stream, 0) for each in reads for stream, number in self.memory_on_host(each).items()):
+            self._fault(f"{name} reads on the host what a copy may not have written yet")
         short = name.partition("::")[2]
         if short in READ_BY_HOST:
             self.read_by_host(short, given)
@@ -248,11 +256,11 @@ class Accelerator:
         on_host = [each for each in written if self.is_on_host(each)]
         if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
             return
-        if on_host and non_blocking:
-            for tensor in on_host:
-                self.memory(tensor).copied = dict(self.cuda.current().clock)
-        else:
+        if not non_blocking:
             self.wait_on_host("a copy between host and device")
+            return
+        for tensor in on_host:
+            self.memory(tensor).copied = dict(self.cuda.current().clock)
 
     def _kinds_of(self, func: Any) -> list[tuple[int, str, str]]:
         found = self._kinds.get(func)
@@ -412,7 +420,11 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
 
         return by_host
 
+    def like(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: (made(factory) if "device" in kwargs else factory)(*args, **kwargs)
+
     yield from ((torch, name, made(getattr(torch, name))) for name in FACTORIES)
+    yield from ((torch, name, like(getattr(torch, name))) for name in ("empty_like", "zeros_like"))
     yield torch.Tensor, "to", move
     yield torch.Tensor, "cpu", lambda tensor: tensor.to("cpu")
     yield from ((torch.Tensor, name, read(name)) for name in ("tolist", "numpy"))

@@ -21,6 +21,7 @@ so that it compresses in both layouts. The *formula* is the residual (float32 by
 and the packed bytes (what is not compressed, P, Q and a flag per matrix).
 """
 
+import argparse
 import gc
 import json
 import os
@@ -122,14 +123,18 @@ def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size:
     }
 
 
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--model", choices=list(TASKS), default="blocks")
+    made.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
+    made.add_argument("--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one")
+    made.add_argument("--weights-mb", type=float, default=64, help="MiB of weights that local steps send at once")
+    made.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
+    return made
+
+
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", choices=list(TASKS), default="blocks")
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
-    arguments.add_argument("--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one")
-    arguments.add_argument("--weights-mb", type=float, default=64, help="MiB of weights that local steps send at once")
-    arguments.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
-    args = parse(arguments, model="tiny", ranks=[4], buckets_mb=0.1)
+    args = parse(arguments(), model="tiny", ranks=[4], buckets_mb=0.1)
     at = machine()
     candidates = [("noop", "noop", 2), ("ddp", "ddp", 2), ("fp16", "fp16", 2), ("bf16", "bf16", 2)]
     for rank in args.ranks:

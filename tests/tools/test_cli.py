@@ -104,7 +104,7 @@ def test_names_options_and_explanations_are_whole(columns: int, capsys: Any, mon
         assert name in words
         assert {f"{option}={default!r}" for option, default in hook["options"].items()} <= words
     assert {"fp16", "bf16"} <= words and "wrapper='fp16' or 'bf16'" in text
-    assert "matrix_approximation_rank=1 rank of the factors; 1 to 4 is usual" in text
+    assert "matrix_approximation_rank=1 rank of the factors, usually 1 to 4" in text
 
 
 def test_every_option_is_explained_and_none_is_listed_in_vain() -> None:

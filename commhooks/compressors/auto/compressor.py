@@ -100,6 +100,10 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return (*others, RESIDUAL)
 
     @property
+    def elementwise(self) -> bool:
+        return self._inner.elementwise
+
+    @property
     def selective(self) -> bool:  # type: ignore[override]
         return self.decision.since is not None and self._inner.selective
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commhooks.compressors.base import State, StepInfo
-from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.precision import compute_dtype
 
@@ -72,9 +71,6 @@ class NamedViews:
             if known is view:
                 continue
             if known is not None:
-                # Allocated on another stream, and it may be freed before this stream has copied it.
-                if precision.has_streams(known.device):
-                    known.record_stream(torch.accelerator.current_stream(known.device))
                 view.copy_(known)
             elif fill is not None:
                 view.copy_(fill(i))

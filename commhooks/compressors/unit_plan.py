@@ -118,6 +118,8 @@ class MemoryPlan:
     """Display name of `factors` in messages."""
     copies: int = 0
     """Copies of gradients, in float32 if the bucket's dtype is narrower, or padded."""
+    host: int = 0
+    """Learned state in host memory while the model is on an accelerator; not included in `total`."""
 
     @property
     def total(self) -> int:

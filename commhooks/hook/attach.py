@@ -251,7 +251,7 @@ def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -
         return find_nodes(request.ranks_per_node, group, source.device)
     try:
         return find_nodes("auto", group, source.device)
-    except AttachError:  # on all ranks: the machines have different numbers of ranks
+    except AttachError:  # on all ranks: machines with different numbers of ranks, or no groups for nodes
         return None
 
 

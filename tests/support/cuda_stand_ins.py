@@ -14,35 +14,58 @@ import torch
 from commhooks.engine import streams
 from commhooks.gradients import precision
 
+Clock = dict["Stream", int]
+"""The number of the latest work of each stream that something comes after; see `simulated_accelerator.py`."""
+
 
 class Stream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, name: str = "") -> None:
         self.device, self.priority = device, priority
         self.after: set[str] = set()
+        self.clock: Clock = {}
+        self._name = name or f"the stream of priority {priority}"
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def see(self, clock: Clock) -> None:
+        """What this stream does next comes after this work."""
+        for stream, number in clock.items():
+            self.clock[stream] = max(number, self.clock.get(stream, 0))
 
     def wait_stream(self, other: "Stream") -> None:
         self.after |= other.after
+        self.see(other.clock)
 
     def wait_event(self, event: "Event") -> None:
         self.after |= event.after
+        self.see(event.clock)
 
 
 class Event:
-    def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
+    def __init__(self, cuda: "Cuda") -> None:
         self.after: frozenset[str] = frozenset()
-        self.on_wait: Callable[[], None] = lambda: None
+        self.clock: Clock = {}
+        self._cuda, self._recorded = cuda, False
 
     def record(self, stream: Stream) -> None:
-        self.after = frozenset(stream.after)
+        self.after, self.clock, self._recorded = frozenset(stream.after), dict(stream.clock), True
 
     def query(self) -> bool:
-        return True
+        """The device is as late as it can be: whether the host has waited for it."""
+        return self._has_passed()
+
+    def _has_passed(self) -> bool:
+        return all(number <= self._cuda.host.get(stream, 0) for stream, number in self.clock.items())
 
     def synchronize(self) -> None:
         if not self.query():
-            self.on_wait()
+            self._cuda.wait_for(self)
 
     def elapsed_time(self, end: "Event") -> float:
+        for each in (self, end):
+            if not (each._recorded and each._has_passed()):
+                raise RuntimeError("the time of an event that was not recorded, or for which nobody has waited")
         return 0.0
 
 
@@ -54,21 +77,30 @@ class Cuda:
         kept: the storage of each tensor given to `record_stream`, with the stream.
         host_waits: thread -> what the host waited for whenever it read a tensor in that thread.
         capturing: whether a CUDA graph is being captured.
+        host: the work that the host has waited for.
         pinned: copies of tensors in the host's memory.
     """
 
     def __init__(self) -> None:
-        self.default = Stream()
+        self.default = Stream(name="the default stream")
         self.made: list[Stream] = []
         self.kept: set[tuple[int, Stream]] = set()
         self.host_waits: dict[threading.Thread, list[frozenset[str]]] = {}
         self.capturing = False
+        self.host: Clock = {}
         self.pinned: list[torch.Tensor] = []
         self._local = threading.local()
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         self.made.append(Stream(device, priority))
         return self.made[-1]
+
+    def new_event(self, device: Any = None, enable_timing: bool = False) -> Event:
+        return Event(self)
+
+    def host_sees(self, clock: Clock) -> None:
+        for stream, number in clock.items():
+            self.host[stream] = max(number, self.host.get(stream, 0))
 
     def current(self, device: Any = None) -> Stream:
         return getattr(self._local, "stream", self.default)
@@ -85,10 +117,9 @@ class Cuda:
         finally:
             self.set_current(before)
 
-    def new_event(self, device: Any = None, enable_timing: bool = False) -> Event:
-        made = Event(device, enable_timing)
-        made.on_wait = lambda: self.wait(made.after)
-        return made
+    def wait_for(self, event: Event) -> None:
+        self.wait(event.after)
+        self.host_sees(event.clock)
 
     def wait(self, work: Iterable[str]) -> None:
         """Note that the host waits for this work."""

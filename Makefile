@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak heap stragglers hostile chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-peers exits bench bench-gpu soak heap stragglers hostile chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -35,6 +35,10 @@ test-versions:
 # Small changes of the code that a test must notice: half an hour or more. make test-mutants AREAS="engine --sample 2"
 test-mutants: $(READY)
 	@$(CLEAN) -m tests.stress.mutation $(AREAS)
+
+# Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
+test-waits: $(READY)
+	@$(CLEAN) -m tests.stress.waits $(ARGS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
 # make test-peers ARGS="torch"

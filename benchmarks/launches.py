@@ -11,7 +11,6 @@ collectives, and a few operators per step with which the engine joins the verdic
   views       only describe memory: no kernel, but time on the host
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 from common import Row, number, parse, parser, report
 from machine import machine
 from models import GPT2, TASKS
-from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 
 from commhooks.request import HookRequest
+from tests.support.dispatched import Dispatched
 from tests.support.local_driver import LocalDriver
 
 Shapes = Sequence[tuple[int, ...]]
@@ -43,22 +42,6 @@ VARIANTS: Mapping[str, tuple[str | None, dict[str, Any], float | None]] = {
 """Of PowerSGD: wrapper, options, and DDP's bucket_cap_mb. The world size changes nothing."""
 QUANTISED: Mapping[str, float | None] = {"int8": None, "int4": None, "int8, one bucket": 1e6}
 """DDP's bucket_cap_mb."""
-
-
-class Dispatched(TorchDispatchMode):
-    """Counts what torch dispatches inside the context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: Counter[str] = Counter()
-        self.views = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.is_view:
-            self.views += 1
-        else:
-            self.operators[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def cut(parameters: Mapping[str, torch.Tensor], cap_mb: float | None) -> list[dict[str, torch.Tensor]]:

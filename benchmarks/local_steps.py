@@ -18,6 +18,7 @@ step) is. Finished runs are appended to --results and not repeated; the whole ta
   bytes     sent per rank and step on average, as a share of what an all-reduce in float32 sends
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -428,17 +429,20 @@ def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]
     return rows
 
 
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--settings", nargs="+", default=SETTINGS, metavar="SETTING", help="see Setting")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0])
+    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    made.add_argument("--steps", type=int, default=1500)
+    made.add_argument("--results", type=Path, default=Path("local_steps.jsonl"), help="finished runs")
+    made.add_argument("--finished", action="store_true", help="show all runs in --results, and run nothing")
+    return made
+
+
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--settings", nargs="+", default=SETTINGS, metavar="SETTING", help="see Setting")
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    arguments.add_argument("--steps", type=int, default=1500)
-    arguments.add_argument("--results", type=Path, default=Path("local_steps.jsonl"), help="finished runs")
-    arguments.add_argument("--finished", action="store_true", help="show all runs in --results, and run nothing")
-    args = parse(
-        arguments, ranks=[2], steps=12, settings=["every=3 momentum=0.5 wire=int4 begin=0.2 end=0.2 moments=1"]
-    )
+    quick = "task=digits every=3 momentum=0.5 wire=int4 begin=0.2 end=0.2 moments=1"
+    args = parse(arguments(), ranks=[2], steps=12, settings=[quick])
     results = Path(os.devnull) if args.quick else args.results
     if args.finished:
         runs = [json.loads(line) for line in results.read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Memory that a hook holds and needs, over that of the same training with `noop`, and what it allocates per step.
 
-    python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25]
+    python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25] [--weights-mb 64]
 
 Each hook trains for some steps (forward, backward, SGD), on one rank and in a process of its own, with several buckets.
 Every step runs under torch.profiler with profile_memory, whose events hold each allocation and each release of torch's
@@ -8,9 +8,12 @@ allocator, those of DDP's C++ code included: the figures are sums of bytes and n
 torch's and not in them. What a hook hands to gloo for good, gloo's threads release, which is seen only when the memory
 is given out again: fp16 and bf16 may seem to hold up to a bucket.
 
+`diloco-2` (int4) and `local-2` take an outer step every second step, in buffers of --weights-mb.
+
   held        bytes that are there after the last step and were not before DDP was made
   peak        the most that was there at any moment of all steps: the second one, in which DDP rebuilds its buckets and
               a hook may hold the plans of both layouts, has a column of its own
+  per parameter   both in bytes per parameter of the model
   allocations of the last step, more than `noop` makes there: their number and bytes
 
 Ours and torch's compress from the third step on (torch needs two plain ones), and `powersgd-R from 0` from the first,
@@ -18,6 +21,7 @@ so that it compresses in both layouts. The *formula* is the residual (float32 by
 and the packed bytes (what is not compressed, P, Q and a flag per matrix).
 """
 
+import argparse
 import gc
 import json
 import os
@@ -35,6 +39,8 @@ from hooks import wrap
 from machine import machine
 from models import TASKS, forward_loss, make, numel
 from torch.profiler import ProfilerActivity, profile
+
+from commhooks.local_steps import flat_weights
 
 STEPS = 6
 REBUILT = 1
@@ -79,7 +85,8 @@ def _changes(function: Callable[[], object]) -> list[tuple[int, int]]:
     return [(int(event["args"]["Addr"]), int(event["args"]["Bytes"])) for event in events]
 
 
-def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size: int) -> Row:
+def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size: int, weights_mb: float) -> Row:
+    flat_weights.BUFFER_BYTES = int(weights_mb * 2**20)
     model, task = make(model_name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = [task.batch(size) for _ in range(STEPS)]
@@ -116,25 +123,39 @@ def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size:
     }
 
 
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--model", choices=list(TASKS), default="blocks")
+    made.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
+    made.add_argument("--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one")
+    made.add_argument("--weights-mb", type=float, default=64, help="MiB of weights that local steps send at once")
+    made.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
+    return made
+
+
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", choices=list(TASKS), default="blocks")
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
-    arguments.add_argument("--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one")
-    arguments.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
-    args = parse(arguments, model="tiny", ranks=[4], buckets_mb=0.1)
+    args = parse(arguments(), model="tiny", ranks=[4], buckets_mb=0.1)
     at = machine()
     candidates = [("noop", "noop", 2), ("ddp", "ddp", 2), ("fp16", "fp16", 2), ("bf16", "bf16", 2)]
     for rank in args.ranks:
         candidates += [(f"powersgd-{rank}", f"powersgd-{rank}", 2), (f"powersgd-{rank} from 0", f"powersgd-{rank}", 0)]
         candidates += [(f"batched-{rank}", f"batched-{rank}", 2), (f"torch-{rank}", f"torch-{rank}", 2)]
+    candidates += [("diloco-2", "diloco-2", 0), ("local-2", "local-2", 0)]
     if args.quick:
         candidates = [candidate for candidate in candidates if candidate[1] in ("noop", f"powersgd-{args.ranks[0]}")]
     gradient = 4 * numel(make(args.model)[0])
     rows: list[Row] = []
     measured = {
         name: run_ranks(
-            measure, args.model, label, start, args.buckets_mb, args.batch, world_size=1, start_method="fork"
+            measure,
+            args.model,
+            label,
+            start,
+            args.buckets_mb,
+            args.batch,
+            args.weights_mb,
+            world_size=1,
+            start_method="fork",
         )
         for name, label, start in candidates
     }
@@ -162,12 +183,15 @@ def main() -> None:
         for name in ("held", "peak", "peak_rebuild", "formula", "allocated"):
             value = row.get(f"{name}_bytes", row.get(f"{name}_bytes_last_step"))
             row[f"{name}_mb"] = None if value is None else value / 1e6
+            row[f"{name}_per_parameter"] = None if value is None else 4 * value / gradient
     columns = {
         "hook": number("hook"),
         "held, MB": number("held_mb", "{:.2f}"),
         "peak, MB": number("peak_mb", "{:.2f}"),
         "at the rebuild, MB": number("peak_rebuild_mb", "{:.2f}"),
         "formula, MB": number("formula_mb", "{:.2f}"),
+        "held, per parameter": number("held_per_parameter", "{:.2f}"),
+        "peak, per parameter": number("peak_per_parameter", "{:.2f}"),
         "held / formula": number("held_over_formula", "{:.3f}"),
         "peak / formula": number("peak_over_formula", "{:.3f}"),
         "allocations, last step": number("allocations_last_step"),

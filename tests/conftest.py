@@ -67,6 +67,7 @@ FRAMEWORKS = {
 FIRST = (
     "test_chaos.py",
     "test_benchmarks.py",
+    "test_simulated_accelerator.py",
     "test_elastic_example.py",
     "test_every_compressor.py",
     "test_interrupted_trainer.py",

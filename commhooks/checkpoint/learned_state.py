@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count, check_learned, check_range, damaged
 from commhooks.comm.groups import is_logging_rank
-from commhooks.comm.joint_save import Failure, JointSave
+from commhooks.comm.joint_save import Failure, JointSave, pieces
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.state_field import StateField
@@ -19,6 +20,7 @@ from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.session import ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
+from commhooks.gradients import precision
 from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource, held_weakly
@@ -72,6 +74,7 @@ class LearnedStateCheckpointer:
         self._rank, self._world_size = group.rank(), group.size()
         self._is_logging_rank = is_logging_rank(group, session.consensus.binding.shard_group)
         self._joint_save: tuple[int, JointSave] | None = None
+        self._thread = threading.get_ident()
         self._first_start = session.compressor.start_step
 
     def begin_anew(self) -> None:
@@ -207,7 +210,8 @@ class LearnedStateCheckpointer:
                     # A wider dtype stays: FSDP's reduce_dtype, unknown before the first pass, may exceed the weights'.
                     dtype = torch.promote_types(value.dtype, _kept_dtype(each, parameter, plans.get(name)))
                     # Copies, because the state changes in place.
-                    state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
+                    device = self._device_of(each, parameter)
+                    state[each.key][name] = value.to(device, dtype, copy=True).contiguous()
         if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
             # The rank that saved this file may own nothing that is compressed, and so have had no residuals.
             state.local_missing |= not self._is_of(payload)
@@ -259,7 +263,6 @@ class LearnedStateCheckpointer:
         return [name for name in parameters if name not in problems]
 
     def _own_residual(self, saved: Any, payload: dict[str, Any]) -> torch.Tensor | None:
-        """Take this rank's residual from the saved residuals of a parameter; None if it was not saved."""
         ranks, world_size = payload["residual_ranks"], payload["world_size"]
         own: torch.Tensor | None = None
         if payload["residual"] == "mean":
@@ -272,7 +275,6 @@ class LearnedStateCheckpointer:
         return own
 
     def _is_of(self, payload: dict[str, Any]) -> bool:
-        """Whether a payload with residuals per rank has this rank's."""
         return payload["world_size"] == self._world_size and self._rank in payload["residual_ranks"]
 
     def resumed(self, content: dict[str, Any]) -> str:
@@ -372,7 +374,11 @@ class LearnedStateCheckpointer:
         else:
             # A commit that failed on this rank may have succeeded on the others, which are one step ahead then.
             ahead = mid_commit or self._session.held.commit_failed
-            failure = saver.run(state.step, collect, limit_s, refusal=missing, others_may_be_ahead=ahead)
+            # In another thread the collectives of a save could come between other collectives than on other ranks.
+            own_group = residual == "mean" and self._on_accelerator and self._thread == threading.get_ident()
+            failure = saver.run(
+                state.step, collect, limit_s, own_group=own_group, refusal=missing, others_may_be_ahead=ahead
+            )
         if failure is not None:
             return self._inexact(failure)
         if alike:
@@ -382,7 +388,6 @@ class LearnedStateCheckpointer:
         return Contribution("mean" if residual == "mean" else "per_rank", everyone, collected)
 
     def _residuals(self) -> dict[str, torch.Tensor]:
-        """This rank's residuals; the same names on all ranks."""
         session, state, own = self._session, self._session.state, self._session.state["residual"]
         field = next((each for each in session.compressor.state_fields if not each.replicated), None)
         if field is None:
@@ -398,6 +403,9 @@ class LearnedStateCheckpointer:
             for name, plan in self._compressed(session.compressor).items()
         }
 
+    def _device_of(self, field: StateField, parameter: torch.Tensor) -> torch.device:
+        return parameter.device
+
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
         """Replace the residuals by their saved means, so that this run goes on as a run that loads them."""
         session, state = self._session, self._session.state
@@ -405,14 +413,15 @@ class LearnedStateCheckpointer:
             kept: dict[str, torch.Tensor] = {}
             session.consensus.reduction.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
-                session.held.overwrite(state["residual"][name], kept[name])
+                # In pieces: on an accelerator `overwrite` makes a copy there.
+                for old, new in zip(pieces(state["residual"][name]), pieces(kept[name]), strict=True):
+                    session.held.overwrite(old, new)
             elif name in kept:  # another rank has loaded one
                 device = self._parameters[name].device
                 state["residual"][name] = kept[name].to(device, copy=True)
         state.local_shared = session.consensus.reduction.nodes is None
 
     def _inexact(self, failure: Failure) -> Contribution:
-        """A payload without residuals, with one warning on the rank that logs the failure."""
         if failure.logged_here:
             logger.warning(
                 "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
@@ -433,11 +442,14 @@ class LearnedStateCheckpointer:
             session.consensus.replace_compressor(compressor)
 
     @property
+    def _on_accelerator(self) -> bool:
+        return not precision.is_host_readable(next(iter(self._parameters.values())).device)
+
+    @property
     def _parameters(self) -> Mapping[str, torch.Tensor]:
         return self._session.consensus.binding.names.named_parameters()
 
     def _compressed(self, compressor: Compressor[Any]) -> dict[str, UnitPlan]:
-        """The plan of each compressed parameter; empty for a compressor of whole buckets."""
         return {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
 
 

@@ -21,6 +21,8 @@ logger = logger_of(__name__)
 Op = Literal["sum", "max", "gather", "all_to_all"]
 Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""The all-gather into one tensor, which torch 2.13 has renamed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -243,21 +245,17 @@ def start(
         _check_rows(send.tensor, group, what)
     try:
         if send.op == "gather":
-            own, sizes = send.tensor.contiguous(), None
+            own = send.tensor.contiguous()
             if send.splits is None:
                 answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
                 parts = answer.unbind(0)
             else:
-                sizes = list(send.splits[1])
-                answer = own.new_empty(sum(sizes)) if send.into is None else send.into
-                parts = answer.split(sizes)
+                answer = own.new_empty(sum(send.splits[1])) if send.into is None else send.into
+                parts = answer.split(list(send.splits[1]))
             if messages is not None and messages.applies_to(group, own.device):
                 work = messages.exchange([own] * group.size(), parts, group)
-            elif sizes is None:
-                work = dist.all_gather(list(parts), own, group=group, async_op=True)
-            else:  # gloo gathers equal sizes only
-                copies = own.repeat(group.size())
-                work = dist.all_to_all_single(answer, copies, sizes, [own.numel()] * group.size(), group, async_op=True)
+            else:
+                work = _all_gather(own, answer, None if send.splits is None else parts, group)
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
@@ -282,6 +280,27 @@ def start(
     return Pending(answer, work, what, group, counters)
 
 
+def _all_gather(
+    own: torch.Tensor, answer: torch.Tensor, parts: Sequence[torch.Tensor] | None, group: dist.ProcessGroup
+) -> dist.Work | MessageWork:
+    """Start to gather `own` of all ranks in `answer`. `parts`: slices of `answer` of different sizes, if they are not
+    its rows. Allocates nothing."""
+    if parts is None and type(group) is dist.ProcessGroup:
+        work: dist.Work = getattr(dist, ALL_GATHER)(answer.view(-1), own.view(-1), group=group, async_op=True)
+        return work
+    if parts is None:  # torchft's groups have no all-gather into a tensor
+        return dist.all_gather(list(answer.unbind(0)), own, group=group, async_op=True)
+    if backend_of(group, own.device) != "gloo":
+        return dist.all_gather(list(parts), own, group=group, async_op=True)
+    # gloo gathers equal sizes only.
+    broadcasts = MessageWork(set())
+    parts[group.rank()].copy_(own)
+    for rank, part in enumerate(parts):
+        if part.numel():
+            broadcasts.post(dist.broadcast(part, group=group, group_src=rank, async_op=True))
+    return broadcasts
+
+
 def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
     """Raise HookRunError unless `tensor` has a row for each rank."""
     if tensor.dim() == 0 or len(tensor) != group.size():
@@ -298,14 +317,15 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
     Raises:
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
-    rows = [torch.empty_like(own) for _ in range(group.size())]
+    own = own.contiguous()
+    rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
-        dist.all_gather(rows, own, group=group)
+        _all_gather(own, rows, None, group).wait()
     except RuntimeError as error:
         raise collective_error(what, group, error) from error
     if counters is not None:
         counters.handshakes += 1
-    return torch.stack(rows)
+    return rows
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:

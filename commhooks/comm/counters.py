@@ -134,8 +134,8 @@ def has_passed(point: Mark) -> bool:
 
 def event_on(device: torch.device) -> Any:
     """Record a timing event on the current stream of `device`."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 

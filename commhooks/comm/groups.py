@@ -12,13 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import HookRunError
-from commhooks.gradients.torch_private import groups_here, store_of, timeout_of
+from commhooks.errors import AttachError, HookRunError
+from commhooks.gradients.torch_private import groups_here, is_torchcomms, store_of, timeout_of
 
 TAG = 2**30
 """The tag of all messages, above the tags of users who send in the same group."""
@@ -39,24 +39,62 @@ GLOO_INTERFACE = (
 """Advice for messages where ranks cannot connect over gloo."""
 
 
-def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new group of some or all ranks of `within`, with the same timeout. All ranks of `within` must call this, each
-    for a group that it is in. torch keeps the group until `destroy_process_group`.
+def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Divide the ranks of `within` into new groups with the same timeout, and return the group of this rank. All ranks
+    of `within` must call this with the same `parts`. torch keeps the groups until `destroy_process_group`.
+
+    Args:
+        parts: the ranks in `within` of each group; every rank is in one of them.
+        device: of this rank's model. On an accelerator the group is bound to it.
 
     Raises:
+        AttachError: torch can make groups with all ranks of the run only, and `within` lacks some of them.
         HookRunError: the ranks cannot connect.
     """
-    everywhere = dist.get_process_group_ranks(within)
-    device = torch.device(dist.get_backend_config(within).split(":", 1)[0])
-    _count_alike(within, device)
-    timeout = timeout_of(within, device)
-    try:
-        made: dist.ProcessGroup = dist.new_group(
-            [everywhere[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
+    everywhere, world = dist.get_process_group_ranks(within), dist.group.WORLD
+    assert world is not None
+    bound, partial = getattr(world, "bound_device_id", None), len(everywhere) < world.size()
+    if partial and bound is not None:
+        # NCCL splits the communicator of the default group, which all of its ranks must do together.
+        raise AttachError(
+            f"the default process group is bound to {bound}, and torch then makes new groups with all ranks only, but "
+            "this model is on some of them: call init_process_group without device_id, or use a model on all ranks"
         )
-    except RuntimeError as error:
-        raise HookRunError(f"the ranks make no further process group ({GLOO_INTERFACE}): {error}") from error
-    return made
+    if partial:
+        _count_alike(within, device)
+    bind: dict[str, Any] = {} if device.index is None or device.type == "cpu" or bound else {"device_id": device}
+    own: list[dist.ProcessGroup] = []
+    for part in parts:
+        # Ranks outside of `within` do not call this. Otherwise all ranks make all groups, in the same order.
+        if partial and within.rank() not in part:
+            continue
+        ranks = [everywhere[rank] for rank in part]
+        try:
+            made = dist.new_group(ranks, timeout=timeout_of(within, device), use_local_synchronization=partial, **bind)
+        except RuntimeError as error:
+            raise HookRunError(f"the ranks make no further process group ({GLOO_INTERFACE}): {error}") from error
+        if within.rank() in part:
+            own.append(made)
+    return own[0]
+
+
+def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that collectives of `group` have futures, as DDP needs. All ranks of `group` must call this.
+
+    Raises:
+        AttachError: they have none, as with some versions of torchcomms.
+    """
+    if not is_torchcomms(group, device):
+        return
+    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    work.wait()
+    try:
+        work.get_future()
+    except (RuntimeError, NotImplementedError) as error:
+        raise AttachError(
+            "the process group runs on torchcomms, whose collectives have no futures here, and without them neither "
+            f"DDP nor its hooks work ({str(error).splitlines()[0]}): unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+        ) from error
 
 
 def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,10 +1,10 @@
 """Joint saves: collectives that can neither hang nor interfere with those of the training.
 
-Each save makes a gloo group and sends CPU copies in pieces. The ranks meet twice through the store of their process
-group: before the first collective, and after the last. At each meeting the first rank to write a decision (an atomic
-compare-and-set) decides for all ranks: rank 0 when all ranks are there, or any rank that has waited for its time limit,
-has failed, or refuses to take part. So a save that not every rank joins ends before any collective starts, and all
-ranks succeed or all report the same failure.
+Each save makes a gloo group and sends CPU copies in pieces; or, where all ranks ask for it, uses the group of the ranks
+itself. The ranks meet twice through the store of their process group: before the first collective, and after the last.
+At each meeting the first rank to write a decision (an atomic compare-and-set) decides for all ranks: rank 0 when all
+ranks are there, or any rank that has waited for its time limit, has failed, or refuses to take part. So a save that not
+every rank joins ends before any collective starts, and all ranks succeed or all report the same failure.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ from commhooks.gradients.torch_private import address_key, store_of
 
 PIECE_NUMEL = 1 << 22
 """Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
+_OWN_GROUP = "own group"
+"""What a rank adds to its vote, and the decision if all ranks have."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class JointSave:
         rank, size: the rank in that group, and the size of the group.
         nonce: distinguishes the keys of this session in the store from the keys of other sessions.
         shards: returns the ranks with all shards of the model, which save together; None: not sharded.
-        device: the device of tensors for `shards`.
+        device: the device of the model.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class JointSave:
         # Of the running save. The group is a ProcessGroupGloo; torch's type stubs lack its collectives.
         self._store: Any = None
         self._group: Any = None
+        self._own_group: dist.ProcessGroup | None = None
 
     def run(
         self,
@@ -70,6 +73,7 @@ class JointSave:
         limit_s: float,
         *,
         passes: int | None = None,
+        own_group: bool = False,
         refusal: str = "",
         others_may_be_ahead: bool = False,
     ) -> Failure | None:
@@ -80,6 +84,9 @@ class JointSave:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece of a collective.
             passes: the backward passes of this rank, if ranks with different numbers must not save together.
+            own_group: if all ranks pass True, the save uses the group of the ranks instead of a new gloo group, and
+                `mean` the device of the model. Nothing else may use that group meanwhile, and a rank waits for a rank
+                that fails up to the timeout of the group. `gather` cannot be called.
             refusal: why this rank cannot take part. It does not wait, and no other rank waits for it.
             others_may_be_ahead: with `refusal`: the other ranks may be one step ahead of this rank.
 
@@ -96,11 +103,12 @@ class JointSave:
                     -1
                 ]
             else:
-                failure = self._attempt(self._next_place(step), collect, "" if passes is None else str(passes))
+                vote = f"{'' if passes is None else passes} {_OWN_GROUP if own_group else ''}"
+                failure = self._attempt(self._next_place(step), collect, vote)
         except HookRunError as error:  # the group of the ranks was destroyed
             failure = Failure(str(error), logged_here=True)
         finally:
-            self._store = self._group = None
+            self._store = self._group = self._own_group = None
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
@@ -116,9 +124,17 @@ class JointSave:
         return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Average `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
+        """Average `tensor` over the ranks. Returns a tensor on the CPU. All ranks must call this with equal shapes and
+        dtypes."""
+        if self._own_group is not None:
+            total = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for mine, mean in zip(pieces(tensor.detach()), pieces(total), strict=True):
+                piece = mine.to(self._device, copy=True)  # the only copy on the device
+                dist.all_reduce(piece, group=self._own_group)
+                mean.copy_(piece)
+            return total.div_(self._size)
         total = tensor.detach().to("cpu", copy=True).contiguous()
-        for piece in total.view(-1).split(PIECE_NUMEL):
+        for piece in pieces(total):
             self._group.allreduce([piece]).wait(self._limit)
         return total.div_(self._size)
 
@@ -127,8 +143,7 @@ class JointSave:
         dtypes."""
         own = tensor.detach().cpu().contiguous()
         gathered = [torch.empty_like(own) for _ in range(self._size)]
-        pieces = [own.view(-1).split(PIECE_NUMEL)] + [each.view(-1).split(PIECE_NUMEL) for each in gathered]
-        for mine, *theirs in zip(*pieces, strict=True):
+        for mine, *theirs in zip(*map(pieces, (own, *gathered)), strict=True):
             self._group.allgather([theirs], [mine]).wait(self._limit)
         return gathered
 
@@ -137,20 +152,25 @@ class JointSave:
         return f"{step}.{self._saves[step]}"
 
     def _attempt(self, place: str, collect: Callable[["JointSave"], None], vote: str) -> Failure | None:
-        if failure := self._meet(f"{place}/begin", vote):
+        failure, own_group = self._meet(f"{place}/begin", vote)
+        if failure is not None:
             return failure
-        self._written += [f"{place}/gloo/{address_key(self._rank)}"]
         what = f"could not connect to the other ranks over gloo ({GLOO_INTERFACE})"
         try:
-            store = dist.PrefixStore(f"{place}/gloo", self._store)
-            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
+            if own_group:
+                self._own_group = self._ranks()
+            else:
+                self._written += [f"{place}/gloo/{address_key(self._rank)}"]
+                store = dist.PrefixStore(f"{place}/gloo", self._store)
+                self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
             what = "failed"
             collect(self)
         except Exception as error:  # torch has no narrower class for a dead rank or a timeout
             # Before the end of the group closes the connections, at which the other ranks fail in turn.
             return self._refuse(f"{place}/end", f"rank {self._rank} {what}: {type(error).__name__}: {error}")
         before = len(self._written)
-        if failure := self._meet(f"{place}/end"):
+        failure, _ = self._meet(f"{place}/end", "")
+        if failure is not None:
             return failure
         # No rank needs the keys of earlier saves any more. A rank that has missed such a save, and comes to it after a
         # load of an earlier step, waits for its time limit.
@@ -160,8 +180,9 @@ class JointSave:
         del self._written[:before]
         return None
 
-    def _meet(self, place: str, vote: str = "") -> Failure | None:
-        """Wait for all ranks, which must have the same `vote`. The result is the same on all ranks."""
+    def _meet(self, place: str, vote: str) -> tuple[Failure | None, bool]:
+        """Wait for all ranks. `vote`: the number of passes, which must be the same on all ranks, a space, and whether
+        this rank asks for the own group. Returns the failure, and whether all ranks do; the same on all ranks."""
         store, ballots = self._store_at(place), [f"vote{rank}" for rank in range(self._size)]
         late = f"not every rank took part within {self._limit.total_seconds():g} s"
         verdict = ""
@@ -172,11 +193,15 @@ class JointSave:
             except RuntimeError:  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
                 verdict = f"{self._rank} {late}"
             if self._rank == 0 and not verdict:
-                votes = sorted({store.get(ballot).decode() for ballot in ballots}, key=lambda each: int(each or 0))
-                verdict = f"0 the ranks have made {' and '.join(votes)} backward passes" if len(votes) > 1 else "all"
-            return self._failure(store.compare_set("decision", "", verdict) if verdict else store.get("decision"))
+                votes = [store.get(ballot).decode().partition(" ") for ballot in ballots]
+                passes = sorted({each for each, _, _ in votes}, key=lambda each: int(each or 0))
+                verdict = _OWN_GROUP if all(group == _OWN_GROUP for _, _, group in votes) else "all"
+                if len(passes) > 1:
+                    verdict = f"0 the ranks have made {' and '.join(passes)} backward passes"
+            decision = store.compare_set("decision", "", verdict) if verdict else store.get("decision")
         except RuntimeError:  # the process that hosts the store has ended
-            return Failure(late, logged_here=True)
+            return Failure(late, logged_here=True), False
+        return self._failure(decision), decision.decode() == _OWN_GROUP
 
     def _refuse(self, place: str, reason: str) -> Failure:
         """Let all ranks fail at this meeting, for this reason unless another rank has decided before."""
@@ -195,7 +220,12 @@ class JointSave:
         return dist.PrefixStore(place, self._store)
 
     def _failure(self, decision: bytes) -> Failure | None:
-        if decision == b"all":
+        if decision.decode() in ("all", _OWN_GROUP):
             return None
         rank, _, reason = decision.decode().partition(" ")
         return Failure(reason, int(rank) == self._rank)
+
+
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The elements of a contiguous tensor in views of up to `PIECE_NUMEL`."""
+    return tensor.view(-1).split(PIECE_NUMEL)

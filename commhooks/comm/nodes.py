@@ -68,7 +68,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     Args:
         ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
             (torchrun's GROUP_RANK), or if it is unknown the ranks with the same host name. None: no nodes.
-        device: of the tensors that the ranks exchange for "auto".
+        device: of this rank's model.
 
     Returns:
         None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
@@ -101,10 +101,8 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         )
     if len(members) == 1 or sizes[0] == 1:
         return None
-    mine = next(each for each in members if group.rank() in each)
-    local_rank = mine.index(group.rank())
     known, division = _KNOWN.setdefault(group, {}), str(members)
     if division not in known:
-        across = [each[local_rank] for each in members]
-        known[division] = Nodes(new_group(mine, group), new_group(across, group))
+        across = list(zip(*members, strict=True))
+        known[division] = Nodes(new_group(members, group, device), new_group(across, group, device))
     return known[division]

@@ -1,8 +1,7 @@
-"""What the engine asks of a compressor that measures the training and decides what it does, such as `auto`.
+"""The base of compressors that measure the training and decide what they do, such as `auto`.
 
-The engine times the passes of `AdaptiveCompressor.watch` and gives each of them to `observe`. Before the pass at the
-end of the watch it calls `reconsidered` on all ranks at the same step. That may exchange what was measured, and returns
-the compressor to go on with.
+The engine times the steps of `AdaptiveCompressor.watch`, and passes every measurement to `observe`. Before the step at
+the end of the watch, it calls `reconsidered` on all ranks, which returns the compressor to continue with.
 """
 
 from abc import abstractmethod
@@ -24,7 +23,7 @@ from commhooks.options import ConfigT
 
 @dataclass(frozen=True)
 class Watch:
-    """Committed steps that are measured: `begin` to `end - 1`. At `end` the compressor is reconsidered."""
+    """The committed steps to measure: `begin` to `end - 1`. At `end`, `reconsidered` is called."""
 
     begin: int
     end: int
@@ -32,13 +31,13 @@ class Watch:
 
 @dataclass
 class ObservedPass:
-    """One committed backward pass of this rank.
+    """One measured and committed backward pass of this rank.
 
     Attributes:
-        step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
+        step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
-        names: of the parameters.
-        memory_plan: called with a compressor and its plans of the buckets; returns the bytes needed on this rank.
+        names: the names of the parameters.
+        memory_plan: returns the bytes needed on this rank by a compressor with its plans of the buckets.
     """
 
     step_s: float
@@ -47,11 +46,11 @@ class ObservedPass:
     memory_plan: Callable[[Compressor[Any], Sequence[Sequence[UnitPlan]]], MemoryPlan]
 
     def memory(self, compressor: Compressor[Any]) -> MemoryPlan:
-        """Bytes that this rank needs in total if it uses `compressor` on these buckets."""
+        """Return the bytes that this rank needs if `compressor` reduces these buckets."""
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
-        """What `compressor` would do to each bucket."""
+        """Return the plans of `compressor` for each bucket."""
         config = compressor.config
         return [
             compressor.plan(
@@ -62,15 +61,15 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks of the model. All of them must call `table`, in the same order.
+    """The ranks of the model.
 
     Args:
         group: the ranks that average their gradients.
-        device: where collectives of `group` need their tensors.
-        shards: the ranks that hold the other shards of a replica; None without shards.
+        device: the device for tensors in collectives of `group`.
+        shards: the ranks with the other shards of a replica; None without shards.
 
     Attributes:
-        size: how many ranks average their gradients.
+        size: number of ranks that average their gradients.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Ranks:
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
+        """Return the numbers of all ranks, one row per rank. All ranks must call this, with equally many numbers."""
         what = "what each rank has measured (let every rank take part in each pass)"
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows = gather_rows(own, self._group, self._counters, what)
@@ -97,7 +96,7 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that decides from measurements what it does.
+    """A compressor that measures steps and decides what it does.
 
     Attributes:
         ranks_per_node: 1 if there are no nodes.
@@ -107,63 +106,65 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @property
     def between_nodes(self) -> bool:
-        """Whether it now works between nodes, on gradients that were averaged inside of the nodes."""
+        """Whether its current choice works between nodes, on gradients that were averaged inside them."""
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that has decided nothing, for ranks that form nodes. A class without this method does not work
+        """Return a copy without a decision, for ranks that form nodes. A class without this method does not work
         between nodes."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def watch(self) -> Watch | None:
-        """The steps that are measured; None: none, and it decides no more."""
+        """The steps to measure; None: none, and no more decisions."""
 
     @property
     @abstractmethod
     def notes(self) -> dict[str, Any]:
-        """What it has decided, for checkpoints: plain types, equal on all ranks."""
+        """Its decision, for checkpoints: plain types, equal on all ranks."""
 
     @property
     @abstractmethod
     def chosen(self) -> str:
-        """The name of what it does now, for plans and statistics."""
+        """The name of its current choice, for plans and statistics."""
 
     @property
     @abstractmethod
     def chosen_at(self) -> int | None:
-        """The step from which it does so; None if it has decided nothing yet."""
+        """The first step of its current choice; None before the first decision."""
 
     @property
     @abstractmethod
     def begins(self) -> int:
-        """The step at which compression may begin, as far as it is known."""
+        """The earliest step at which compression can begin."""
 
     @property
     @abstractmethod
     def how_to_begin_earlier(self) -> str:
-        """Advice for a training that ends before `begins`."""
+        """Advice, in a message, for a training that ends before `begins`."""
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
-        """A copy that continues with saved `notes`.
+        """Return a copy that continues with saved `notes`.
 
         Args:
-            notes: as saved; they may be damaged. None if nothing was.
+            notes: as saved, and perhaps damaged; None: nothing was saved.
             step: committed steps at the save.
-            same_ranks: as many ranks as at the save.
+            same_ranks: the world size is the same as at the save.
 
         Raises:
-            HookConfigError: they cannot be used.
+            HookConfigError: the notes cannot be used.
         """
 
     @abstractmethod
     def observe(self, seen: ObservedPass) -> None:
-        """Take in a pass of `watch`, on this rank. Called after its commit."""
+        """Record a step of `watch`, on this rank. Called after its commit."""
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """The compressor to go on with, this or another one, and a message for rank 0 to log, or "". Called at the end
-        of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must decide
-        alike."""
+        """Return the compressor to continue with, this or another one, and a message for rank 0 to log, or "".
+
+        Called at the end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All
+        ranks must return equal results.
+        """

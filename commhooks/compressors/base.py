@@ -147,6 +147,11 @@ class Compressor(ABC, Generic[ConfigT]):
         return False
 
     @property
+    def elementwise(self) -> bool:
+        """Whether a bucket may be divided anywhere, also within a parameter: nothing is learned for a parameter."""
+        return not self.transactional
+
+    @property
     def start_step(self) -> int:
         """Number of committed steps before compression begins."""
         start = self.config.configured_start

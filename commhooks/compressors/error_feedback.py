@@ -71,8 +71,6 @@ class NamedViews:
             if known is view:
                 continue
             if known is not None:
-                if known.is_cuda:  # allocated on another stream, and it may be freed before this stream has copied it
-                    known.record_stream(torch.cuda.current_stream(known.device))
                 view.copy_(known)
             elif fill is not None:
                 view.copy_(fill(i))

@@ -106,7 +106,8 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes of memory that a hook needs on a rank once it compresses."""
+    """The bytes of memory that a hook needs on a rank: on the CPU once it compresses, on an accelerator from the first
+    backward pass on (except the messages of quantised hooks)."""
 
     residual: int = 0
     factors: int = 0
@@ -117,6 +118,8 @@ class MemoryPlan:
     """Display name of `factors` in messages."""
     copies: int = 0
     """Copies of gradients, in float32 if the bucket's dtype is narrower, or padded."""
+    host: int = 0
+    """Learned state in host memory while the model is on an accelerator; not included in `total`."""
 
     @property
     def total(self) -> int:

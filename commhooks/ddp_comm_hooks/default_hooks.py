@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import resolve_group
 from commhooks.compressors import cast
-from commhooks.ddp_comm_hooks.powerSGD_hook import lowered
+from commhooks.ddp_comm_hooks.powerSGD_hook import with_wire_dtype
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError
 from commhooks.gradients.ddp import BucketReader, checked_bucket
@@ -77,7 +77,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
-    narrowed = lowered(hook, wire_dtype)
+    narrowed = with_wire_dtype(hook, wire_dtype)
     if narrowed is not None:
         return narrowed
     hook_name = str(getattr(hook, "__name__", type(hook).__name__))

@@ -254,7 +254,7 @@ class PowerSGDState:
             self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 
 
-def lowered(
+def with_wire_dtype(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
     """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. Of two nested wrappers the inner

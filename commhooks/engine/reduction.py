@@ -1,13 +1,14 @@
 """Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically, with nodes.
 
 With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
-each node: the rank with a certain local rank. For one bucket:
+each node: the rank with a certain local rank. Without learned state, parameters need no owner, and the bucket is
+divided into equal parts instead. For one bucket:
 
     each rank sends each gradient to its owner in the node, which adds up the node's gradients
     the owners in all nodes average these sums with the compressor
     each owner sends the average, and what the compressor has learned, to the other ranks of its node
 
-So each rank compresses its share of the parameters only, and keeps residuals for its share.
+So each rank compresses its share of the bucket only, and keeps residuals for its share.
 
 With a compressor that keeps residuals, an owner works on the sum of its node, not on the mean, and divides the result
 at the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero: the
@@ -40,6 +41,8 @@ from commhooks.gradients.precision import compute_dtype
 Field = tuple[StateField, UnitPlan]
 Splits = tuple[Sequence[int], Sequence[int]]
 """How many elements go to each rank, and how many come from each rank."""
+WINDOW_NUMEL = 25 * 2**20 // 4
+"""Elements of a bucket of float32 gradients, with DDP's default `bucket_cap_mb`."""
 
 
 class FlatReduction:
@@ -118,18 +121,40 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
-    """Choose the owner of each parameter, a local rank: from the largest parameter to the smallest, the rank with the
-    fewest elements so far. The result depends on the model only, not on its buckets.
+    """Choose the owner of each parameter, a local rank, so that the ranks have about equal shares of every bucket. The
+    result depends on the model only, because residuals are loaded before the buckets are known.
+
+    DDP fills its buckets in about the reverse order of registration. So this function divides windows of so many
+    parameters in that order, each from its largest parameter to its smallest.
 
     Args:
-        sizes: name -> number of elements.
+        sizes: name -> number of elements, in the order of registration.
     """
-    load = [0] * ranks_per_node
-    owners = {}
-    for name in sorted(sizes, key=lambda each: -sizes[each]):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += sizes[name]
+    windows: list[list[str]] = [[]]
+    for name in reversed(list(sizes)):
+        if windows[-1] and sum(sizes[each] for each in windows[-1]) + sizes[name] > WINDOW_NUMEL:
+            windows.append([])
+        windows[-1].insert(0, name)
+    owners: dict[str, int] = {}
+    total = [0] * ranks_per_node
+    for window in windows:
+        parts: list[list[str]] = [[] for _ in range(ranks_per_node)]
+        load = [0] * ranks_per_node
+        for name in sorted(window, key=lambda each: -sizes[each]):
+            part = load.index(min(load))
+            parts[part].append(name)
+            load[part] += sizes[name]
+        # The largest part goes to the rank with the least so far.
+        by_load = sorted(range(ranks_per_node), key=lambda part: -load[part])
+        by_total = sorted(range(ranks_per_node), key=lambda rank: total[rank])
+        for part, rank in zip(by_load, by_total, strict=True):
+            owners |= dict.fromkeys(parts[part], rank)
+            total[rank] += load[part]
     return owners
+
+
+def equal_parts(numel: int, count: int) -> list[int]:
+    return [numel * (part + 1) // count - numel * part // count for part in range(count)]
 
 
 def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int) -> list[list[UnitPlan]]:
@@ -183,9 +208,16 @@ class HierarchicalWorkspace:
         self._local_rank, self._count = local, count
         self._must_read_flags = precision.is_host_readable(layout.device) or compressor.needs_exact_step
         slots = [[slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)]
-        self._runs = [_runs(each) for each in slots]
+        if compressor.elementwise:
+            ends = itertools.accumulate(equal_parts(layout.numel, count), initial=0)
+            self._runs = [[part] for part in itertools.pairwise(ends)]
+        else:
+            self._runs = [_runs(each) for each in slots]
         self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
-        numels = [sum(slot.numel for slot in each) for each in slots]
+        # Which tensors of this rank's message exist, on the host and on the device.
+        self._exist = [False] * len(self._fields[local])
+        self._flags = torch.zeros(len(self._exist), dtype=torch.uint8, device=layout.device)
+        numels = [sum(end - begin for begin, end in each) for each in self._runs]
         gradient_bytes = [numel * layout.dtype.itemsize for numel in numels]
         self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
         self.to_owners: Splits = (numels, [numels[local]] * count)
@@ -203,7 +235,7 @@ class HierarchicalWorkspace:
         self.own = torch.zeros(numels[local], dtype=layout.dtype, device=layout.device)
 
         mine = [plan for plan in plans if owners[plan.name] == local]
-        self.compresses = any(plan.compressed for plan in mine)
+        self.compresses = not compressor.elementwise and any(plan.compressed for plan in mine)
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
@@ -221,8 +253,11 @@ class HierarchicalWorkspace:
             learned = state[field.key].get(plan.key)
             if learned is not None:
                 piece.copy_(_bytes(learned))
-        if fields:
-            pieces[-1].copy_(torch.tensor([plan.key in state[field.key] for field, plan in fields], dtype=torch.uint8))
+        exist = [plan.key in state[field.key] for field, plan in fields]
+        if exist != self._exist:  # in the first steps: a copy from the host makes the host wait for an accelerator
+            self._flags.copy_(torch.tensor(exist, dtype=torch.uint8))
+            self._exist = exist
+        pieces[-1].copy_(self._flags)
         return self._results
 
     def take(self, flat: torch.Tensor, state: LearnedState) -> None:
@@ -291,10 +326,14 @@ class HierarchicalReduction(FlatReduction):
         node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
-        own = compressor.memory_plan(
-            plans_of_owners(plans, self._owners, count)[local],
-            [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
-        )
+        if compressor.elementwise:
+            whole = compressor.memory_plan(plans, buckets)
+            own = dataclasses.replace(whole, packed=-(-whole.packed // count))
+        else:
+            own = compressor.memory_plan(
+                plans_of_owners(plans, self._owners, count)[local],
+                [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
+            )
         others = [plan for plan in plans if not self.keeps(plan.name)]
         learned = sum(field.size_bytes(plan) for field, plan in replicated_fields(compressor, others))
         copies = 0
@@ -302,6 +341,8 @@ class HierarchicalReduction(FlatReduction):
             if any(plan.compressed for plan in bucket):
                 shares = plans_of_owners(bucket, self._owners, count)
                 gradients = [sum(plan.size_bytes() for plan in share) for share in shares]
+                if compressor.elementwise:
+                    gradients = equal_parts(sum(gradients), count)
                 fields = [replicated_fields(compressor, share) for share in shares]
                 sizes = [part_sizes(*each) for each in zip(gradients, fields, strict=True)]
                 copies += sum(buffer_sizes(sizes, local)) + gradients[local]

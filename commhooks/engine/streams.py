@@ -1,9 +1,10 @@
 """The streams on which hooks compute and are read. Nothing here has an effect on devices without streams.
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block the backward pass.
-The host reads the results on another stream, the *reading stream*, which waits for the latest commit only.
+The host reads the results on another stream, the *reading stream*, which waits for the latest commit only. State in
+host memory is copied on a third one, the *copy stream*.
 
-A process has one codec stream and one reading stream per device, because cuBLAS keeps a workspace per stream that it
+A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it
 never frees. The hooks of several models therefore run on a device in the order in which they are called. All ranks must
 call them in the same order, which NCCL requires anyway.
 """
@@ -18,26 +19,39 @@ from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
 # The kernels of the codec are small and depend on each other: with the default priority, 0, every kernel would queue
 # behind the kernels of the backward pass.
-_CODEC_PRIORITY, _READING_PRIORITY = -1, 0
+_PRIORITIES = {"codec": -1, "reading": 0, "copy": 0}
 
-_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
-def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    stream = _streams.get((device, priority))
+def _stream(device: torch.device, name: str) -> torch.Stream:
+    stream = _streams.get((device, name))
     if stream is None:
         # Another thread may have been faster.
-        stream = _streams.setdefault((device, priority), torch.cuda.Stream(device, priority=priority))
+        stream = _streams.setdefault((device, name), torch.Stream(device, priority=_PRIORITIES[name]))
     return stream
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Make `stream` and its device the current ones in the body. `with stream:` is an error in a second thread, or when
+    nested: torch keeps the stream before it in the stream object."""
+    outside, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_stream(outside)  # may be on another device, which becomes the current one again
 
 
 @contextlib.contextmanager
 def computing_on(buffer: torch.Tensor) -> Iterator[None]:
     """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
     device = buffer.device
-    stream = _stream(device, _CODEC_PRIORITY)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    stream = _stream(device, "codec")
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with _on(stream):
         keep_for_current_stream([buffer])
         yield
 
@@ -45,7 +59,7 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
 def wait_for_codec(device: torch.device) -> None:
     """Make the current stream wait for all work queued on the codec stream."""
     if precision.has_streams(device):
-        torch.cuda.current_stream(device).wait_stream(_stream(device, _CODEC_PRIORITY))
+        torch.accelerator.current_stream(device).wait_stream(_stream(device, "codec"))
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
@@ -54,7 +68,26 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if precision.has_streams(tensor.device):
             for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
-                part.record_stream(torch.cuda.current_stream(tensor.device))
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+@contextlib.contextmanager
+def copying(device: torch.device, *, after_current: bool) -> Iterator[None]:
+    """Run the body on the copy stream of `device`. `after_current`: after the work queued on the current stream."""
+    if not precision.has_streams(device):
+        yield
+        return
+    stream = _stream(device, "copy")
+    if after_current:
+        stream.wait_stream(torch.accelerator.current_stream(device))
+    with _on(stream):
+        yield
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Make the current stream wait for all work queued on the copy stream."""
+    if precision.has_streams(device):
+        torch.accelerator.current_stream(device).wait_stream(_stream(device, "copy"))
 
 
 class CommitMark:
@@ -67,19 +100,19 @@ class CommitMark:
     """
 
     def __init__(self) -> None:
-        self._at: tuple[torch.device, torch.cuda.Event] | None = None
+        self._at: tuple[torch.device, torch.Event] | None = None
 
     def set(self, device: torch.device) -> None:
         """Set the mark after the work queued on the current stream of `device`."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
         self._at = device, event
 
     def wait(self) -> None:
         """Make the current stream wait for the latest commit."""
         if self._at is not None:
             device, event = self._at
-            torch.cuda.current_stream(device).wait_event(event)
+            torch.accelerator.current_stream(device).wait_event(event)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -89,9 +122,9 @@ class CommitMark:
             yield
             return
         device, event = self._at
-        stream = _stream(device, _READING_PRIORITY)
+        stream = _stream(device, "reading")
         stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with _on(stream):
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -101,9 +134,9 @@ class CommitMark:
         if not precision.has_streams(device):
             tensor.copy_(value)
             return
-        on_device, stream = value.to(device), _stream(device, _CODEC_PRIORITY)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        on_device, stream = value.to(device), _stream(device, "codec")
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with _on(stream):
             tensor.copy_(on_device)
             keep_for_current_stream([on_device])
             self.set(device)

@@ -277,7 +277,7 @@ def checked_bucket(grad_bucket: object) -> dist.GradBucket:
             "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
             "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
         )
-    if precision.has_streams(grad_bucket.buffer().device) and torch.cuda.is_current_stream_capturing():
+    if precision.is_capturing(grad_bucket.buffer().device):
         raise HookRunError(
             "this backward pass is being captured in a CUDA graph: communication hooks are Python, which a replay does "
             "not run. Capture parts of the model with torch.cuda.make_graphed_callables before wrapping it in DDP, so "

@@ -69,7 +69,7 @@ class LocalShard:
     Attributes:
         local: the values of the shard; stands for the parameter in buckets.
         extent: where the shard lies in the parameter.
-        numel_padded: elements in FSDP's buffers: those of the largest shard.
+        numel_padded: elements in FSDP's buffers, as many as the largest shard has.
     """
 
     name: str
@@ -388,7 +388,7 @@ class FullyShardGradients(GradientSource):
         if count_accumulate_hooks(parameter) > 1:  # the other one runs after this
             raise HookRunError(
                 f"parameter {shard.name} has got a post-accumulate-grad hook since the communication hook was "
-                "attached, such as that of an optimizer that steps in the backward pass: it would see the gradient of "
+                "attached, such as an optimizer's that steps in the backward pass: it would see the gradient of "
                 "one replica. Remove it, or call hook.detach()"
             )
         if current is None or current.filling is None or shard.numel_padded == 0:

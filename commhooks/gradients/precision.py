@@ -29,8 +29,14 @@ def is_host_readable(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` is queued on CUDA streams."""
-    return device.type == "cuda"
+    """Whether work on `device` is queued on streams, as on CUDA and XPU. MPS has one queue only."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type != "mps"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
@@ -39,8 +45,8 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
-            f"the parameters of this model are on {', '.join(found)}; {what} works where those of one process are on "
-            "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
+            f"the parameters of this model are on {', '.join(found)}; {what} needs all parameters of a process on one "
+            "device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
         )
 
 

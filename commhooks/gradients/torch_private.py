@@ -93,6 +93,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return None
 
 
+def is_torchcomms(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the backend of `group` for `device` is torchcomms; False if unknown."""
+    backend_on = getattr(group, "_get_backend", None)
+    with contextlib.suppress(RuntimeError):  # no backend for this device
+        return type(backend_on and backend_on(device)).__module__.split(".")[0] == "torchcomms"
+    return False
+
+
 def groups_here() -> int:
     """Return the number of torch's process groups of which this rank is a member."""
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))

@@ -218,7 +218,7 @@ def _build_hook(
     if isinstance(compressor, LocalStepsCompressor):
         loss_scale = binding.loss_scale
         if compressor.config.delay:  # a thread issues collectives while the model's own are running
-            own = new_group(range(source.group.size()), source.group)
+            own = new_group([range(source.group.size())], source.group, source.device)
             binding = dataclasses.replace(binding, group=held_weakly(own))
         sizes = {
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
@@ -251,7 +251,7 @@ def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -
         return find_nodes(request.ranks_per_node, group, source.device)
     try:
         return find_nodes("auto", group, source.device)
-    except AttachError:  # on all ranks: the machines have different numbers of ranks
+    except AttachError:  # on all ranks: machines with different numbers of ranks, or no groups for nodes
         return None
 
 

@@ -314,7 +314,7 @@ class CommHook:
         if not content.get(REPLICAS_EQUAL, True) and self._logs:
             logger.warning(
                 "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
-                "saved with it are those of one of them.",
+                "saved with it are one rank's.",
                 shown(content["hook"]),
             )
         checkpointer = self._hook.checkpointer

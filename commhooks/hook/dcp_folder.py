@@ -21,8 +21,8 @@ _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh
 def nothing_saved(place: object, why: str, hook: str) -> str:
     """The warning about a load from `place`, which holds no state of `hook`; `why`: the reason."""
     return (
-        f"{place} holds no state of a communication hook ({why}): hook {hook!r} goes on with the memory that it has, "
-        "which is none in a new run."
+        f"{place} holds no state of a communication hook ({why}): hook {hook!r} continues with its current state, "
+        "which is empty in a new run."
     )
 
 

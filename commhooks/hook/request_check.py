@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts, on_all_shards
+from commhooks.comm.groups import check_futures
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
@@ -50,6 +51,7 @@ def check_on_all_ranks(
         HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     group, shard_group, device = source.group, source.shard_group, source.device
+    check_futures(group, device)
     support = kernel_support(request, compressor, source)
     plans: list[UnitPlan] = []
     options = dict(request.options)

@@ -11,8 +11,10 @@ from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, St
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
+from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
+from commhooks.local_steps import flat_weights
 from commhooks.local_steps.options import DiLoCo, LocalSGD, LocalSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, outer_step
 
@@ -27,10 +29,12 @@ class WeightPlan(UnitPlan):
     Attributes:
         on_wire: the plan by which the differences are sent in an outer step.
         every: H, the steps of a round.
+        offloaded: whether anchor and momentum are kept in host memory.
     """
 
     on_wire: UnitPlan = field(kw_only=True)
     every: int = field(kw_only=True)
+    offloaded: bool = field(kw_only=True)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
         """Bytes per rank and step, averaged over a round."""
@@ -75,29 +79,47 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
             numel_compressed=info.numel,
             on_wire=on_wire,
             every=self.config.sync_every,
+            offloaded=self.offloads(p.device),
         )
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> OuterStepWorkspace:
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
-        if self._wire is None or not any(each.compressed for each in on_wire):
-            return OuterStepWorkspace(layout, None, None)
-        self._wire.native = self.native
-        return OuterStepWorkspace(layout, self._wire, self._wire.workspace(layout, on_wire))
+        if self._wire is not None:
+            self._wire.native = self.native
+        wire = self._wire if any(each.compressed for each in on_wire) else None
+        return OuterStepWorkspace(layout, on_wire, wire, self.offloads(layout.device))
+
+    def offloads(self, device: torch.device) -> bool:
+        """Whether anchor and momentum of weights on `device` are kept in host memory."""
+        return self.config.offload is not False and device.type != "meta" and not precision.is_host_readable(device)
 
     def exchange(self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo) -> Exchange:
         return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies` are the weights in an outer step, twice with a delay."""
-        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
-        weights = sum(each.numel * each.dtype.itemsize for each in on_wire)
+        """`copies` are the weights of the two buffers that are exchanged at a time (with a delay those of a fragment,
+        twice), and their anchor and momentum if these are kept in host memory."""
+        of_weights = [plan for plan in plans if isinstance(plan, WeightPlan)]
+        on_wire = [plan.on_wire for plan in of_weights]
+        sizes = [each.numel * each.dtype.itemsize for each in on_wire]
+        weights, kept = sum(sizes), sum(sizes) * (2 if self.config.outer_momentum else 1)
         sending = MemoryPlan()
         if self._wire is not None:
             self._wire.native = self.native
             sending = self._wire.memory_plan(on_wire, [on_wire])
-        exchanged = weights // self.config.fragments * (2 if self.config.delay else 1)
-        kept = weights * (2 if self.config.outer_momentum else 1)
-        return MemoryPlan(sending.residual, kept, sending.packed, copies=exchanged + sending.copies)
+        if self.config.delay:
+            share, copied = 1 / self.config.fragments, 2
+        else:
+            share, copied = min(1.0, 2 * max(flat_weights.BUFFER_BYTES, *sizes, 0) / max(1, weights)), 1
+        offloaded = any(plan.offloaded for plan in of_weights)
+        copies = share * (weights * copied + kept * offloaded + sending.copies)
+        return MemoryPlan(
+            sending.residual,
+            0 if offloaded else kept,
+            int(share * sending.packed),
+            copies=int(copies),
+            host=kept if offloaded else 0,
+        )
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.config.delay and device.type != "cpu":

@@ -27,7 +27,7 @@ from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.flat_weights import copied, set_weights
+from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
@@ -134,7 +134,7 @@ class LocalStepsDriver:
             # At the start; or after the load of a distributed checkpoint, which does not tell zeros from no entry.
             missing = {n: p for n, p in known.items() if n not in anchor}
             self._common.equalize(missing)
-            anchor.update(copied(missing))
+            self.outer.set_anchor(missing)
 
     def _refuse_repeated_pass(self) -> None:
         """Raise HookRunError before a repeated pass of a step if passes communicate: LBFGS calls its closure a
@@ -212,7 +212,6 @@ class LocalStepsDriver:
 
     @torch.no_grad()
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Run what is due before a forward pass that records gradients."""
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
         # Rank 0 alone may run a forward pass in the other mode, and a model may be trained in evaluation mode.
@@ -266,6 +265,7 @@ class LocalStepsDriver:
         """Load a state by calling `take_over`, and begin a round."""
         self.outer.forget(until_timeout=True)  # the exchange in flight would count as a step of the loaded state
         take_over()
+        self.outer.place_state()
         self.in_round, self._due, self.diverged = 0, False, False
         self._shared_at = {False: self._passes, True: self._passes}
         self._loaded = True
@@ -281,7 +281,7 @@ class LocalStepsDriver:
             return
         common = not self._on_some_rank(bool(self._common.differing_weights()))
         if common:
-            anchor.update(copied(known))
+            self.outer.set_anchor(known)
         else:
             self._go_to_anchor()
         if self._logs:
@@ -319,7 +319,7 @@ class LocalStepsDriver:
                 share()
                 return True
             rounds = self.outer.state.step + self.outer.state.nonfinite_steps
-            failure = saver.run(-1 - rounds, lambda _: share(), limit_s, passes=self._passes)
+            failure = saver.run(-1 - rounds, lambda _: share(), limit_s, passes=self._passes, own_group=True)
         if failure is not None and failure.logged_here:
             logger.warning(
                 "hook %s: the weights of the ranks were not averaged after %s backward passes, because %s. A save or "

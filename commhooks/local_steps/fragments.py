@@ -1,10 +1,11 @@
 """The fragments of a model's weights, which take their outer steps in turn (Douillard et al.: Streaming DiLoCo, 2025,
 section 2). Without fragments and delay, all weights take the outer step of the first paper at the end of a round."""
 
+import collections
 import functools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,20 @@ import torch.distributed as dist
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
 from commhooks.comm.nodes import Nodes
+from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange, finish_sends
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
+from commhooks.engine.streams import wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
 from commhooks.local_steps.compressor import LocalStepsCompressor
-from commhooks.local_steps.flat_weights import divided, layouts, packed, write_back
-from commhooks.local_steps.outer_step import OuterStepWorkspace, norm_and_cosine
+from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
+from commhooks.local_steps.offload import to_host
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
 
 
 class FragmentSession(ExchangeDriver):
@@ -60,12 +64,18 @@ class FragmentSession(ExchangeDriver):
         self._buffers: dict[int, list[OuterStepWorkspace]] = {}
         self._messages = PointToPoint()
         self._turn = 0  # the fragment that is applied next
-        self._in_flight: _Exchange | None = None
+        self._in_flight: _DelayedExchange | None = None
         self._measured: list[torch.Tensor] = []
 
     @property
+    def compressor(self) -> LocalStepsCompressor[Any]:
+        compressor = super().compressor
+        assert isinstance(compressor, LocalStepsCompressor)
+        return compressor
+
+    @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that average their weights with this one."""
+        """The ranks that average their weights with this rank."""
         return self.consensus.binding.group() if self.nodes is None else self.nodes.inter_node
 
     def due(self, passes: int) -> bool:
@@ -76,11 +86,14 @@ class FragmentSession(ExchangeDriver):
     def advance(self, passes: int) -> bool:
         """Send and apply what is due after `passes` passes of the round. Returns whether the round has ended."""
         while self.due(passes):
-            if self._in_flight is None:
-                self._in_flight = _Exchange(self, self._fragment(self._turn), in_thread=self._delay > 0)
-            if self.due(passes):
+            if self._delay and self._in_flight is None:
+                self._in_flight = _DelayedExchange(self, self._fragment(self._turn))
+                continue
+            if self._delay:
                 self._arrive()
-                self._turn += 1
+            else:
+                self._exchange(self._fragment(self._turn))
+            self._turn += 1
             if self._turn == len(self._fragments):
                 self._turn = 0
                 return True
@@ -91,9 +104,7 @@ class FragmentSession(ExchangeDriver):
         self._arrive()
         self._turn = 0
         parameters = self.consensus.binding.names.named_parameters()
-        whole = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)
-        self._in_flight = _Exchange(self, whole, in_thread=False)
-        self._arrive()
+        self._exchange(self._fragment(0) if len(self._fragments) == 1 else self._made(parameters))
 
     def forget(self, *, until_timeout: bool = False) -> None:
         """Drop the exchange in flight and begin a round.
@@ -107,34 +118,95 @@ class FragmentSession(ExchangeDriver):
             exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
     def norm_and_cosine(self) -> tuple[float | None, float | None]:
-        """The norm of the latest outer gradient, and its cosine with the outer gradient before."""
         return norm_and_cosine(self._measured)
 
-    def issue(self, group: Any, send: Send) -> Pending:
+    def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        for name, each in parameters.items():  # one by one, because the anchor may have no room on the device
+            self.state[ANCHOR.key].update(copied({name: each}))
+            self.place_state([name])
+
+    def place_state(self, names: Iterable[str] | None = None) -> None:
+        """Move anchor and momentum of these parameters (None: all) to where they are kept."""
+        known = self.consensus.binding.names.named_parameters()
+        for kept in (self.state[ANCHOR.key], self.state[MOMENTUM.key]):
+            for name in kept.keys() if names is None else kept.keys() & names:
+                if self.compressor.offloads(known[name].device):
+                    kept[name] = to_host(kept[name])
+
+    def new_exchange(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
+        group = self.group
+        info = StepInfo(self.state.step, group.size(), rank=group.rank())
+        task = ExchangeTask(self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name)
+        return RunningExchange(task, flat, functools.partial(self._issue, group))
+
+    def _issue(self, group: Any, send: Send) -> Pending:
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
+
+    @torch.no_grad()
+    def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
+        """Take the outer step of a fragment while the training waits. Two buffers are exchanged at a time, so that the
+        memory which this needs does not grow with the model."""
+        if not buffers:
+            return
+        device = buffers[0].layout.device
+        # A buffer is committed before the next but one is sent. So that all are committed or none, each carries a NaN
+        # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
+        weights = [each.detach() for work in buffers for each in work.layout.parameters]
+        good = self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
+        started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
+        with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
+            for work in buffers:
+                flat = packed(work.layout)
+                flat[:1].masked_fill_(~good, torch.nan)
+                started.append((work, self.new_exchange(work, flat)))
+                started[-1][1].advance()
+                if len(started) > 1:
+                    good = self._commit(*started.popleft(), good)
+            while started:
+                good = self._commit(*started.popleft(), good)
+        self._count(self._on_all_parts(good), buffers)
+
+    def _commit(self, work: OuterStepWorkspace, exchange: RunningExchange, good: torch.Tensor) -> torch.Tensor:
+        """Finish the exchange of a buffer, and set the weights to the new anchor. Returns whether this and all buffers
+        before (`good`) are finite."""
+        finish_sends([exchange])
+        good = good & exchange.finite
+        if self.nodes is not None:  # their weights stay equal
+            good = good_on_all(good, self.nodes.intra_node, "the node")
+        with self.held.committing(good.device):
+            self.state.local_shared = False
+            exchange.advance(_verdict(good))
+            wait_for_copies(good.device)
+        write_back(work.layout, exchange.result)
+        return good
 
     def _arrive(self) -> None:
         """Finish the exchange in flight, and commit it on all ranks or on none."""
         exchange, self._in_flight = self._in_flight, None
         if exchange is None or not exchange.buffers:
             return
-        good = exchange.finite()
-        # Each rank of a node, or each shard, exchanges its part of the weights with its counterparts: a number that is
-        # not finite in any part discards the whole exchange.
+        good, before = self._on_all_parts(exchange.finite()), self.state.nonfinite_steps
+        with self.held.committing(good.device):
+            self.state.local_shared = False
+            exchange.commit(_verdict(good))
+        self._count(good, exchange.buffers)
+        exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
+
+    def _count(self, good: torch.Tensor, buffers: Sequence[OuterStepWorkspace]) -> None:
+        with self.held.committing(good.device):
+            self.held.add(_verdict(good), 1.0, compressed=True)
+        self.held.settle()
+        self._messages.forget_abandoned()
+        self._measured = [each.measured for each in buffers if each.measured is not None]
+
+    def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
+        """Whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges its part
+        with its counterparts."""
         if self.nodes is not None:
             good = good_on_all(good, self.nodes.intra_node, "the node")
         if self.consensus.binding.shards is not None:
             good = good_on_all(good, self.consensus.binding.shards(), "all shards")
-        verdict = bool(good) if precision.is_host_readable(good.device) else good
-        before = self.state.nonfinite_steps
-        with self.held.committing(good.device):
-            self.state.local_shared = False
-            exchange.commit(verdict)
-            self.held.add(verdict, 1.0, compressed=True)
-        self.held.settle()
-        self._messages.forget_abandoned()
-        self._measured = [each.measured for each in exchange.buffers if each.measured is not None]
-        exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
+        return good
 
     def _fragment(self, number: int) -> list[OuterStepWorkspace]:
         if number not in self._buffers:
@@ -153,35 +225,28 @@ class FragmentSession(ExchangeDriver):
         return found
 
 
-class _Exchange:
-    """The outer step of one fragment, which begins in the constructor. `in_thread`: the training goes on meanwhile."""
+def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
+    return bool(good) if precision.is_host_readable(good.device) else good
 
-    def __init__(self, steps: FragmentSession, buffers: Sequence[OuterStepWorkspace], *, in_thread: bool) -> None:
+
+class _DelayedExchange:
+    """The outer step of a fragment in a thread, which begins in the constructor, while the training goes on."""
+
+    def __init__(self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace]) -> None:
         self.buffers = buffers
         self._flats = [packed(each.layout) for each in buffers]
-        self._sent = [flat.clone() for flat in self._flats] if in_thread else []
+        self._sent = [flat.clone() for flat in self._flats]
         self._device = self._flats[0].device if self._flats else torch.device("cpu")
-        self._clocks = steps.counters.clocks
+        self._clocks = session.counters.clocks
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        group = steps.group
-        info = StepInfo(steps.state.step, group.size(), rank=group.rank())
-        issue, compressor = functools.partial(steps.issue, group), steps.compressor
-        self._running = []
-        for flat, each in zip(self._flats, buffers, strict=True):
-            task = ExchangeTask(compressor.exchange(flat, each, steps.state, info), flat, compressor.name)
-            self._running.append(RunningExchange(task, flat, issue))
-        if not in_thread:
-            self._exchange()
-            return
+        self._running = [session.new_exchange(*each) for each in zip(buffers, self._flats, strict=True)]
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
         # Also at exit: the process would abort if it stopped a thread within a collective.
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
     def _exchange(self) -> None:
-        """Run all exchanges up to their verdicts."""
         # Leave the precision of products alone: the setting is the process's, and the training may be multiplying now.
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:
@@ -197,13 +262,11 @@ class _Exchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        if self._thread is not None:
-            _join(self._thread, limit_s)
+        _join(self._thread, limit_s)
 
     def finite(self) -> torch.Tensor:
         """Wait. Returns whether everything received is finite (0-dim bool tensor), or raises the thread's error."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         if self._error is not None:
             raise self._error
         return self._finite
@@ -218,7 +281,7 @@ class _Exchange:
         """Set the weights to the anchor, and with `keep_training` add what the training has changed since they were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
-            if self._sent and keep_training:
+            if keep_training:
                 flat.sub_(self._sent[place]).add_(packed(each.layout))
             write_back(each.layout, flat)
 

@@ -23,8 +23,11 @@ import torch
 from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, with_verdict
+from commhooks.compressors.unit_plan import UnitPlan
+from commhooks.engine.streams import wait_for_copies
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import chosen
+from commhooks.local_steps.offload import fetch, put_back
 
 ANCHOR = StateField("anchor")
 """The weights from which all ranks have started the round."""
@@ -38,21 +41,22 @@ class OuterStepWorkspace:
     """A buffer of weights, and what its outer steps need.
 
     Attributes:
+        plans: how the differences of each parameter are sent.
         wire: the compressor that averages the differences; None: float32.
-        wire_work: the workspace of `wire`.
+        offloaded: whether anchor and momentum are kept in host memory, while the buffer is on an accelerator.
         sample: every 64th element of delta in the latest outer step that was not discarded.
         measured: of the latest outer step: the squared norms of delta, of its sample and of the sample before, and the
             inner product of both samples.
     """
 
     layout: BucketLayout
+    plans: Sequence[UnitPlan]
     wire: Compressor[Any] | None
-    wire_work: Any
+    offloaded: bool = False
     sample: torch.Tensor | None = None
     measured: torch.Tensor | None = None
 
     def measure(self, delta: torch.Tensor, good: torch.Tensor | bool) -> None:
-        """Set `measured`, and `sample` if the round is not discarded (`good`)."""
         new = delta[::SAMPLED_EVERY].clone()
         before = self.sample if self.sample is not None else torch.zeros_like(new)
         self.measured = torch.stack([delta.dot(delta), new.dot(new), before.dot(before), new.dot(before)])
@@ -83,14 +87,22 @@ def outer_step(
     """
     slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]  # views: `part` changes with `flat`
     anchor, momentum = state[ANCHOR.key], state[MOMENTUM.key]
+    if work.offloaded:
+        anchor = fetch(anchor, work.layout.names, flat.device)
+        wait_for_copies(flat.device)
     for name, part in slots:
         torch.sub(anchor[name], part, out=part)  # anchor - theta_i
     if work.wire is None:
         yield Send(flat.div_(step.world_size), what="differences", last=True)  # their sum over the ranks: delta
         good = yield Verdict(all_finite(flat))
     else:
-        _, good = yield from with_verdict(work.wire.exchange(flat, work.wire_work, state, step))
+        # The workspace of the wire is as large as the buffer: it is made anew, and not kept from round to round.
+        wire_work = work.wire.workspace(work.layout, work.plans)
+        _, good = yield from with_verdict(work.wire.exchange(flat, wire_work, state, step))
     work.measure(flat, good)
+    if work.offloaded:
+        momentum = fetch(momentum, work.layout.names, flat.device)
+        wait_for_copies(flat.device)
     for name, part in slots:  # part: delta
         # Each operation rounds by itself: a fused one gives other bits on other processors.
         if mu:
@@ -101,4 +113,7 @@ def outer_step(
         moved = anchor[name] - part.mul_(lr)  # anchor - lr (delta + mu v)
         anchor[name].copy_(chosen(good, moved, anchor[name]))
         part.copy_(anchor[name])  # theta_i = anchor
+    if work.offloaded:
+        put_back(anchor, state[ANCHOR.key], flat.device)
+        put_back(momentum, state[MOMENTUM.key], flat.device)
     return None

@@ -23,7 +23,7 @@ why it is not compressed, the bytes per step and rank, and the memory.
   commhooks plan package.module:build_model --exclude '*embed*' '*head*'
 """
 DOCTOR = """\
-Measures on your own ranks and network which hook makes training faster, and says when none does. Start it like the
+Measures on your own ranks and network which hook makes training faster, if any. Start it like the
 training:
 
   torchrun --nproc-per-node 2 -m commhooks doctor package.module:build

@@ -298,7 +298,7 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
         module = copy.deepcopy(ddp_model.module)
     except Exception as error:
         raise DoctorError(
-            f"the model cannot be copied, and only copies are measured: copy.deepcopy says {type(error).__name__}: "
+            f"the model cannot be copied, and only copies are measured: copy.deepcopy raised {type(error).__name__}: "
             f"{error}"
         ) from error
     taken = inspect.signature(DistributedDataParallel).parameters  # torch 2.8 takes fewer arguments than 2.13

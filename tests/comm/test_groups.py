@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.comm.groups import new_group
 from tests.support.ddp_steps import (
     backward,
     conservation_error,
@@ -18,6 +20,7 @@ from tests.support.ddp_steps import (
     local_gradients,
     mean_over_ranks,
     mlp,
+    process_group_of_one,
     relative,
     replicas_equal,
     residuals,
@@ -119,6 +122,56 @@ def saved_on_a_sub_group(residual: str, gather: bool) -> None:
 @pytest.mark.parametrize("residual, gather", [("mean", False), ("per_rank", True)])
 def test_save_and_resume_on_a_sub_group(run_ranks, residual, gather):
     run_ranks(saved_on_a_sub_group, residual, gather, world_size=3)
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
+def test_all_ranks_make_all_groups_on_the_device_of_the_model(bound: torch.device | None) -> None:
+    """NCCL splits the communicator of a default group with a device, which all of its ranks must do together."""
+    device, calls = torch.device("cuda", 1), []
+    with (
+        process_group_of_one(),
+        mock.patch.object(dist, "get_process_group_ranks", return_value=list(range(4))),
+        mock.patch.object(dist.ProcessGroup, "size", lambda self: 4),
+        mock.patch.object(dist.ProcessGroup, "bound_device_id", bound),
+        mock.patch.object(dist, "new_group", lambda *args, **kwargs: calls.append((args, kwargs)) or args),
+    ):
+        mine = new_group([[0, 2], [1, 3]], dist.group.WORLD, device)
+    assert mine == ([0, 2],)
+    assert [args for args, _ in calls] == [([0, 2],), ([1, 3],)], "in the same order on all ranks"
+    for _, arguments in calls:
+        assert not arguments["use_local_synchronization"]
+        assert arguments.get("device_id", bound) == device
+
+
+def test_some_ranks_of_a_bound_group_make_no_groups() -> None:
+    """They would wait for the ranks that do not call."""
+    with (
+        process_group_of_one(),
+        mock.patch.object(dist.ProcessGroup, "size", lambda self: 4),
+        mock.patch.object(dist.ProcessGroup, "bound_device_id", torch.device("cuda", 0)),
+        pytest.raises(commhooks.AttachError, match=r"bound to cuda:0.*init_process_group without device_id"),
+    ):
+        new_group([[0]], dist.group.WORLD, torch.device("cuda", 0))
+
+
+class _Work:
+    def wait(self) -> None:
+        pass
+
+    def get_future(self) -> None:
+        raise RuntimeError("Work::getFuture not implemented.")
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "bf16"])
+def test_torchcomms_without_futures_is_refused_in_one_sentence(hook: str) -> None:
+    backend = type("_BackendWrapper", (), {"__module__": "torchcomms._comms"})()
+    with process_group_of_one(), mock.patch.object(dist.ProcessGroup, "_get_backend", lambda self, device: backend):
+        commhooks.attach(wrap(mlp()), hook)  # a version that has futures
+        with (
+            mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: _Work()),
+            pytest.raises(commhooks.AttachError, match=r"runs on torchcomms.*unset TORCH_DISTRIBUTED_USE_TORCHCOMMS$"),
+        ):
+            commhooks.attach(wrap(mlp()), hook)
 
 
 def _with_unequal_groups(config: commhooks.HookConfig, nodes: int | None) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commhooks.comm import joint_save
 from commhooks.gradients.torch_private import store_of
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
+from tests.support.models import masks
 from tests.support.sharded import attached, backward, random_gradients
 from tests.support.training import Run, residuals
 
@@ -124,6 +127,49 @@ def _fails_in_the_middle() -> tuple[Any, Any, bool]:
 
 def test_a_failure_in_the_middle(run_ranks: Any) -> None:
     assert run_ranks(_fails_in_the_middle) == [(INEXACT, EXACT, True)] * 2
+
+
+def _on_an_accelerator(in_thread: bool) -> dict[str, Any]:
+    """The CPU stands for an accelerator. `in_thread`: rank 1 saves in another thread than the one that trains."""
+    sizes, all_reduce = [], dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    with masks():
+        run, saved = _run(), []
+        means = {name: each.clone() for name, each in residuals(run.hook).items()}
+        for each in means.values():
+            dist.all_reduce(each)
+        gloo = mock.patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo)
+        pieces = mock.patch.object(joint_save, "PIECE_NUMEL", 100)
+        with gloo as groups, pieces, mock.patch.object(dist, "all_reduce", noted):
+            thread = threading.Thread(target=lambda: saved.append(run.hook.state_dict()))
+            if in_thread and dist.get_rank() == 1:
+                thread.start()
+                thread.join()
+            else:
+                thread.run()
+        own = residuals(run.hook)
+        return {
+            "saved": _describe(saved[0]),
+            "is the mean": all(torch.allclose(own[n], each / 2, atol=1e-7) for n, each in means.items()),
+            "goes on from it": all(
+                torch.equal(own[name], saved[0]["parameters"][name]["residual"].flatten()) for name in own
+            ),
+            "groups": groups.call_count,
+            "largest": max(sizes, default=0),
+        }
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_accelerator_averages_in_pieces_over_the_models_group(run_ranks: Any, in_thread: bool) -> None:
+    """Unless the collectives of the save could come between those of the training."""
+    for outcome in run_ranks(_on_an_accelerator, in_thread):
+        groups, largest = outcome.pop("groups"), outcome.pop("largest")
+        assert outcome == {"saved": EXACT, "is the mean": True, "goes on from it": True}
+        assert (groups, largest) == ((1, 0) if in_thread else (0, 100))
 
 
 def _keys_left() -> tuple[int, list[int]]:

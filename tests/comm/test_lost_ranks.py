@@ -133,6 +133,6 @@ def test_a_group_of_ones_own_has_the_limit_of_the_models() -> None:
     limit = timedelta(seconds=77)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        assert timeout_of(new_group([0], dist.group.WORLD), torch.device("cpu")) == limit
+        assert timeout_of(new_group([[0]], dist.group.WORLD, torch.device("cpu")), torch.device("cpu")) == limit
     finally:
         dist.destroy_process_group()

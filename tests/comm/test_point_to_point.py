@@ -8,9 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from commhooks.comm.collectives import TAG, PointToPoint, Send, start
+from commhooks.comm import collectives
+from commhooks.comm.collectives import TAG, PointToPoint, Send, resolve_group, start
 from commhooks.errors import HookRunError
+from tests.support.ddp_steps import process_group_of_one
 
 NUMELS = (1, 7, 0, 300_000, 5)
 
@@ -29,6 +33,53 @@ def _both_ways() -> list[bool]:
     pending = [start(send, group, None, messages=messages) for send in sends]
     got = [each.wait() for each in reversed(pending)][::-1]
     return [torch.equal(a, b) for a, b in zip(got, collectives, strict=True)]
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest memory that an operator in the body has allocated."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before, after = (
+            {
+                each.untyped_storage().data_ptr(): each.nbytes
+                for each in tree_leaves(tree)
+                if isinstance(each, torch.Tensor)
+            }
+            for tree in (args, result)
+        )
+        self.size = max(self.size, *(size for place, size in after.items() if place not in before), 0)
+        return result
+
+
+def _different_sizes(sizes: list[int]) -> tuple[bool, int]:
+    """Gather so many bytes of each rank without messages, as on an accelerator."""
+    group = dist.group.WORLD
+    assert group is not None
+    own = torch.full((sizes[group.rank()],), group.rank(), dtype=torch.uint8)
+    send = Send(own, op="gather", splits=([own.numel()] * group.size(), sizes), into=torch.zeros(sum(sizes)).byte())
+    with _Largest() as largest:
+        got = start(send, group, None).wait()
+    return got.tolist() == [rank for rank, size in enumerate(sizes) for _ in range(size)], largest.size
+
+
+@pytest.mark.parametrize("sizes", [[3000, 0, 5000], [2000, 2000, 2000], [0, 0, 0]])
+def test_parts_of_different_sizes_are_gathered_without_copies(run_ranks: Any, sizes: list[int]) -> None:
+    for equal, largest in run_ranks(_different_sizes, sizes, world_size=3):
+        assert equal and largest <= max(sizes)
+
+
+def test_nccl_gathers_parts_of_different_sizes_itself() -> None:
+    """It broadcasts each part of the list, all in one work."""
+    with process_group_of_one(), mock.patch.object(collectives, "backend_of", return_value="nccl"):
+        own, into = torch.ones(4), torch.zeros(4)
+        send = Send(own, op="gather", splits=([4], [4]), into=into)
+        with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
+            assert start(send, resolve_group(), None).wait() is into and into.eq(1).all()
+    (parts, _), _ = gather.call_args
+    assert [part.data_ptr() for part in parts] == [into.data_ptr()]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import PointToPoint
+from commhooks.comm.collectives import ALL_GATHER, PointToPoint
 
 DELAY_S = 0.003
 LIMIT_S = 60.0
@@ -36,9 +36,10 @@ def late_answers() -> Iterator[Seen]:
     """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `DELAY_S` seconds
     late, or more."""
     seen = Seen()
-    reduce, gather, exchange, by_messages = (
+    reduce, gather, cast, exchange, by_messages = (
         dist.all_reduce,
-        dist.all_gather,
+        getattr(dist, ALL_GATHER),
+        dist.broadcast,
         dist.all_to_all_single,
         PointToPoint.exchange,
     )
@@ -57,10 +58,15 @@ def late_answers() -> Iterator[Seen]:
             return reduce(tensor, *args, async_op=async_op, **kwargs)
         return late([tensor], lambda results: reduce(results[0], *args, async_op=True, **kwargs))
 
-    def all_gather(rows: list[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def all_gather(rows: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if not async_op:
             return gather(rows, *args, **kwargs)
-        return late(rows, lambda results: gather(results, *args, async_op=True, **kwargs))
+        return late([rows], lambda results: gather(results[0], *args, async_op=True, **kwargs))
+
+    def broadcast(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if not async_op:
+            return cast(tensor, *args, **kwargs)
+        return late([tensor], lambda results: cast(results[0], *args, async_op=True, **kwargs))
 
     def all_to_all_single(output: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if not async_op:
@@ -72,7 +78,12 @@ def late_answers() -> Iterator[Seen]:
     ) -> Any:
         return late(arriving, lambda results: by_messages(self, sent, results, group))
 
-    own = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all_single": all_to_all_single}
+    own = {
+        "all_reduce": all_reduce,
+        ALL_GATHER: all_gather,
+        "broadcast": broadcast,
+        "all_to_all_single": all_to_all_single,
+    }
     with mock.patch.multiple(dist, **own), mock.patch.object(PointToPoint, "exchange", messages):
         yield seen
 

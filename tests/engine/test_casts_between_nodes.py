@@ -61,9 +61,11 @@ def test_a_cast_between_nodes_only(run_ranks: Any, how: str, world_size: int, ra
         assert rank["stats"]["step"] == 3 and rank["stats"]["backward_passes"] == 3
         assert rank["stats"]["bytes_inside_nodes"] > 0 and rank["plan"].memory.copies > 0
     collectives = sum(rank["stats"]["collectives_last_pass"] for rank in ranks[:ranks_per_node])
-    assert collectives > 3, "several buckets, each sent by who owns something in it"
-    together = sum(rank["stats"]["bytes_sent_last_pass"] for rank in ranks[:ranks_per_node])
-    assert together == ranks[0]["plan"].bytes_after
+    assert collectives > 3, "several buckets"
+    sent = [rank["stats"]["bytes_sent_last_pass"] for rank in ranks[:ranks_per_node]]
+    assert sum(sent) == ranks[0]["plan"].bytes_after
+    most = 4 * rank["stats"]["collectives_last_pass"]
+    assert max(sent) - min(sent) <= most, "the ranks of a node have equal parts of every bucket"
 
 
 class _TwoWeights(torch.nn.Module):
@@ -81,7 +83,7 @@ def _large(how: str, dtype: torch.dtype) -> torch.Tensor:
     for _ in range(2):  # from the second pass on there are two buckets
         ddp.zero_grad()
         (40000 * ddp(torch.eye(4, dtype=dtype))).sum().backward()
-    assert hook.stats()["collectives_last_pass"] == 1  # of two buckets, each of another owner
+    assert hook.stats()["collectives_last_pass"] == 2  # half of each bucket
     return torch.stack([p.grad.float() for p in ddp.parameters() if p.grad is not None])
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from functools import partial
 
 import pytest
 from torch import nn
@@ -44,66 +45,69 @@ def test_a_fraction_of_an_unknown_length():
         commhooks.PowerSGD(start_powerSGD_iter=0.5).resolved(None)
 
 
-def started(config: commhooks.PowerSGD, total_steps: int | None) -> tuple[int, int, list[str]]:
-    """Start as resolved, first compressed step, warnings."""
-    ddp = wrap(mlp())
-    with log_lines() as lines:
-        hook = commhooks.attach(ddp, config, total_steps=total_steps)
-    first = -1
-    for step in range(6):
-        backward(ddp, step)
-        if hook.stats()["compressed_steps"] and first < 0:
-            first = step
-    return hook.options["start_powerSGD_iter"], first, [line for line in lines if "has no effect" in line]
+def started() -> list[tuple[int, int]]:
+    """Start as resolved, and first compressed step, of all `CASES`."""
+    found = []
+    for start, total_steps, _ in CASES:
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, commhooks.PowerSGD(start_powerSGD_iter=start), total_steps=total_steps)
+        compressed = []
+        for step in range(6):
+            backward(ddp, step)
+            compressed.append(hook.stats()["compressed_steps"])
+        found.append((hook.options["start_powerSGD_iter"], compressed.count(0)))
+    return found
 
 
-@pytest.mark.parametrize("start, total_steps, expected", [(0.5, 6, 3), (None, 40, 4), (0, None, 0), (1, 2, 1)])
-def test_the_resolved_start_is_where_compression_begins(run_ranks, start, total_steps, expected):
-    for resolved, first, warnings in run_ranks(started, commhooks.PowerSGD(start_powerSGD_iter=start), total_steps):
-        assert resolved == first == expected
-        assert warnings == []
+CASES = [(0.5, 6, 3), (None, 40, 4), (0, None, 0), (1, 2, 1), (1000, 6, 1000)]
 
 
-@pytest.mark.parametrize("start, total_steps", [(6, 6), (1000, 6), (0.999, 6)])
-def test_a_start_that_is_never_reached_is_a_warning(run_ranks, start, total_steps):
-    config = commhooks.PowerSGD(start_powerSGD_iter=start)
-    on_0, on_1 = run_ranks(started, config, total_steps)
-    resolved = start if isinstance(start, int) else 6
-    assert on_0[1] == -1
-    assert len(on_0[2]) == 1
-    assert f"hook 'powerSGD' begins at step {resolved}, but this training ends at step 6, so" in on_0[2][0]
-    assert on_1[2] == []
+def test_the_resolved_start_is_where_compression_begins(run_ranks):
+    for rank in run_ranks(started):
+        assert rank == [(expected, min(expected, 6)) for *_, expected in CASES]
 
 
-def warned_by_auto(total_steps: int) -> list[str]:
-    with log_lines() as lines:
-        commhooks.attach(wrap(mlp()), commhooks.Auto(measure_steps=6), total_steps=total_steps)
-    return lines
+WARNINGS = [
+    *(
+        (
+            mlp,
+            {"hook": commhooks.PowerSGD(start_powerSGD_iter=start), "total_steps": 6},
+            f"'powerSGD' begins at step {at}, but this training ends at step 6, so",
+        )
+        for start, at in ((6, 6), (1000, 1000), (0.999, 6))
+    ),
+    (mlp, {"hook": commhooks.PowerSGD(start_powerSGD_iter=5), "total_steps": 6}, ""),
+    (
+        mlp,
+        {"hook": commhooks.Auto(measure_steps=6), "total_steps": 6},
+        "'auto' begins at step 6, but this training ends "
+        "at step 6, so that it has no effect. Set measure_steps to a smaller number, or name the hook.",
+    ),
+    (mlp, {"hook": commhooks.Auto(measure_steps=6), "total_steps": 7}, ""),
+    (
+        partial(nn.Linear, 4, 4),
+        {"hook": "powerSGD"},
+        "PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) gives the reasons.",
+    ),
+    (mlp, {"hook": "powerSGD"}, ""),
+    (partial(nn.Linear, 4, 4), {"hook": "allreduce"}, ""),
+]
 
 
-def test_auto_that_never_decides_is_a_warning(run_ranks):
-    on_0, on_1 = run_ranks(warned_by_auto, 6)
-    assert on_0 == [
-        "commhooks: hook 'auto' begins at step 6, but this training ends at step 6, so that it has no effect. Set "
-        "measure_steps to a smaller number, or name the hook."
-    ]
-    assert on_1 == [] and run_ranks(warned_by_auto, 7) == [[], []]
+def warned() -> list[list[str]]:
+    found = []
+    for model, arguments, _ in WARNINGS:
+        with log_lines() as lines:
+            commhooks.attach(wrap(model()), **arguments)
+        found.append(lines)
+    return found
 
 
-def nothing_to_compress() -> list[str]:
-    with log_lines() as lines:
-        for model in (nn.Linear(4, 4), mlp()):
-            commhooks.attach(wrap(model), "powerSGD")
-            commhooks.attach(wrap(model), "allreduce")
-    return [line for line in lines if "compresses no parameter" in line]
-
-
-def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
-    on_0, on_1 = run_ranks(nothing_to_compress)
-    assert on_0 == [
-        "commhooks: PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) gives the reasons."
-    ]
-    assert on_1 == []
+def test_a_hook_that_never_compresses_is_a_warning_on_rank_0(run_ranks):
+    on_0, on_1 = run_ranks(warned)
+    for (_, arguments, expected), lines in zip(WARNINGS, on_0, strict=True):
+        assert len(lines) == bool(expected) and expected in "".join(lines), arguments
+    assert not any(on_1)
 
 
 # -------------------------------------------------------------------------------------------------- one line at first
@@ -164,16 +168,18 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("hook, wrapper", LINES, ids=str)
-def test_one_line_at_the_first_backward_on_rank_0(run_ranks, hook, wrapper):
-    expected, warned = LINES[hook, wrapper], WARNED.get(hook, "")
-    (logged, printed), on_1 = run_ranks(announced, hook, wrapper, True)
-    assert logged == [expected] and printed == warned
-    assert on_1 == ([], "")
-    # Where nobody has set up logging it is printed, or it would not be seen at all.
-    (logged, printed), on_1 = run_ranks(announced, hook, wrapper, False)
-    assert logged == [] and printed == expected + "\n" + warned
-    assert on_1 == ([], "")
+def all_announced() -> dict[tuple[str, str | None, bool], tuple[list[str], str]]:
+    return {(*case, with_logging): announced(*case, with_logging) for case in LINES for with_logging in (True, False)}
+
+
+def test_one_line_at_the_first_backward_on_rank_0(run_ranks):
+    on_0, on_1 = run_ranks(all_announced)
+    for (hook, wrapper), expected in LINES.items():
+        warned = WARNED.get(hook, "")
+        assert on_0[hook, wrapper, True] == ([expected], warned)
+        # Where nobody has set up logging it is printed, or it would not be seen at all.
+        assert on_0[hook, wrapper, False] == ([], expected + "\n" + warned)
+    assert all(found == ([], "") for found in on_1.values())
 
 
 ALONE = {

@@ -12,6 +12,7 @@ import torch
 import commhooks
 from commhooks.comm import collectives
 from commhooks.engine.backward_pass import BackwardPass
+from commhooks.gradients import precision
 from tests.support.cuda_stand_ins import Cuda, Stream, cuda_stand_ins, storage
 from tests.support.ddp_steps import batch, mlp, process_group_of_one, wrap
 from tests.support.inside import session_of
@@ -64,6 +65,15 @@ class Training:
         handle = self.model[2].register_full_backward_hook(lambda *_: in_the_middle())
         self.step()
         handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_accelerators_with_streams(kind: str) -> None:
+    with mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device(kind)):
+        assert precision.has_streams(torch.device(kind, 0)) == (kind != "mps")
+        assert not precision.has_streams(torch.device("cpu"))
+        assert not precision.is_capturing(torch.device("cpu"))
+    assert not precision.has_streams(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("residual", ["mean", "per_rank"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks import AttachError, HookConfigError
 from commhooks.comm.nodes import find_nodes
-from commhooks.engine.reduction import owners_of
+from commhooks.engine.reduction import WINDOW_NUMEL, owners_of
 from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 
@@ -65,6 +65,18 @@ def test_a_number_larger_than_that_of_the_ranks_is_a_warning(run_ranks: Any) -> 
 def test_owners_share_the_work() -> None:
     owners = owners_of({"a": 100, "b": 60, "c": 50, "d": 30, "e": 1}, 2)
     assert owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
+
+
+def test_owners_share_every_bucket() -> None:
+    """Not only the whole model: a rank without a share of a bucket would leave its network card idle."""
+    layer = {"norm": 1, "attention": WINDOW_NUMEL // 4, "out": WINDOW_NUMEL // 4, "mlp": WINDOW_NUMEL // 3}
+    sizes = {f"{number}.{name}": numel for number in range(6) for name, numel in layer.items()}
+    owners = owners_of(sizes, 2)
+    for number in range(6):  # with DDP's default, each layer is a bucket
+        load = [sum(sizes[n] for n in owners if n.startswith(f"{number}.") and owners[n] == rank) for rank in (0, 1)]
+        assert max(load) <= 0.61 * sum(load), load
+    total = [sum(sizes[name] for name in owners if owners[name] == rank) for rank in (0, 1)]
+    assert max(total) - min(total) <= max(sizes.values())
 
 
 @pytest.mark.parametrize(

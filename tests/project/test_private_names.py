@@ -4,6 +4,7 @@ What torch's names do is in test_torch_private.py.
 """
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -26,7 +27,11 @@ from tests.support.repository import PACKAGES, REPOSITORY, sources
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)
 OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.", "FSDPModule.", "FSDPState.")
-TREES = {file: ast.parse(text) for file, text in sources().items()}
+
+
+@functools.cache
+def _trees() -> dict[str, ast.Module]:
+    return {file: ast.parse(text) for file, text in sources().items()}
 
 
 def _last(name: str) -> str:
@@ -40,7 +45,7 @@ def _is_private(name: object) -> bool:
 def _own() -> set[str]:
     """The private names that the packages give to their own things."""
     found = {"_C"}  # torch's, of which the names behind it count
-    for tree in TREES.values():
+    for tree in _trees().values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
@@ -55,7 +60,7 @@ def _used() -> Iterator[tuple[str, str]]:
     """File and name of every use of a private name that is not of these packages."""
     own = _own()
     listed = {_last(name) for name in LISTED}
-    for file, tree in TREES.items():
+    for file, tree in _trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch._C":
                 yield file, node.attr  # private, whatever its name

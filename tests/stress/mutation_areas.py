@@ -110,7 +110,7 @@ AREAS = {
     ],
     "checkpoint": [
         Part(
-            "state distributed",
+            "learned_state distributed",
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
@@ -178,6 +178,7 @@ AREAS = {
             "*",
             (
                 "local_steps/test_outer_steps",
+                "local_steps/test_offload",
                 "local_steps/test_rounds",
                 "local_steps/test_saving",
                 "local_steps/test_mishaps",

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA streams and events, to test on the CPU what waits for what.
+"""Stand-ins for the streams and events of an accelerator, to test on the CPU what waits for what.
 
 A stream knows the names of all work that its next work comes after. Tests name work by `Cuda.queue`.
 """
@@ -14,35 +14,58 @@ import torch
 from commhooks.engine import streams
 from commhooks.gradients import precision
 
+Clock = dict["Stream", int]
+"""The number of the latest work of each stream that something comes after; see `simulated_accelerator.py`."""
+
 
 class Stream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.priority = priority
+    def __init__(self, device: Any = None, priority: int = 0, name: str = "") -> None:
+        self.device, self.priority = device, priority
         self.after: set[str] = set()
+        self.clock: Clock = {}
+        self._name = name or f"the stream of priority {priority}"
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def see(self, clock: Clock) -> None:
+        """What this stream does next comes after this work."""
+        for stream, number in clock.items():
+            self.clock[stream] = max(number, self.clock.get(stream, 0))
 
     def wait_stream(self, other: "Stream") -> None:
         self.after |= other.after
+        self.see(other.clock)
 
     def wait_event(self, event: "Event") -> None:
         self.after |= event.after
+        self.see(event.clock)
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, cuda: "Cuda") -> None:
         self.after: frozenset[str] = frozenset()
-        self.on_wait: Callable[[], None] = lambda: None
+        self.clock: Clock = {}
+        self._cuda, self._recorded = cuda, False
 
     def record(self, stream: Stream) -> None:
-        self.after = frozenset(stream.after)
+        self.after, self.clock, self._recorded = frozenset(stream.after), dict(stream.clock), True
 
     def query(self) -> bool:
-        return True
+        """The device is as late as it can be: whether the host has waited for it."""
+        return self._has_passed()
+
+    def _has_passed(self) -> bool:
+        return all(number <= self._cuda.host.get(stream, 0) for stream, number in self.clock.items())
 
     def synchronize(self) -> None:
         if not self.query():
-            self.on_wait()
+            self._cuda.wait_for(self)
 
     def elapsed_time(self, end: "Event") -> float:
+        for each in (self, end):
+            if not (each._recorded and each._has_passed()):
+                raise RuntimeError("the time of an event that was not recorded, or for which nobody has waited")
         return 0.0
 
 
@@ -54,15 +77,17 @@ class Cuda:
         kept: the storage of each tensor given to `record_stream`, with the stream.
         host_waits: thread -> what the host waited for whenever it read a tensor in that thread.
         capturing: whether a CUDA graph is being captured.
+        host: the work that the host has waited for.
         pinned: copies of tensors in the host's memory.
     """
 
     def __init__(self) -> None:
-        self.default = Stream()
+        self.default = Stream(name="the default stream")
         self.made: list[Stream] = []
         self.kept: set[tuple[int, Stream]] = set()
         self.host_waits: dict[threading.Thread, list[frozenset[str]]] = {}
         self.capturing = False
+        self.host: Clock = {}
         self.pinned: list[torch.Tensor] = []
         self._local = threading.local()
 
@@ -70,21 +95,31 @@ class Cuda:
         self.made.append(Stream(device, priority))
         return self.made[-1]
 
+    def new_event(self, device: Any = None, enable_timing: bool = False) -> Event:
+        return Event(self)
+
+    def host_sees(self, clock: Clock) -> None:
+        for stream, number in clock.items():
+            self.host[stream] = max(number, self.host.get(stream, 0))
+
     def current(self, device: Any = None) -> Stream:
         return getattr(self._local, "stream", self.default)
 
+    def set_current(self, stream: Stream) -> None:
+        self._local.stream = stream
+
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._local.stream = self.current(), stream
+        before = self.current()
+        self.set_current(stream)
         try:
             yield
         finally:
-            self._local.stream = before
+            self.set_current(before)
 
-    def new_event(self, enable_timing: bool = False) -> Event:
-        made = Event(enable_timing)
-        made.on_wait = lambda: self.wait(made.after)
-        return made
+    def wait_for(self, event: Event) -> None:
+        self.wait(event.after)
+        self.host_sees(event.clock)
 
     def wait(self, work: Iterable[str]) -> None:
         """Note that the host waits for this work."""
@@ -126,6 +161,30 @@ class Cuda:
         return noting
 
 
+@contextlib.contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """The calls in the body that make the host wait for an accelerator if a tensor is there: reads of numbers, and
+    tensors made of numbers of the host."""
+    calls: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if name != "as_tensor" or not isinstance(first, torch.Tensor):
+                calls.append(name)
+            return call(first, *args, **kwargs)
+
+        return noted
+
+    with contextlib.ExitStack() as patches:
+        for owner, names in (
+            (torch, ("tensor", "as_tensor", "from_numpy")),
+            (torch.Tensor, ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")),
+        ):
+            for name in names:
+                patches.enter_context(mock.patch.object(owner, name, noting(name, getattr(owner, name))))
+        yield calls
+
+
 def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -138,11 +197,11 @@ def cuda_stand_ins() -> Iterator[Cuda]:
         for owner, name, value in (
             (precision, "is_host_readable", lambda device: False),
             (precision, "has_streams", lambda device: True),
-            (torch.cuda, "Stream", cuda.new_stream),
-            (torch.cuda, "Event", cuda.new_event),
-            (torch.cuda, "current_stream", cuda.current),
-            (torch.cuda, "stream", cuda.on),
-            (torch.cuda, "is_current_stream_capturing", lambda: cuda.capturing),
+            (precision, "is_capturing", lambda device: cuda.capturing),
+            (torch, "Stream", cuda.new_stream),
+            (torch, "Event", cuda.new_event),
+            (torch.accelerator, "current_stream", cuda.current),
+            (torch.accelerator, "set_stream", cuda.set_current),
             (torch.Tensor, "record_stream", lambda tensor, stream: cuda.keep(tensor, stream)),
             (torch.Tensor, "item", cuda.waits(torch.Tensor.item)),
             (torch.Tensor, "tolist", cuda.waits(torch.Tensor.tolist)),

@@ -37,7 +37,16 @@ from typing import Any
 
 _servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
 SHARED = "COMMHOOKS_WARM_SERVERS"
-_ALWAYS = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "omegaconf", "pytest")
+_ALWAYS = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "hypothesis",
+    "omegaconf",
+    "pytest",
+)
 """What commhooks and the tests import themselves."""
 
 

@@ -1,1 +1,1 @@
-"""`hook="auto"`: measure, choose one of the other compressors, and delegate to it."""
+"""The hook auto: it measures the other compressors, chooses one, and delegates to it."""

@@ -1,7 +1,7 @@
-"""`hook="auto"` as a compressor: delegates each bucket to the candidate in force, and decides which that is.
+"""The hook auto: it delegates buckets to the current candidate, and decides which candidate that is.
 
-What a phase has measured is exchanged at its end, before the first bucket of a pass, and every rank decides from the
-same numbers (`trials.py`). The decision is saved; see `Decision`.
+At the end of a phase, before the first bucket of a pass, the ranks exchange their measurements, and every rank decides
+from the same numbers (`trials.py`). The decision is saved; see `Decision`.
 """
 
 import math
@@ -30,10 +30,10 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """The candidate's compressor. It compresses from its first step on.
+    """Return the candidate's compressor, which compresses from its first step on.
 
     Raises:
-        HookConfigError: not one of the hooks that `auto` chooses from, or invalid options.
+        HookConfigError: the hook is not one of those that `auto` chooses from, or its options are invalid.
     """
     if candidate.hook not in _CLASSES:
         raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
@@ -45,8 +45,7 @@ def new(candidate: Candidate) -> Compressor[Any]:
 
 
 def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:
-    """Counted bytes of a step (see `Counters`). Sparse gradients send few rows, whatever is chosen: they count as
-    nothing."""
+    """Return the counted bytes of a step (see `Counters`), without sparse gradients, which have few rows."""
     wire = compressor.wire_dtype
     return sum(
         plan.sent_bytes(wire) + (plan.flags * plan.wire_itemsize(wire) if plan.compressed else 0)
@@ -57,21 +56,17 @@ def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:
 
 
 def _of_inner(name: str) -> Any:
-    """A property or method: that of the candidate in force."""
     return property(lambda self: getattr(self.inner, name))
 
 
 class AutoCompressor(AdaptiveCompressor[Auto]):
-    """
-    Args:
-        decision: None: nothing decided yet.
-    """
+    """Delegates to the compressor of the current candidate. `decision`: None before the first decision."""
 
     Config = Auto
     title = "auto"
     wrappers = False
     enough_passes = 3
-    """Passes that have to make sense before a decision."""
+    """The number of valid measurements for a decision."""
 
     def __init__(self, config: Auto, *, decision: Decision | None = None, ranks_per_node: int = 1) -> None:
         self.ranks_per_node = ranks_per_node
@@ -85,7 +80,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def inner(self) -> Compressor[Any]:
-        """The compressor of the candidate in force."""
         self._inner.native = self.native
         return self._inner
 
@@ -102,9 +96,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
-        """The fields of the candidate in force, and the residual, which most candidates have."""
         others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
         return (*others, RESIDUAL)
+
+    @property
+    def elementwise(self) -> bool:
+        return self._inner.elementwise
 
     @property
     def selective(self) -> bool:  # type: ignore[override]
@@ -137,17 +134,15 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """While nothing is compressed, reading all gradients once more would be the only cost."""
+        """Skip the check for finite numbers unless the candidate needs it: it reads all gradients once more."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
-        """Whether any candidate compresses the parameter."""
         learning = [each for each in self._candidates if each.state_fields]
         plans = [each.plan(infos) for each in (self._inner, *learning)]
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        """That of all candidates: "" if one of them has none."""
         builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
         return " ".join(dict.fromkeys(builds)) if all(builds) else ""
 
@@ -188,7 +183,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         )
 
     def with_start(self, start: int) -> "AutoCompressor":
-        """As new: the step at which a choice begins is part of the decision."""
+        """Return a new object, because the start of a choice is part of the decision."""
         return self._with(None)
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
@@ -209,7 +204,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
             return made, message
         self.decision = after
         if after.watch is None or before.watch is None or after.watch.begin != before.watch.begin:
-            self._steps_s.clear()  # otherwise the phase goes on with what was measured
+            self._steps_s.clear()  # otherwise the phase continues with its measurements
             self._latest = None
         return self, message
 
@@ -217,7 +212,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         now = self.decision
         buckets, passes, times = zip(*ranks.table(self._numbers()), strict=True)
         step_s = max(times) if all(math.isfinite(each) for each in times) else math.nan
-        # A rank may have missed passes, or seen other buckets.
+        # A rank may have missed passes, or have other buckets.
         if len(set(buckets)) > 1 or min(passes) < self.enough_passes or not math.isfinite(step_s):
             return trials.extended(now, self.config, step)
         missing_s = trials.TRIAL_S - min(passes) * step_s
@@ -234,17 +229,15 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return trials.after_measuring(now, self.config, step, step_s, offered, sent)
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
-        """What to try, and the candidate in force."""
         now = self.decision.candidate
         # One rank has nothing to gain.
         offered = self.config.candidates_with(self.ranks_per_node) if ranks.size > 1 else []
         others = [each for each in offered if each.label != now.label]
-        # A trial that ran out of memory would end the training.
+        # Running out of memory in a trial would end the training.
         rows = ranks.table([float(self._has_memory_for(each)) for each in others])
         return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
 
     def _has_memory_for(self, candidate: Candidate) -> bool:
-        """Whether this rank can allocate now what a hook needs besides what is in use."""
         needed = self._seen.memory(self._with(Decision(candidate, None, since=0, phase="resting"))).total
         try:
             torch.empty(needed, dtype=torch.uint8, device=self._seen.layouts[0].device)
@@ -253,8 +246,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        """What this rank has measured: the number of buckets and of steps that make sense, and their median. A clock
-        that jumps spoils a step, not the median."""
+        """Return this rank's number of buckets, its number of valid measurements, and their median, which does not
+        depend on one jump of the clock."""
         sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
         return [buckets, len(sound), statistics.median(sound) if sound else math.nan]

@@ -1,4 +1,4 @@
-"""The options of `hook="auto"`, and the hooks that it, the doctor and `commhooks network` compare."""
+"""The options of the hook auto, and the candidates that auto, the doctor and `commhooks network` compare."""
 
 import math
 from collections.abc import Mapping
@@ -8,18 +8,19 @@ from typing import Any, ClassVar
 from commhooks.options import HookConfig, check_choice
 
 MARGIN = 1.1
-"""The factor by which another hook must shorten the step to be chosen. Hooks whose steps differ by less are equally
-fast: a median of eight steps scatters by some percent, and less than a tenth is not worth other gradients."""
+"""The factor by which a hook must shorten the step to be chosen. Smaller differences do not count: a median of eight
+steps scatters by some percent, and a gain of less than a tenth does not justify other gradients."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """
+    """A hook with options, to be compared with others.
+
     Attributes:
         label: its name in logs, tables and checkpoints.
-        hook, options: as in `attach`; without a start step.
-        changes: how much it changes the gradients, to choose the most exact of equally fast ones: 0 not at all, up to 1
-            for another dtype, above 1 for lossy compression.
+        hook, options: as in `attach`, without a start step.
+        changes: how much it changes the gradients, to choose the most exact of equally fast candidates: 0 not at all,
+            up to 1 for another dtype, above 1 for lossy compression.
         between_nodes: average exactly inside nodes, and compress between nodes only; see `ranks_per_node` of `attach`.
     """
 
@@ -30,11 +31,11 @@ class Candidate:
     between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
-        """The options with which it compresses from its first step on. `config`: the config class of the hook."""
+        """Return options with which it compresses from its first step on. `config`: the config class of the hook."""
         return {**self.options, **({} if config.start_option is None else {config.start_option: 0})}
 
     def excluding(self, names: list[str]) -> "Candidate":
-        """The candidate with these globs as its option `exclude`, which only lossy hooks have."""
+        """Return the candidate with these globs as its option `exclude`, which only lossy hooks have."""
         return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
 
     def of_nodes(self) -> "Candidate":
@@ -43,7 +44,7 @@ class Candidate:
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
-    """PowerSGD; the higher ranks change the gradients less."""
+    """Return PowerSGD as a candidate; higher ranks change the gradients less."""
     options = {"matrix_approximation_rank": rank, **options}
     return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
 
@@ -56,23 +57,22 @@ INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
-"""The candidates, plain all-reduce first. With PowerSGD of rank 4 and below the language model of
-benchmarks/language_model.py ends at a loss that is 6 % and more above that of all-reduce."""
+"""The candidates, plain all-reduce first. PowerSGD of rank 4 or less is not one of them: the language model of
+benchmarks/language_model.py ends at a loss at least 6 % higher than with all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(HookConfig):
-    """Plain all-reduce first; then, from what was measured, the hook with the shortest step, or none.
+    """Options of the hook auto, which measures all-reduce and other hooks, and continues with the fastest.
 
     Args:
-        quality: among which hooks it chooses. "same": all-reduce, bf16 and int8 with error feedback, whose training is
-            that of all-reduce within its noise. "close": int4 and PowerSGD of rank 16 as well. Where ranks form nodes,
-            all but all-reduce are between nodes.
-        measure_steps: steps of plain all-reduce that are measured before the first decision.
-        check_again_every: steps after which it looks again at the time of a step, and measures anew if that has
-            changed by a lot; more if measuring would take more than 1 % of the time. None: never.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that int8, int4 and PowerSGD leave
-            uncompressed.
+        quality: the candidates. "same": all-reduce, bf16 and int8, which train like all-reduce within its noise.
+            "close": also int4 and PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
+        measure_steps: number of steps of plain all-reduce that are measured before the first decision.
+        check_again_every: steps until it measures the current hook again, and all hooks if the time of a step has
+            changed by more than a quarter; more steps if the trials would take more than 1 % of the time. None: never.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that int8, int4 and PowerSGD do
+            not compress.
     """
 
     hook_name: ClassVar[str] = "auto"
@@ -92,22 +92,21 @@ class Auto(HookConfig):
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What it chooses among without nodes, plain all-reduce first."""
         return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
 
     def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
-        """What it chooses among, plain all-reduce first. `ranks_per_node`: 1 without nodes."""
+        """Return the candidates, plain all-reduce first. `ranks_per_node`: 1 without nodes."""
         return [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
-    """The label of the candidate to use; the same on all ranks that have the same numbers.
+    """Return the label of the candidate to use; equal on all ranks for equal arguments.
 
-    Of the candidates that are about as fast as the fastest and faster than the current one by the margin, the one that
-    changes the gradients least; the current one if there are none.
+    Among the candidates that are faster than the current one by `MARGIN`, and nearly as fast as the fastest, this is
+    the one that changes the gradients least; without such candidates the current one.
 
     Args:
-        times: seconds of a step, by label. Candidates without a usable time are left out.
+        times: seconds of a step, by label. Candidates without a valid time are left out.
         known: the candidates by label.
         now: the label of the current one.
     """

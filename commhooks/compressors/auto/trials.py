@@ -1,8 +1,9 @@
-"""The decisions of `auto`: what is measured, tried and chosen next. Equal on all ranks that have the same numbers.
+"""The decisions of auto: what is measured, tried and chosen next. Equal on all ranks for equal measurements.
 
-measuring   the candidate in force, at first plain all-reduce      -> begin the trials
-trying      one candidate after another is in force, in real steps -> the next one, or choose
-resting     until the next look: has the time of a step changed?   -> rest on, or measure anew
+phase       measured steps                                        next
+measuring   the current candidate, at first plain all-reduce      the trials
+trying      one candidate after another, in real training steps   another trial, or the choice
+resting     the last steps of a rest                              another rest, or measuring if the time has changed
 """
 
 import math
@@ -17,41 +18,42 @@ from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 
 WARM_UP = 2
-"""Steps after a change that are not measured: they allocate memory, and at first DDP divides the model anew."""
+"""Steps after a change that are not measured: memory is allocated, and at first DDP rebuilds its buckets."""
 TRIAL_STEPS = 8
-"""Steps that are measured of each candidate, and at the end of a rest: so many, and more until `TRIAL_S`."""
+"""Number of steps to measure of each candidate, and at the end of a rest; more until they take `TRIAL_S`."""
 TRIAL_S = 0.25
-"""Seconds that the measured steps take together, at least."""
+"""Seconds that the measured steps take together at least."""
 MOST_SHARE = 0.01
-"""Share of the time that trials may take after the first decision."""
+"""The share of the time that trials may take after the first decision."""
 MOST_EXTENSIONS = 5
-"""How many times in a row a phase is extended because too few steps could be measured."""
+"""How many times in a row a phase is extended because of too few valid measurements."""
 CHANGED = 0.25
-"""Share of a step by which it has to become longer or shorter before it is measured anew."""
+"""The relative change of the time of a step that makes it measure all candidates again."""
 NO_TIMES = "the measured times make no sense, so nothing changes"
 SHORTEST_S = 1e-9
-"""Saved steps take at least so many seconds."""
+"""The shortest step, in seconds, in a saved decision."""
 LARGEST = 1e18
-"""Number in saved figures."""
+"""The largest number in a saved decision."""
 _PHASES = ("measuring", "trying", "resting")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """
+    """The current candidate, and the state of the measurements.
+
     Attributes:
-        candidate: the one in force.
-        watch: the steps of this phase that are measured; None: it never looks again.
+        candidate: the current candidate.
+        watch: the steps of this phase to measure; None: it never measures again.
         others: the other candidates.
-        since: it is in force after so many committed steps; None: nothing was decided yet.
+        since: committed steps when the candidate became current; None before the first decision.
         phase: "measuring", "trying" or "resting".
-        extended: how many times in a row too few passes made sense.
-        switches: how many times another candidate came into force.
+        extended: how many times in a row the phase was extended because of too few valid measurements.
+        switches: how many times the current candidate changed.
         why: the reason for the latest choice, a sentence without a full stop.
-        tried_s: by label: seconds of a step in the latest trials; NaN where it could not be measured. The first is the
-            one that was in force before.
-        counted_bytes: by label: of a step, without sparse gradients; see `Counters`.
-        ranks_per_node: with which it was decided; 1 without nodes.
+        tried_s: by label: seconds of a step in the latest trials, or NaN without a valid measurement. First the
+            candidate that was current before them.
+        counted_bytes: by label: bytes of a step, without sparse gradients; see `Counters`.
+        ranks_per_node: at the time of the decision; 1 without nodes.
     """
 
     candidate: Candidate
@@ -68,12 +70,11 @@ class Decision:
 
     @property
     def known(self) -> dict[str, Candidate]:
-        """All candidates by label."""
         return {each.label: each for each in (self.candidate, *self.others)}
 
     @property
     def summary(self) -> str:
-        """For the summary at the first backward pass; "" if nothing was decided."""
+        """For the summary at the first backward pass; "" before the first decision."""
         if self.phase == "trying":
             return f"trying {self.candidate.label} since step {self.since}"
         if self.since is not None:
@@ -82,14 +83,14 @@ class Decision:
 
     @property
     def message(self) -> str:
-        """What rank 0 logs after a choice."""
+        """The message that rank 0 logs after a choice."""
         sent = self.counted_bytes.get(self.candidate.label)
         sender = "rank" if self.ranks_per_node == 1 else "node"
         size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and {sender}"
         return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
 
     def to_plain(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers; None for NaN, for which JSON has no number."""
+        """Convert to dicts, lists, strings and numbers; NaN becomes None, because JSON has no NaN."""
         return {
             "label": self.candidate.label,
             "candidates": [
@@ -112,10 +113,10 @@ class Decision:
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """The inverse of `to_plain`, for content that may be damaged or hostile.
+        """Invert `to_plain`, for content that may be damaged or hostile.
 
         Raises:
-            HookConfigError: it is not what `to_plain` returns.
+            HookConfigError: the content is not a result of `to_plain`.
         """
         try:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
@@ -148,18 +149,17 @@ class Decision:
 
 
 def begin(config: Auto, step: int, ranks_per_node: int = 1) -> Decision:
-    """Nothing decided: plain all-reduce until it was measured."""
+    """Return the decision of a new training: measure plain all-reduce."""
     return _measuring(Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step)
 
 
 def longer(now: Decision, step: int, steps: int) -> Decision:
-    """Measure so many steps more in this phase."""
     assert now.watch is not None
     return replace(now, watch=Watch(now.watch.begin, step + steps))
 
 
 def extended(now: Decision, config: Auto, step: int) -> Decision:
-    """Too few steps made sense on some rank: measure longer, or give up. A trial without a time ends the trials."""
+    """Extend the phase after too few valid measurements on some rank; end it after `MOST_EXTENSIONS`."""
     if now.extended < MOST_EXTENSIONS:
         return replace(longer(now, step, TRIAL_STEPS), extended=now.extended + 1)
     if now.phase == "trying":
@@ -170,19 +170,18 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
 def after_measuring(
     now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
-    """Begin the trials of `candidates`. `sent`: counted bytes of a step, by label; also of the one in force."""
+    """Begin the trials of `candidates`. `sent`: counted bytes of a step by label, also for the current candidate."""
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
     return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)
 
 
 def after_trial(now: Decision, config: Auto, step: int, step_s: float) -> Decision:
-    """Try the next candidate, or choose."""
     return _next_trial(replace(now, tried_s={**now.tried_s, now.candidate.label: step_s}), config, step)
 
 
 def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decision:
-    """Rest on, or measure anew if a step takes much longer or shorter than when it was chosen, or that is not known."""
+    """Rest again, or measure if the time of a step has changed since the choice, or was unknown."""
     then_s = now.tried_s.get(now.candidate.label, math.nan)
     if abs(step_s - then_s) <= CHANGED * then_s:
         return resting(now, config, step)
@@ -190,9 +189,9 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Go on with a decision from a checkpoint; in the middle of the trials with these. With another number of ranks or
-    of ranks per node, or other candidates, the choice stays in force and is measured anew. A choice that the options or
-    the nodes no longer allow is dropped at once."""
+    """Continue with a decision from a checkpoint, also in the middle of trials. With another number of ranks or of
+    ranks per node, or other candidates, the current candidate stays, and is measured again. A candidate that the
+    options or the nodes no longer allow is replaced at once."""
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}
@@ -212,7 +211,7 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
     if now.phase == "measuring":
         return now
     missing = {each.label for each in allowed} - usable.keys()
-    # Without others nothing could be measured: the next look will try again.
+    # Without others no measurement was valid: it tries again at the end of the rest.
     if saved.others and (missing or now.known != saved.known):
         return _measuring(now, config, step)
     anew = resting(now, config, step)
@@ -222,7 +221,7 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
 
 
 def resting(now: Decision, config: Auto, step: int) -> Decision:
-    """Rest until the next look: `check_again_every` steps, or as many as trials like the last ones may cost."""
+    """Rest for `check_again_every` steps, or longer if trials like the last ones cost more than `MOST_SHARE`."""
     every = config.check_again_every
     if every is None:
         return replace(now, phase="resting", watch=None, extended=0)
@@ -234,9 +233,12 @@ def resting(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """The labels of the candidates that were not tried, those that send least first. One that sends no less than
-    all-reduce is left out, and one whose bytes alone would take longer than the best step so far. A byte takes at least
-    what was won for each one less that was sent: the candidate that sends most computes least."""
+    """Return the labels of the candidates to try, those that send least first.
+
+    Candidates that send no less than all-reduce are left out, and candidates whose bytes alone would take longer than
+    the best step so far. The time per byte is at least the time saved per byte less in an earlier trial, because the
+    candidate that sends most computes least.
+    """
     tried = [(now.counted_bytes[label], each) for label, each in now.tried_s.items() if math.isfinite(each)]
     most, most_s = max(tried)
     s_per_byte = max([0.0, *((most_s - each) / (most - sent) for sent, each in tried if sent < most)])
@@ -247,7 +249,7 @@ def worth_trying(now: Decision) -> list[str]:
 
 
 def _sends_as_much(now: Decision, label: str) -> bool:
-    """As all-reduce: as bf16 for a model in bfloat16."""
+    """Whether it sends as much as all-reduce, such as bf16 for a model in bfloat16."""
     sent = now.counted_bytes
     return label != ALLREDUCE.label and ALLREDUCE.label in sent and sent[label] >= sent[ALLREDUCE.label]
 
@@ -261,13 +263,12 @@ def _next_trial(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def _ended(now: Decision, config: Auto, step: int) -> Decision:
-    """Choose among what was tried."""
     label = choose(now.tried_s, now.known, _before(now))
     return resting(replace(_with(now, label, step), why=_reason(now, label)), config, step)
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:
-    """Measure what is in force; what was only tried is taken back before. After the first trials nothing was chosen."""
+    """Measure the current candidate; during trials, return to the candidate before them."""
     if now.phase == "trying":
         now = _with(now, _before(now), step)
         now = now if now.why else replace(now, since=None)
@@ -276,12 +277,10 @@ def _measuring(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def _before(now: Decision) -> str:
-    """The label of the candidate that was in force before the trials."""
     return next(iter(now.tried_s), now.candidate.label)
 
 
 def _with(now: Decision, label: str, step: int) -> Decision:
-    """Another candidate, or the same one, comes into force."""
     if label == now.candidate.label and now.since is not None:
         return now
     switches = now.switches + (label != now.candidate.label)
@@ -297,7 +296,6 @@ def _of(labels: Mapping[str, Candidate], numbers: Mapping[str, float]) -> dict[s
 
 
 def _reason(now: Decision, label: str) -> str:
-    """Why `label` was chosen."""
     said = {each: f"{1000 * seconds:.4g} ms" for each, seconds in now.tried_s.items() if math.isfinite(seconds)}
     others = [f"{time} with {each}" for each, time in said.items() if each != label]
     parts = ["nothing helps here"] if label == ALLREDUCE.label else []

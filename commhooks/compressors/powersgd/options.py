@@ -12,7 +12,7 @@ class PowerSGD(HookConfig):
     """Options of the hook powerSGD: low-rank gradients with error feedback, per parameter.
 
     Args:
-        matrix_approximation_rank: rank of the factors. Usually 1 to 4; a higher rank is closer to all-reduce and sends
+        matrix_approximation_rank: rank of the factors, usually 1 to 4. A higher rank is closer to all-reduce and sends
             more.
         start_powerSGD_iter: number of steps with plain all-reduce before compression begins (int), or a fraction of the
             run (float between 0 and 1, exclusive). None: 10 % of the run, at most 1000 steps; 100 steps if the length

@@ -1,0 +1,395 @@
+"""Whole trainings on a simulated accelerator: everything is ordered, and no memory is freed while it may be used.
+
+`python -m tests.stress.waits` takes each wait of the packages out in turn; every such mutant must fail here.
+"""
+
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commhooks
+from commhooks.compressors.base import Exchange, Send, State, StepInfo
+from commhooks.compressors.cast import Stateless
+from commhooks.engine.backward_pass import BackwardPass
+from commhooks.options import HookConfig
+from tests.support import sharded
+from tests.support import simulated_accelerator as simulation
+from tests.support.cuda_stand_ins import Stream
+from tests.support.ddp_steps import descend, process_group_of_one, wrap
+from tests.support.features import fully_shard_on_gloo
+from tests.support.simulated_accelerator import DEVICE, Accelerator, simulated_accelerator
+from tests.support.training import Run, make_model
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 5
+QUANTIZED = {"block_size": 32, "start_iter": 2}
+POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+HOOKS: dict[str, dict[str, Any]] = {
+    "allreduce": {"hook": "allreduce"},
+    "fp16": {"hook": "fp16"},
+    "bf16": {"hook": "bf16"},
+    "powerSGD": {"hook": "powerSGD", "hook_options": POWERSGD},
+    "powerSGD, bf16": {"hook": "powerSGD", "hook_options": POWERSGD, "wrapper": "bf16"},
+    "powerSGD, cold": {"hook": "powerSGD", "hook_options": POWERSGD | {"warm_start": False}},
+    "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
+    "int8": {"hook": "int8", "hook_options": QUANTIZED},
+    "int4": {"hook": "int4", "hook_options": QUANTIZED},
+    "int4, fp16": {"hook": "int4", "hook_options": QUANTIZED, "wrapper": "fp16"},
+    "auto": {"hook": "tests.support.prescribed_auto:PrescribedAutoCompressor"},
+    "random_k": {"hook": "examples.random_k:RandomKCompressor", "hook_options": {"share": 0.2, "start_iter": 2}},
+    "diloco": {"hook": "diloco", "hook_options": {"sync_every": 2}},
+    "diloco, int4": {"hook": "diloco", "hook_options": {"sync_every": 2, "wire": "int4"}},
+    "local_sgd": {"hook": "local_sgd", "hook_options": {"sync_every": 2}},
+}
+
+
+def _new(hook: str, **more: Any) -> Run:
+    return Run.new(make_model().to(DEVICE), **HOOKS[hook], **more)
+
+
+HOST_WAITS = {
+    "powerSGD, cold": {"state.py", "accelerator.py"},  # each step draws its own Q, by the number of the step
+    "random_k": {"state.py"},  # each step draws its own elements
+    # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made anew.
+    "diloco": {"state.py", "common_state.py", "kernels.py", "mean.py"},
+    "diloco, int4": {"state.py", "common_state.py", "kernels.py", "mean.py"},
+    "local_sgd": {"state.py", "common_state.py"},
+    "powerSGD in nodes": {"reduction.py"},
+    "random_k in nodes": {"state.py"},
+}
+"""The modules in which the host waits for the accelerator in steady state. No other hook makes it wait."""
+
+
+def _trained(hook: str, more: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The faults of a training, and what the host waited for in its last two steps."""
+    with simulated_accelerator() as accelerator:
+        run = _new(hook, **more).train(STEPS - 2)
+        del accelerator.host_waits[:]
+        run.train(2)
+        waits = list(accelerator.host_waits)
+        run.hook.stats()
+        return accelerator.faults, waits
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_training_of_every_hook(run_ranks: Any, hook: str) -> None:
+    for faults, waits in run_ranks(_trained, hook, {}):
+        assert faults == []
+        assert _modules(waits) == HOST_WAITS.get(hook, set()), waits
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16", "random_k"])
+def test_nodes(run_ranks: Any, hook: str) -> None:
+    for faults, waits in run_ranks(_trained, hook, {"ranks_per_node": 2}, world_size=4):
+        assert faults == []
+        assert _modules(waits) <= HOST_WAITS.get(f"{hook} in nodes", set()), waits
+
+
+def _modules(waits: list[str]) -> set[str]:
+    return {wait.partition(" (")[2].partition(":")[0] for wait in waits}
+
+
+class _Words(nn.Module):
+    """With a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(words).mean(1))
+
+
+def _trained_on_words(hook: str) -> list[str]:
+    with simulated_accelerator() as accelerator:
+        ddp = wrap(_Words().to(DEVICE))
+        commhooks.attach(ddp, hook)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.randint(0, 20, (4, 6)).to(DEVICE)).square().mean().backward()
+            descend(ddp)
+        return accelerator.faults
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powerSGD"])
+def test_sparse_gradients(run_ranks: Any, hook: str) -> None:
+    assert run_ranks(_trained_on_words, hook) == [[], []]
+
+
+def _trained_in_shards(hook: str) -> list[str]:
+    with simulated_accelerator() as accelerator:
+        mesh = sharded.mesh_of(2, 2)
+        model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
+        options = HOOKS[hook].get("hook_options")
+        attached = commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"])
+        for step in range(STEPS):
+            gradients = sharded.random_gradients(step, dtype=torch.float32)
+            model.zero_grad(set_to_none=True)
+            del accelerator.host_waits[:]
+            model({name: each.to(DEVICE) for name, each in gradients.items()}).backward()
+            assert accelerator.host_waits == [] or step < STEPS - 1
+            descend(model)
+        attached.stats()
+        return accelerator.faults
+
+
+@fully_shard_on_gloo
+@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16"])
+def test_shards(run_ranks: Any, hook: str) -> None:
+    assert run_ranks(_trained_in_shards, hook, world_size=4) == [[]] * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums(HookConfig):
+    hook_name: ClassVar[str] = "sums"
+
+    op: str = "sum"
+
+
+class SumsCompressor(Stateless[Sums]):
+    """Without learned state. What it made before its Send is needed after it."""
+
+    Config = Sums
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        half, share = flat.half(), torch.full_like(flat, 1 / step.world_size)
+        if self.config.op == "sum":
+            total = yield Send(half, last=True)
+        else:
+            total = (yield Send(half, op="gather", last=True)).sum(0)
+        flat.copy_(total).mul_(share)
+        return None
+
+
+def _trained_with_sums(op: str) -> list[str]:
+    with simulated_accelerator() as accelerator:
+        commhooks.register_compressor(SumsCompressor)
+        Run.new(make_model().to(DEVICE), hook=Sums(op=op)).train(3)
+        return accelerator.faults
+
+
+@pytest.mark.parametrize("op", ["sum", "gather"])
+def test_a_compressor_of_ones_own_without_learned_state(run_ranks: Any, op: str) -> None:
+    assert run_ranks(_trained_with_sums, op) == [[], []]
+
+
+def _trained_with_a_scale() -> list[str]:
+    """As a GradScaler does, which changes the scale on the device."""
+    with simulated_accelerator() as accelerator:
+        scale = torch.ones((), device=DEVICE)
+        run = _new("powerSGD", loss_scale=lambda: scale)
+        for _ in range(STEPS):
+            run.train(1)
+            scale.mul_(2)
+        run.hook.stats()
+        return accelerator.faults
+
+
+def test_a_loss_scale(run_ranks: Any) -> None:
+    assert run_ranks(_trained_with_a_scale) == [[], []]
+
+
+# ---- in the middle of a backward pass --------------------------------------------------------------------------------
+
+
+def _interrupted(run: Run, act: Callable[[], object]) -> None:
+    """A step that calls `act` when the first bucket has been sent."""
+    handle = run.ddp.module[3].register_full_backward_hook(lambda *_: act())  # type: ignore[index]
+    try:
+        run.train(1)
+    finally:
+        handle.remove()
+
+
+def _saves_in_a_thread(run: Run, accelerator: Accelerator, how: str) -> None:
+    saved: list[Any] = []
+
+    def save() -> None:
+        thread = threading.Thread(target=lambda: saved.append(run.hook.state_dict(how)))
+        thread.start()
+        thread.join()
+
+    _interrupted(run, save)
+    assert saved[0]["step"] == STEPS and saved[0]["exact"]
+
+
+def _reads_norms_elsewhere(run: Run, accelerator: Accelerator) -> None:
+    run.optimizer.zero_grad()  # gradients are the caller's to wait for
+    run.hook.state_dict("mean")  # the codec's stream copies the means
+    with accelerator.cuda.on(Stream(name="the reader's stream")):
+        assert run.hook.norms()["residual_norm"] is not None
+
+
+class _Interrupt(Exception):
+    pass
+
+
+def _fail() -> None:
+    raise _Interrupt
+
+
+def _is_abandoned(run: Run, accelerator: Accelerator) -> None:
+    with pytest.raises(_Interrupt):
+        _interrupted(run, _fail)
+    run.optimizer.zero_grad()
+    _begins_anew(run)
+
+
+def _fails_in_a_hook(run: Run, accelerator: Accelerator) -> None:
+    with mock.patch.object(BackwardPass, "drain", side_effect=_Interrupt), pytest.raises(_Interrupt):
+        run.train(1)
+    run.optimizer.zero_grad(set_to_none=False)  # the gradients are in the buckets
+    _begins_anew(run)
+
+
+def _begins_anew(run: Run) -> None:
+    """With a new DDP, because one whose pass did not end is of no use."""
+    saved = run.hook.state_dict("per_rank")
+    run.hook.close()
+    new = Run.new(run.ddp.module, hook=run.hook.name, hook_options=run.hook.options)
+    new.hook.load_state_dict(saved)
+    run.ddp, run.hook, run.optimizer = new.ddp, new.hook, new.optimizer
+
+
+def _is_dropped(run: Run, accelerator: Accelerator) -> None:
+    with pytest.raises(_Interrupt):
+        _interrupted(run, _fail)
+    del run.ddp, run.optimizer, run.hook
+    gc.collect()
+
+
+def _loads(run: Run, accelerator: Accelerator) -> None:
+    run.load(run.save())
+
+
+def _trains_on_another_stream(run: Run, accelerator: Accelerator) -> None:
+    side = Stream(name="the stream of the training")
+    side.wait_stream(accelerator.cuda.default)
+    with accelerator.cuda.on(side):
+        run.train(2)
+    accelerator.cuda.default.wait_stream(side)
+
+
+def _is_checked(run: Run, accelerator: Accelerator) -> None:
+    run.hook.synchronize()
+    assert run.hook.stats()["backward_passes"] == STEPS
+
+
+EVENTS: dict[str, Callable[..., None]] = {
+    "saves": lambda *given: _saves_in_a_thread(*given, "per_rank"),
+    "saves the mean": lambda *given: _saves_in_a_thread(*given, "mean"),
+    "reads norms elsewhere": _reads_norms_elsewhere,
+    "is abandoned": _is_abandoned,
+    "fails in a hook": _fails_in_a_hook,
+    "is dropped in the middle": _is_dropped,
+    "loads": _loads,
+    "trains on another stream": _trains_on_another_stream,
+    "is checked": _is_checked,
+}
+
+
+def _trained_with(hook: str, event: str) -> list[str]:
+    with simulated_accelerator() as accelerator:
+        run = _new(hook, ddp={"gradient_as_bucket_view": True}).train(STEPS)
+        EVENTS[event](run, accelerator)
+        if hasattr(run, "ddp"):
+            run.train(2).hook.stats()
+        del run
+        gc.collect()
+        return accelerator.faults
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("hook", ["powerSGD", "int8"])
+def test_a_training_that(run_ranks: Any, hook: str, event: str) -> None:
+    assert run_ranks(_trained_with, hook, event) == [[], []]
+
+
+# ---- what the simulation finds ---------------------------------------------------------------------------------------
+
+
+def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice) -> list[str]:
+    tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+    side.wait_stream(accelerator.cuda.default)
+    tensor[4:].fill_(1)
+    if waits:
+        side.wait_stream(accelerator.cuda.default)
+    with accelerator.cuda.on(side):
+        tensor[part].sum().item()
+    return accelerator.faults
+
+
+@pytest.mark.parametrize(
+    ("waits", "part", "found"),
+    [(False, slice(3, 5), True), (True, slice(3, 5), False), (False, slice(0, 4), False)],
+    ids=["no wait", "a wait", "other bytes"],
+)
+def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, found: bool) -> None:
+    with simulated_accelerator() as accelerator:
+        faults = _reads_of_another_stream(accelerator, waits, part)
+    assert [each.partition(" (")[0] for each in faults] == ["aten::sum on the other stream reads"] * found
+    assert all("which aten::fill_ on the default stream writes: nothing orders them" in each for each in faults)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_it_finds_memory_that_is_freed_too_early(kept: bool) -> None:
+    with simulated_accelerator() as accelerator:
+        tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+        side.wait_stream(accelerator.cuda.default)
+        with accelerator.cuda.on(side):
+            tensor.add_(1)
+        if kept:
+            tensor.record_stream(side)  # type: ignore[arg-type]
+        del tensor
+    assert ["is freed while the other stream may use it" in each for each in accelerator.faults] == [True] * (not kept)
+
+
+@pytest.mark.parametrize("waits", ["work", "future", "a future without a device", "not at all"])
+def test_it_finds_an_answer_that_nobody_has_waited_for(waits: str) -> None:
+    with process_group_of_one(), simulated_accelerator() as accelerator:
+        tensor = torch.zeros(8, device=DEVICE)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if waits == "work":
+            work.wait()
+        elif waits == "future":
+            work.get_future().wait()
+        elif waits == "a future without a device":
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            work.get_future().then(lambda done: future.set_result(done.value()))
+            future.wait()
+        tensor.add_(1)
+    found = ["c10d::allreduce_ on the stream of group" in each for each in accelerator.faults]
+    assert found == [True] * (waits in ("a future without a device", "not at all"))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_it_finds_a_copy_that_the_host_reads_too_early(waits: bool) -> None:
+    with simulated_accelerator() as accelerator:
+        copied, event = torch.ones(2, device=DEVICE).to("cpu", non_blocking=True), torch.Event(DEVICE)
+        event.record(torch.accelerator.current_stream())
+        if waits:
+            event.synchronize()
+        copied.tolist()
+    found = ["tolist reads on the host what a copy may not have written yet" in each for each in accelerator.faults]
+    assert found == [True] * (not waits)
+
+
+def test_it_counts_what_the_host_waits_for() -> None:
+    with simulated_accelerator() as accelerator, mock.patch.object(simulation, "_place", lambda: ("here", True)):
+        on_host, on_device = torch.zeros(3), torch.zeros(3, device=DEVICE)
+        on_host.tolist(), on_host.sum().item(), on_device * 2, on_device.add_(on_host[0])
+        assert accelerator.host_waits == []
+        on_device.tolist(), on_device.sum().item(), on_device[on_device > 0], on_device.cpu(), on_host.to(DEVICE)
+        on_device.copy_(on_host)
+    assert len(accelerator.host_waits) == 6

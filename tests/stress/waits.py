@@ -1,0 +1,121 @@
+"""Take each wait for a stream out of the packages, one at a time: a test on the simulated accelerator must fail.
+
+    python -m tests.stress.waits [PART OF A PLACE ...]
+
+Each mutant is a copy of the repository without one statement that waits for a stream, records an event or keeps memory
+for a stream. Prints a table: the place, and what found the mutant: "clocks" (an access that nothing orders),
+"allocator" (memory freed too early), or an assertion of the test. A mutant that no test finds makes the exit status 1,
+unless EXPLAINED has a reason. `make test-waits` runs this: some minutes.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.stress.mutation import enter_copy, warm_pytest
+from tests.support.repository import REPOSITORY, sources
+
+WAITS = {
+    "wait_stream",
+    "wait_event",
+    "record_stream",
+    "record",
+    "keep_for_current_stream",
+    "wait_for_codec",
+    "self._mark.set",
+    "self._mark.wait",
+}
+TESTS = "tests/engine/test_simulated_accelerator.py"
+FIRST = {
+    "comm/collectives.py": "powerSGD and reads",
+    "comm/counters.py": "allreduce",
+    "engine/consensus.py": "loads",
+    "engine/immediate.py": "ones_own",
+    "engine/session.py": "fails",
+    "engine/state.py": "saves or reads",
+    "engine/streams.py": "powerSGD and (saves or reads or fails or dropped or loads)",
+}
+"""Tests that are tried first, because they probably find the mutants of a module. Then come all others."""
+EXPLAINED = {
+    ("engine/immediate.py", "finish", "keep_for_current_stream([new_answer])"): "the future has kept its value already",
+    (
+        "engine/streams.py",
+        "overwrite",
+        "stream.wait_stream(torch.cuda.current_stream(device))",
+    ): "the host has waited for the copy to the device",
+}
+LIMIT_S = 900
+
+
+def places() -> Iterator[tuple[str, str, ast.AST]]:
+    """The file and the function of each wait, with what is taken out: a statement, or the devices of a future."""
+    for file, text in sources().items():
+        yield from ((file, *found) for found in _in(ast.parse(text), ""))
+
+
+def _in(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+            called = ast.unparse(child.value.func)
+            if {called, called.rpartition(".")[2]} & WAITS:
+                yield function, child
+        elif isinstance(child, ast.keyword) and child.arg == "devices":
+            yield function, child.value
+        yield from _in(child, child.name if isinstance(child, ast.FunctionDef) else function)
+
+
+def without(text: str, node: Any) -> str:
+    """The source without this statement, or with an empty list in the place of this expression."""
+    lines = text.splitlines(keepends=True)
+    before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
+    after = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+    lines[node.lineno - 1 : node.end_lineno] = [before, "pass" if isinstance(node, ast.stmt) else "[]", after]
+    return "".join(lines)
+
+
+def found_by(pytest: str) -> str | None:
+    """What found the mutant; None: nothing."""
+    done = subprocess.run(pytest, shell=True, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode in (0, 5):  # 5: no test of that name
+        return None
+    test = re.search(r"^(?:FAILED|ERROR) \S+::(.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if test is None:
+        sys.exit(done.stdout + done.stderr)
+    for text, layer in (("nothing orders them", "clocks"), ("is freed while", "allocator")):
+        if text in done.stdout:
+            return f"{layer}: {test[1]}"
+    return f"assertion: {test[1]}"
+
+
+def main(wanted: list[str]) -> int:
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="waits-") as folder:
+        enter_copy(folder)
+        pytest = f"{warm_pytest()} {TESTS}"
+        print("| place | taken out | found by |\n|---|---|---|")
+        for file, function, node in places():
+            short, statement = file.removeprefix("commhooks/"), ast.unparse(node)
+            if wanted and not any(each in f"{short}:{function}" for each in wanted):
+                continue
+            by = EXPLAINED.get((short, function, statement))
+            if by is None:
+                text = Path(file).read_text(encoding="utf-8")
+                Path(file).write_text(without(text, node), encoding="utf-8")
+                by = found_by(f"{pytest} -k '{FIRST.get(short, 'no test')}'") or found_by(pytest)
+                Path(file).write_text(text, encoding="utf-8")
+            else:
+                by = f"nothing, and nothing can: {by}"
+            survived += by is None
+            print(f"| `{short}`, `{function}` | `{statement}` | {by or '**SURVIVED**'} |", flush=True)
+        os.chdir(REPOSITORY)
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,532 @@
+"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a training queues.
+
+`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except those that a program with a GPU would
+have on the host. Operators run at once, and have two effects more:
+
+- Each is work on the current stream. Every stream has a vector clock: the latest work of each other stream that it
+  comes after. A read or a write that does not come after the latest conflicting access to the same bytes is a fault.
+- Memory belongs to the stream that allocated it. It is a fault to free it while another stream may still use it,
+  unless `record_stream` was called (the rule of torch's caching allocator).
+
+A collective of gloo is work on a stream of its group; `wait()` makes the current stream wait for it. A future made with
+a device holds an event of the stream on which it was completed; DDP and `wait()` wait for that event, and `then` calls
+back on a stream of its own (as torch's `ivalue::Future`). When the host reads a tensor, it waits for the current
+stream, and everything queued later comes after that.
+"""
+
+import contextlib
+import functools
+import itertools
+import re
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commhooks.comm.collectives import PointToPoint, new_future
+from commhooks.engine import backward_pass, immediate
+from commhooks.local_steps import driver
+from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
+from tests.support.kernels import computing_with
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
+FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
+READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
+METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
+WHOLE = 1 << 62
+_TO = torch.Tensor.to
+DEVICE = torch.device("cpu")
+"""The accelerator; the host is "cpu"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Of the bytes from `begin` to `end`, by the work `number` of a stream."""
+
+    begin: int
+    end: int
+    stream: Stream
+    number: int
+    what: str
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        return self.begin < end and begin < self.end
+
+
+@dataclass(eq=False)
+class Memory:
+    """One storage."""
+
+    home: Stream
+    on_host: bool
+    made_by: str
+    freed: Any = None
+    """The weak reference that tells when the storage is freed."""
+    reads: list[Access] = field(default_factory=list)
+    writes: list[Access] = field(default_factory=list)
+    used: Clock = field(default_factory=dict)
+    kept_for: set[Stream] = field(default_factory=set)
+    copied: Clock = field(default_factory=dict)
+    """Of memory on the host: the copy from the device for which the host has not waited."""
+
+
+class Accelerator:
+    """What happened on the simulated accelerator.
+
+    Attributes:
+        cuda: its streams and events.
+        faults: sentences.
+        host_waits: what the host waited for in the packages, with the line.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self.faults: list[str] = []
+        self.host_waits: list[str] = []
+        self.running = True
+        self._memory: dict[int, Memory] = {}
+        self._numbers = itertools.count(1)
+        self._groups: dict[str, Stream] = {}
+        self._kinds: dict[Any, list[tuple[int, str, str]]] = {}
+        self._lock = threading.RLock()
+        self.local = threading.local()
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def memory(self, tensor: torch.Tensor) -> Memory:
+        """Of what nobody has seen being allocated: on the device, long ago."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = Memory(self.cuda.default, False, "something before")
+            found.freed = weakref.ref(storage, lambda _: self._freed(key))
+        return found
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_sparse and self.memory(tensor).on_host
+
+    def memory_on_host(self, tensor: torch.Tensor) -> Clock:
+        """The copy that writes this memory of the host, if there is one."""
+        return {} if tensor.is_sparse else self.memory(tensor).copied
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """`Tensor.record_stream`."""
+        for part in _parts(tensor):
+            self.memory(part).kept_for.add(stream)
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The current stream uses the memory."""
+        current = self.cuda.current()
+        for tensor in tensors:
+            for part in _parts(tensor):
+                self.memory(part).used[current] = current.clock.get(current, 0)
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            memory = self._memory.pop(key)
+            if memory.on_host or not self.running:
+                return
+            for stream, number in memory.used.items():
+                safe = [memory.home.clock, self.cuda.host, *(each.clock for each in memory.kept_for)]
+                if stream is not memory.home and all(clock.get(stream, 0) < number for clock in safe):
+                    self._fault(
+                        f"memory of {memory.made_by}, allocated on {memory.home}, is freed while {stream} may use it"
+                    )
+
+    # --------------------------------------------------------------------------------------------------------- work
+
+    def launch(
+        self,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: Stream | None = None,
+    ) -> None:
+        """Queue work. `stream`: of a collective, which keeps its tensors itself; None: the current one."""
+        with self._lock:
+            on, number = stream or self.cuda.current(), next(self._numbers)
+            on.see(self.cuda.host)
+            for tensors, writing in ((reads, False), (writes, True)):
+                for tensor in itertools.chain.from_iterable(map(_parts, tensors)):
+                    memory = self.memory(tensor)
+                    if memory.on_host or tensor.numel() == 0:
+                        continue
+                    self._access(memory, tensor, Access(*_extent(tensor), on, number, what), writing)
+                    if stream is None:
+                        memory.used[on] = number
+            on.clock[on] = number
+
+    def _access(self, memory: Memory, tensor: torch.Tensor, new: Access, writing: bool) -> None:
+        for earlier, kind in ((memory.writes, "writes"), (memory.reads if writing else [], "reads")):
+            for old in earlier:
+                if (
+                    old.overlaps(new.begin, new.end)
+                    and new.stream.clock.get(old.stream, 0) < old.number
+                    and old.number != new.number
+                ):
+                    verb = "writes" if writing else "reads"
+                    self._fault(
+                        f"{new.what} on {new.stream} {verb} {tuple(tensor.shape)} of memory of {memory.made_by}, which "
+                        f"{old.what} on {old.stream} {kind}: nothing orders them"
+                    )
+        if writing:
+            for accesses in (memory.reads, memory.writes):
+                accesses[:] = [each for each in accesses if not (new.begin <= each.begin and each.end <= new.end)]
+            memory.writes.append(new)
+        else:
+            same = (each for each in memory.reads if each.stream is not new.stream or each.begin != new.begin)
+            memory.reads[:] = [*same, new]
+
+    def allocate(self, tensor: torch.Tensor, what: str, *, on_host: bool) -> None:
+        """A new storage; its memory may be what earlier work of the current stream has used."""
+        for part in _parts(tensor):
+            memory = self.memory(part)
+            memory.on_host, memory.made_by, memory.home = on_host, what, self.cuda.current()
+            memory.reads, memory.writes = [], []
+            if not on_host:
+                number = memory.home.clock.get(memory.home, 0)
+                memory.writes.append(Access(0, WHOLE, memory.home, number, f"the allocation by {what}"))
+
+    def wait_on_host(self, why: str, clock: Clock | None = None) -> None:
+        """The host waits for this work, by default for the current stream."""
+        with self._lock:
+            self.cuda.host_sees(self.cuda.current().clock if clock is None else clock)
+            place, in_packages = _place()
+            if in_packages:
+                self.host_waits.append(f"{why} {place}")
+
+    def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """The host reads the numbers: what is on the device when it is ready, what is on the host at once."""
+        if any(
+            n > self.cuda.host.get(stream, 0) for each in tensors for stream, n in self.memory_on_host(each).items()
+        ):
+            self._fault(f"{what} reads on the host what a copy may not have written yet")
+        if not all(map(self.is_on_host, tensors)):
+            self.wait_on_host(f"{what} reads")
+
+    def _fault(self, text: str) -> None:
+        sentence = f"{text} {_place()[0]}"
+        if sentence not in self.faults:
+            self.faults.append(sentence)
+
+    # ---------------------------------------------------------------------------------------------------- operators
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run."""
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self._collective(name, args, kwargs)
+            return
+        reads, writes, given = [], [], []
+        for place, argument, kind in self._kinds_of(func):
+            value = args[place] if place < len(args) else kwargs.get(argument)
+            tensors = _tensors(value)
+            given += tensors
+            if kind != "nothing":
+                (writes if kind == "write" else reads).extend(tensors)
+        known = {part.untyped_storage()._cdata for each in given for part in _parts(each)}
+        new = [part for each in _tensors(result) for part in _parts(each) if part.untyped_storage()._cdata not in known]
+        to = getattr(self.local, "to", None)
+        hosts = [self.is_on_host(each) for each in given]
+        for tensor in new:
+            self.allocate(tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host")
+        self.launch(name, reads, [*writes, *new])
+        ready = self.cuda.current().clock if not all(map(self.is_on_host, [*writes, *new])) else self.cuda.host
+        if any(number > ready.get(stream, 0) for each in reads for stream, number in self.memory_on_host(each).items()):
+            self._fault(f"{name} reads on the host what a copy may not have written yet")
+        short = name.partition("::")[2]
+        if short in READ_BY_HOST:
+            self.read_by_host(short, given)
+        elif short == "index" and any(each.dtype == torch.bool for each in given[1:]) and not all(hosts):
+            self.wait_on_host("an index by a mask reads")
+        elif short in ("copy_", "_to_copy", "_foreach_copy_"):
+            self._between(reads, [*writes, *new], bool(kwargs.get("non_blocking", short == "copy_" and args[2:])))
+
+    def _between(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool) -> None:
+        """A copy, perhaps between host and device."""
+        on_host = [each for each in written if self.is_on_host(each)]
+        if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
+            return
+        if not non_blocking:
+            self.wait_on_host("a copy between host and device")
+            return
+        for tensor in on_host:
+            self.memory(tensor).copied = dict(self.cuda.current().clock)
+
+    def _kinds_of(self, func: Any) -> list[tuple[int, str, str]]:
+        found = self._kinds.get(func)
+        if found is None:
+            schema = func._schema
+            found = self._kinds[func] = []
+            for place, argument in enumerate(schema.arguments):
+                alias = argument.alias_info
+                kind = "read" if alias is None else "write" if alias.is_write else "nothing"
+                if kind == "read" and METADATA_ONLY.match(schema.name):
+                    kind = "nothing"
+                found.append((place, argument.name, kind))
+                if kind == "write" and schema.name.endswith("_") and place == 0:  # in place: most read it, too
+                    found.append((place, argument.name, "nothing"))
+        return found
+
+    def _collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        group = next((str(_group_name(each)) for each in [*args, *kwargs.values()] if _group_name(each)), "")
+        stream = self._groups.setdefault(group, Stream(name=f"the stream of group {group!r}"))
+        tensors = [_tensors(each) for each in args]
+        reads, writes = tensors[1:2], tensors[:1]
+        if name in ("c10d::send",):
+            reads, writes = writes, []
+        current, read, written = self.cuda.current(), [*itertools.chain(*reads)], [*itertools.chain(*writes)]
+        stream.see(current.clock)
+        self.launch(name, read, written, stream)
+        started = getattr(self.local, "started", None)
+        if started is None:
+            current.see(stream.clock)
+            self.use([*read, *written])
+        else:
+            started.append((dict(stream.clock), [*read, *written]))
+
+
+class Work:
+    """Stands for a `dist.Work` of NCCL."""
+
+    def __init__(
+        self, work: Any, accelerator: Accelerator, started: Sequence[tuple[Clock, list[torch.Tensor]]]
+    ) -> None:
+        self._work, self._accelerator = work, accelerator
+        self._clock: Clock = {stream: number for clock, _ in started for stream, number in clock.items()}
+        self._tensors = [each for _, tensors in started for each in tensors]
+
+    def wait(self, *args: Any) -> bool:
+        self._work.wait(*args)
+        self._accelerator.cuda.current().see(self._clock)
+        self._accelerator.use(self._tensors)
+        self._tensors = []
+        return True
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future(devices=[DEVICE])
+        value = self._work.get_future().wait()
+        future.complete(value, self._clock)
+        return future
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _future_of(accelerator: Accelerator) -> type:
+    cuda, real = accelerator.cuda, torch.futures.Future
+
+    class Future(torch.futures.Future):  # type: ignore[type-arg]
+        def __init__(self, *, devices: Any = None) -> None:
+            super().__init__()
+            self.devices = devices or []
+            self.event: Clock = {}
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return real[item]
+
+        def complete(self, result: Any, event: Clock) -> None:
+            self.event = dict(event) if self.devices else {}
+            super().set_result(result)
+
+        def set_result(self, result: Any) -> None:
+            self.complete(result, cuda.current().clock)
+
+        def synchronize(self) -> None:
+            """As of torch: the current stream waits for the event, and the allocator knows it."""
+            if self.event and self.done():
+                cuda.current().see(self.event)
+                with contextlib.suppress(RuntimeError):  # it failed
+                    tensors = _tensors(super().value())
+                    for tensor in tensors:
+                        accelerator.keep(tensor, cuda.current())
+
+        def wait(self) -> Any:
+            value = super().wait()
+            self.synchronize()
+            return value
+
+        def then(self, callback: Any) -> Any:
+            then = Future(devices=self.devices)
+
+            def call(_: Any) -> None:
+                with cuda.on(Stream(name="a stream of callbacks")):
+                    self.synchronize()
+                    try:
+                        then.set_result(callback(self))
+                    except Exception as error:
+                        then.set_exception(error)
+
+            super().add_done_callback(call)
+            return then
+
+    return Future
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self.accelerator = accelerator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.accelerator.note(func, args, kwargs or {}, result)
+        return result
+
+
+def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that know what a program with a GPU has on the host: what is made without a device or copied to "cpu".
+    They stand for those of torch: a mode of Python functions would be off in backward passes."""
+    local, to = accelerator.local, _TO
+
+    def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            on_device = isinstance(kwargs.get("device"), torch.device)
+            with mock.patch.object(local, "to", "device" if on_device else "host", create=True):
+                new = factory(*args, **kwargs)
+            if factory.__name__ == "tensor":
+                accelerator.allocate(new, "torch.tensor", on_host=not on_device)
+                if on_device:
+                    accelerator.wait_on_host("torch.tensor with a device copies")
+            return new
+
+        return make
+
+    def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if not isinstance(target, (str, torch.device)):
+            return to(tensor, *args, **kwargs)
+        to_host = isinstance(target, str)
+        with mock.patch.object(local, "to", "host" if to_host else "device", create=True):
+            return to(tensor, *args, **kwargs | ({"copy": True} if to_host != accelerator.is_on_host(tensor) else {}))
+
+    def read(name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
+        def by_host(tensor: torch.Tensor, *args: Any) -> Any:
+            accelerator.launch(name, [tensor.detach()], [])
+            accelerator.read_by_host(name, [tensor])
+            return method(tensor, *args)
+
+        return by_host
+
+    def like(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: (made(factory) if "device" in kwargs else factory)(*args, **kwargs)
+
+    yield from ((torch, name, made(getattr(torch, name))) for name in FACTORIES)
+    yield from ((torch, name, like(getattr(torch, name))) for name in ("empty_like", "zeros_like"))
+    yield torch.Tensor, "to", move
+    yield torch.Tensor, "cpu", lambda tensor: tensor.to("cpu")
+    yield from ((torch.Tensor, name, read(name)) for name in ("tolist", "numpy"))
+
+
+@contextlib.contextmanager
+def simulated_accelerator() -> Iterator[Accelerator]:
+    """In the body, of this process and its threads. Models are made, moved to `DEVICE` and wrapped inside."""
+    with contextlib.ExitStack() as patches:
+        cuda = patches.enter_context(cuda_stand_ins())
+        accelerator = Accelerator(cuda)
+        run, register = threading.Thread.run, DistributedDataParallel.register_comm_hook
+
+        def run_thread(thread: threading.Thread) -> None:
+            with _Operators(accelerator):
+                run(thread)
+
+        def asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+                if not async_op:
+                    return collective(*args, **kwargs)
+                started = accelerator.local.started = []
+                try:
+                    work = collective(*args, async_op=True, **kwargs)
+                finally:
+                    accelerator.local.started = None
+                return Work(work, accelerator, started)
+
+            return begin
+
+        def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
+            def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
+                future = hook(state, bucket)
+                # Before DDP's own callback, which waits for the futures on the current stream.
+                torch.autograd.Variable._execution_engine.queue_callback(getattr(future, "synchronize", lambda: None))
+                return future
+
+            register(model, state, reduce)
+
+        for owner, name, value in (
+            (torch.Tensor, "record_stream", lambda tensor, stream: accelerator.keep(tensor, stream)),
+            (torch.futures, "Future", _future_of(accelerator)),
+            (threading.Thread, "run", run_thread),
+            (DistributedDataParallel, "register_comm_hook", register_comm_hook),
+            (cuda, "wait_for", lambda event: accelerator.wait_on_host("an event", event.clock)),
+            # The device of a future decides whether it has an event.
+            *(
+                (module, "new_future", lambda _: new_future(torch.device("cuda", 0)))
+                for module in (backward_pass, immediate, driver)
+            ),
+            (PointToPoint, "applies_to", staticmethod(lambda group, device: False)),
+            *((dist, name, asynchronous(getattr(dist, name))) for name in COLLECTIVES),
+            *_places(accelerator),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, value))
+        patches.enter_context(computing_with("torch"))
+        patches.enter_context(_Operators(accelerator))
+        patches.callback(setattr, accelerator, "running", False)
+        yield accelerator
+
+
+# -------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors in it."""
+    if tensor.is_sparse:
+        return [tensor._indices(), tensor._values()]
+    local = getattr(tensor, "_local_tensor", None)
+    return [tensor] if local is None else [local]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    size = tensor.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * size
+    return begin, begin + (last + 1) * size
+
+
+def _group_name(value: Any) -> str | None:
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return str(dist.ProcessGroup.unbox(value).group_name)
+    return None
+
+
+def _place() -> tuple[str, bool]:
+    """The innermost line of the packages, and True; the innermost line of the tests if there is none."""
+    frames = [
+        each
+        for each in traceback.extract_stack()
+        if not each.filename.endswith(("/simulated_accelerator.py", "/cuda_stand_ins.py"))
+    ]
+    own = [
+        each for each in frames if re.search(r"/(commhooks|lightning_commhooks|accelerate_commhooks)/", each.filename)
+    ]
+    if not frames:
+        return "", False  # the garbage collector at the end
+    last = (own or [each for each in frames if "/tests/" in each.filename] or frames)[-1]
+    return f"({last.filename.rpartition('/')[2]}:{last.lineno} {last.line})", bool(own)

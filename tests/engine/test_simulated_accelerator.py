@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(120)
 STEPS = 5
 QUANTIZED = {"block_size": 32, "start_iter": 2}
 POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+DILOCO = {"sync_every": 2, "start_iter": 0, "outer_momentum": 0.5}
 HOOKS: dict[str, dict[str, Any]] = {
     "allreduce": {"hook": "allreduce"},
     "fp16": {"hook": "fp16"},
@@ -46,9 +47,9 @@ HOOKS: dict[str, dict[str, Any]] = {
     "int4, fp16": {"hook": "int4", "hook_options": QUANTIZED, "wrapper": "fp16"},
     "auto": {"hook": "tests.support.prescribed_auto:PrescribedAutoCompressor"},
     "random_k": {"hook": "examples.random_k:RandomKCompressor", "hook_options": {"share": 0.2, "start_iter": 2}},
-    "diloco": {"hook": "diloco", "hook_options": {"sync_every": 2}},
-    "diloco, int4": {"hook": "diloco", "hook_options": {"sync_every": 2, "wire": "int4"}},
-    "local_sgd": {"hook": "local_sgd", "hook_options": {"sync_every": 2}},
+    "diloco": {"hook": "diloco", "hook_options": DILOCO | {"wire": "float32"}},
+    "diloco, int4": {"hook": "diloco", "hook_options": DILOCO | {"fragments": 2}},
+    "local_sgd": {"hook": "local_sgd", "hook_options": {"sync_every": 2, "start_iter": 0}},
 }
 
 
@@ -60,7 +61,7 @@ HOST_WAITS = {
     "powerSGD, cold": {"state.py", "accelerator.py"},  # each step draws its own Q, by the number of the step
     "random_k": {"state.py"},  # each step draws its own elements
     # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made anew.
-    "diloco": {"state.py", "common_state.py", "kernels.py", "mean.py"},
+    "diloco": {"state.py", "common_state.py"},
     "diloco, int4": {"state.py", "common_state.py", "kernels.py", "mean.py"},
     "local_sgd": {"state.py", "common_state.py"},
 }

@@ -91,7 +91,11 @@ def found_by(pytest: str) -> str | None:
     test = re.search(r"^(?:FAILED|ERROR) \S+::(.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if test is None:
         sys.exit(done.stdout + done.stderr)
-    for text, layer in (("nothing orders them", "clocks"), ("is freed while", "allocator")):
+    for text, layer in (
+        ("nothing orders them", "clocks"),
+        ("not have written yet", "clocks"),
+        ("is freed while", "allocator"),
+    ):
         if text in done.stdout:
             return f"{layer}: {test[1]}"
     return f"assertion: {test[1]}"

@@ -159,6 +159,8 @@ def _load(path: str | Path) -> DictConfig:
         loaded = OmegaConf.load(path)
     except OSError as error:
         raise HookConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except OmegaConfBaseException as error:  # an interpolation that cannot be parsed
+        raise HookConfigError(f"{path}: {error.full_key}: {str(error).splitlines()[0]}") from error
     except Exception as error:  # PyYAML also raises ValueError (`!!int abc`) and AttributeError (`!!timestamp x`)
         raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):

@@ -15,9 +15,12 @@ from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
-from commhooks.gradients.source import sparse_parameters
+from commhooks.gradients.source import GradientSource, sparse_parameters
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.request import HookRequest
+
+NAMED_SAVE_BYTES = 10**9
+"""Bytes of residuals in a checkpoint from which on the summary names them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class ModelPlan:
     """The parameters of each bucket; empty if the buckets are unknown, or if the rows of the plan are buckets."""
     bytes_per_save: int = 0
     """With local steps: bytes that a joint save sends of an optimizer with two numbers per weight, such as Adam."""
+    saved_residuals: int = 0
+    """Bytes of the residuals in a checkpoint, all ranks together; 0 before the hook is attached."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
@@ -107,6 +112,7 @@ class ModelPlan:
             "bytes_after": sent,
             "flag_bytes": self.flag_bytes,
             "bytes_per_save": self.bytes_per_save,
+            "saved_residuals": self.saved_residuals,
             "compression_rate": self.bytes_before / sent if sent else None,
             "compressed_share": self.compressed_share,
             "memory_bytes": {
@@ -148,6 +154,8 @@ class ModelPlan:
         sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
         if self.bytes_per_save:
             sent += f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such as Adam"
+        if self.saved_residuals >= NAMED_SAVE_BYTES:
+            sent += f", {self.saved_residuals / 1e9:.1f} GB of residuals in a checkpoint of all ranks"
         if not self.selective:
             return f"{len(self.parameters)} parameters, {sent}"
         return (
@@ -172,7 +180,10 @@ class ModelPlan:
         shown = ", ".join(f"{self.unit.number(size)} {name}" for name, size in parts.items() if size)
         whose = "of this rank" if self.arrangement else "per rank"
         host = f", and {self.unit.text(memory.host)} of host memory" if memory.host else ""
-        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown}){host}\n"
+        saved = ""
+        if self.saved_residuals:
+            saved = f"Residuals in a checkpoint of all ranks: {self.unit.text(self.saved_residuals)}\n"
+        return f"Memory {whose}: {self.unit.text(memory.total)} ({shown}){host}\n{saved}"
 
 
 # ---- making one ------------------------------------------------------------------------------------------------------
@@ -211,12 +222,42 @@ def whole_plan(
     )
 
 
-def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) -> ModelPlan:
+@dataclass(frozen=True)
+class SavedBy:
+    """How the residuals of a hook are saved.
+
+    Attributes:
+        form: "mean", "per_rank" or "drop".
+        ranks: the ranks that save together; with a sharded model the ranks that hold the same shard.
+        shards: the number of shards of the model.
+    """
+
+    form: str
+    ranks: int
+    shards: int
+
+    @classmethod
+    def of(cls, request: HookRequest, source: GradientSource) -> "SavedBy":
+        sharded = source.shard_group is not None and request.save_residual == "per_rank"
+        return cls("mean" if sharded else request.save_residual, source.group.size(), source.place[1])
+
+
+def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int], saved_by: SavedBy) -> ModelPlan:
+    """Make the plan of an attached hook."""
     compressor, consensus = session.compressor, session.consensus
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
-    if not rows:  # each row is a bucket
-        return whole_plan(hook, compressor, consensus.buckets.plans())
-    return whole_plan(hook, compressor, rows, consensus.buckets.names() if session.has_run else (), consensus.reduction)
+    if rows:
+        buckets = consensus.buckets.names() if session.has_run else ()
+        plan = whole_plan(hook, compressor, rows, buckets, consensus.reduction)
+    else:  # each row is a bucket
+        rows = consensus.buckets.plans()
+        plan = whole_plan(hook, compressor, rows)
+    saved = 0
+    if saved_by.form == "mean":
+        saved = compressor.memory_plan(rows, [rows]).residual
+    elif saved_by.form == "per_rank":  # with nodes each rank has the residuals of its share
+        saved = plan.memory.residual * saved_by.ranks
+    return dataclasses.replace(plan, saved_residuals=saved * saved_by.shards)
 
 
 def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:

@@ -87,7 +87,6 @@ def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
 
 
 def _residual(entries: Sequence[dict[str, Any]], dim: int, extent: Extent) -> torch.Tensor | None:
-    """Cut this shard's piece out of the saved residuals; None stands for zeros."""
     found = next((entry["residual"] for entry in entries if entry["residual"] is not None), None)
     if found is None:
         return None
@@ -184,7 +183,6 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
 
 
 def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether `state` has the form of `to_distributed`."""
     return isinstance(state, Mapping) and REST in state
 
 

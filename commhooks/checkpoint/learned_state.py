@@ -263,7 +263,6 @@ class LearnedStateCheckpointer:
         return [name for name in parameters if name not in problems]
 
     def _own_residual(self, saved: Any, payload: dict[str, Any]) -> torch.Tensor | None:
-        """Take this rank's residual from the saved residuals of a parameter; None if it was not saved."""
         ranks, world_size = payload["residual_ranks"], payload["world_size"]
         own: torch.Tensor | None = None
         if payload["residual"] == "mean":
@@ -276,7 +275,6 @@ class LearnedStateCheckpointer:
         return own
 
     def _is_of(self, payload: dict[str, Any]) -> bool:
-        """Whether a payload with residuals per rank has this rank's."""
         return payload["world_size"] == self._world_size and self._rank in payload["residual_ranks"]
 
     def resumed(self, content: dict[str, Any]) -> str:
@@ -390,7 +388,6 @@ class LearnedStateCheckpointer:
         return Contribution("mean" if residual == "mean" else "per_rank", everyone, collected)
 
     def _residuals(self) -> dict[str, torch.Tensor]:
-        """This rank's residuals; the same names on all ranks."""
         session, state, own = self._session, self._session.state, self._session.state["residual"]
         field = next((each for each in session.compressor.state_fields if not each.replicated), None)
         if field is None:
@@ -407,7 +404,6 @@ class LearnedStateCheckpointer:
         }
 
     def _device_of(self, field: StateField, parameter: torch.Tensor) -> torch.device:
-        """The device on which a field is kept."""
         return parameter.device
 
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
@@ -426,7 +422,6 @@ class LearnedStateCheckpointer:
         state.local_shared = session.consensus.reduction.nodes is None
 
     def _inexact(self, failure: Failure) -> Contribution:
-        """A payload without residuals, with one warning on the rank that logs the failure."""
         if failure.logged_here:
             logger.warning(
                 "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
@@ -455,7 +450,6 @@ class LearnedStateCheckpointer:
         return self._session.consensus.binding.names.named_parameters()
 
     def _compressed(self, compressor: Compressor[Any]) -> dict[str, UnitPlan]:
-        """The plan of each compressed parameter; empty for a compressor of whole buckets."""
         return {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
 
 

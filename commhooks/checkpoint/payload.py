@@ -186,7 +186,6 @@ def check_tensor(value: Any, where: str) -> None:
 
 
 def _largest(value: torch.Tensor) -> float:
-    """The largest absolute value; NaN if `value` contains one."""
     if not value.numel():
         return 0.0
     low, high = torch.aminmax(value.detach())

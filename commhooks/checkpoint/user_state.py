@@ -49,7 +49,6 @@ class UserStateCheckpointer:
 
     @property
     def not_begun_anew(self) -> str:
-        """The end of a message: what `begin_anew` does not reset."""
         return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
 
     @property

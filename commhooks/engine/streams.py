@@ -34,15 +34,15 @@ def _stream(device: torch.device, name: str) -> torch.Stream:
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` the current stream in the body. `with stream:` keeps the stream before it in the stream object, so
-    that two threads cannot use one object at the same time."""
-    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    """Make `stream` and its device the current ones in the body. `with stream:` is an error in a second thread, or when
+    nested: torch keeps the stream before it in the stream object."""
+    outside, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
+        torch.accelerator.set_stream(outside)  # may be on another device, which becomes the current one again
 
 
 @contextlib.contextmanager

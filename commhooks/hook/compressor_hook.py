@@ -14,7 +14,7 @@ from commhooks.compressors.unit_plan import Unit, UnitPlan
 from commhooks.engine.session import Session
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.protocol import Residuals
-from commhooks.plan import ModelPlan, parameter_plans, session_plan
+from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
@@ -27,6 +27,7 @@ class CompressorHook:
         self.session, self.counters = session, session.counters
         self._request, self._source = request, source
         self._world_size = source.group.size()
+        self._saved_by = SavedBy.of(request, source)
         self.learns = session.compressor.transactional
         # A bound method would keep this object, and with it the learned state, in a reference cycle.
         plans = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
@@ -111,7 +112,7 @@ class CompressorHook:
         return [f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."]
 
     def plan(self) -> ModelPlan:
-        return session_plan(self._request.name, self.session, self._source.sparse)
+        return session_plan(self._request.name, self.session, self._source.sparse, self._saved_by)
 
     def _plans(self) -> list[UnitPlan]:
         session = self.session

@@ -14,7 +14,7 @@ from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.plan import ModelPlan, parameter_plans, session_plan
+from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
@@ -26,6 +26,7 @@ class LocalStepsHook:
         self.driver, self.counters = driver, driver.counters
         self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
         self._request, self._source, self._outer = request, source, driver.outer
+        self._saved_by = SavedBy.of(request, source)
 
     def status(self) -> Status:
         compressor = self._outer.compressor
@@ -83,7 +84,10 @@ class LocalStepsHook:
         return [f"hook {self._request.name}: {each}" for each in found]
 
     def plan(self) -> ModelPlan:
-        plan, nodes = session_plan(self._request.name, self._outer, self._source.sparse), self._outer.nodes
+        plan, nodes = (
+            session_plan(self._request.name, self._outer, self._source.sparse, self._saved_by),
+            self._outer.nodes,
+        )
         return plan if nodes is None else dataclasses.replace(plan, arrangement=nodes.description)
 
     @contextlib.contextmanager

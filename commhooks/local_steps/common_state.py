@@ -128,7 +128,6 @@ class CommonState:
         return found
 
     def _set_new(self, label: str, value: Any) -> None:
-        """Register a buffer that this rank lacks."""
         kind, _, name = label.partition(" ")
         if kind != "buffer" or not isinstance(value, torch.Tensor):
             raise _CannotRebuild
@@ -266,7 +265,6 @@ class _Leaf(NamedTuple):
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
-    """Describe `value`, and append its tensors to `tensors`."""
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         return "components", {name: _described(getattr(value, name), tensors) for name in names}
@@ -281,7 +279,6 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
 
 
 def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
-    """All tensors with their paths, by which tensors of different ranks are matched."""
     kind, inner = node
     if kind == "tensor":
         yield path, _Leaf(*inner)
@@ -333,7 +330,6 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _messages(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
-    """Divide the leaves into messages of up to `_MESSAGE_BYTES`, or one leaf."""
     message: list[_Leaf] = []
     size = 0
     for each in leaves:

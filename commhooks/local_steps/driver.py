@@ -212,7 +212,6 @@ class LocalStepsDriver:
 
     @torch.no_grad()
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Run what is due before a forward pass that records gradients."""
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
         # Rank 0 alone may run a forward pass in the other mode, and a model may be trained in evaluation mode.

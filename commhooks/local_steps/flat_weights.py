@@ -45,7 +45,6 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
 
 
 def packed(layout: BucketLayout) -> torch.Tensor:
-    """Copy the weights into a new buffer."""
     flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
     for slot in layout.slots:
         slot.of(flat).copy_(to_memory(slot.parameter.detach(), slot.parameter))
@@ -59,7 +58,6 @@ def write_back(layout: BucketLayout, flat: torch.Tensor) -> None:
 
 
 def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy the weights, each into a flat tensor of its own."""
     return {n: to_memory(p.detach(), p).to(compute_dtype(p.dtype), copy=True) for n, p in parameters.items()}
 
 

@@ -118,11 +118,9 @@ class FragmentSession(ExchangeDriver):
             exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
     def norm_and_cosine(self) -> tuple[float | None, float | None]:
-        """The norm of the latest outer gradient, and its cosine with the outer gradient before."""
         return norm_and_cosine(self._measured)
 
     def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take these weights as the anchor."""
         for name, each in parameters.items():  # one by one, because the anchor may have no room on the device
             self.state[ANCHOR.key].update(copied({name: each}))
             self.place_state([name])
@@ -136,7 +134,6 @@ class FragmentSession(ExchangeDriver):
                     kept[name] = to_host(kept[name])
 
     def new_exchange(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
-        """Make the exchange of a buffer, which begins when it is advanced."""
         group = self.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
         task = ExchangeTask(self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name)
@@ -196,7 +193,6 @@ class FragmentSession(ExchangeDriver):
         exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
     def _count(self, good: torch.Tensor, buffers: Sequence[OuterStepWorkspace]) -> None:
-        """Count an outer step, or with `good` false a discarded one."""
         with self.held.committing(good.device):
             self.held.add(_verdict(good), 1.0, compressed=True)
         self.held.settle()
@@ -251,7 +247,6 @@ class _DelayedExchange:
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
     def _exchange(self) -> None:
-        """Run all exchanges up to their verdicts."""
         # Leave the precision of products alone: the setting is the process's, and the training may be multiplying now.
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:

@@ -51,7 +51,6 @@ class OptimizerSteps:
         _watching.pop(self, None)
 
     def known(self) -> list[Optimizer]:
-        """The optimizers that have stepped, in the order of their first steps."""
         return list(self._optimizers)
 
     def expect(self) -> None:
@@ -59,7 +58,6 @@ class OptimizerSteps:
         self._missing = set(self._parameters)
 
     def forget(self) -> None:
-        """Undo `expect()`."""
         self._missing = None
 
     def on_pass_end(self) -> bool:

@@ -57,7 +57,6 @@ class OuterStepWorkspace:
     measured: torch.Tensor | None = None
 
     def measure(self, delta: torch.Tensor, good: torch.Tensor | bool) -> None:
-        """Set `measured`, and `sample` if the round is not discarded (`good`)."""
         new = delta[::SAMPLED_EVERY].clone()
         before = self.sample if self.sample is not None else torch.zeros_like(new)
         self.measured = torch.stack([delta.dot(delta), new.dot(new), before.dot(before), new.dot(before)])

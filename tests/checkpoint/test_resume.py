@@ -1,13 +1,35 @@
 """What a resume takes over and what it leaves out. That it is bit-equal: test_every_compressor.py, with every hook."""
 
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.training import Run, flat, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+
+
+def _sizes(save_residual: str) -> tuple[int, int, str]:
+    """Bytes of the residuals that this rank saves, and what the plan says of all."""
+    run = Run.new(hook_options=OPTIONS, save_residual=save_residual).train(5)
+    residuals = [entry["residual"] for entry in run.save()["hook"]["parameters"].values()]
+    tensors = [each[0] if isinstance(each, list) else each for each in residuals if each is not None]
+    plan = run.hook.plan()
+    with mock.patch("commhooks.plan.NAMED_SAVE_BYTES", 1):
+        return sum(each.nbytes for each in tensors), plan.saved_residuals, f"{plan}{plan.summary()}"
+
+
+@pytest.mark.parametrize("save_residual", ["per_rank", "mean", "drop"])
+def test_the_plan_names_the_bytes_of_residuals_in_a_checkpoint(run_ranks: Any, save_residual: str) -> None:
+    ranks = run_ranks(_sizes, save_residual)
+    written = sum(size for size, *_ in ranks) if save_residual == "per_rank" else ranks[0][0]
+    for _, planned, text in ranks:
+        assert planned == written and bool(written) == (save_residual != "drop")
+        assert ("Residuals in a checkpoint of all ranks: " in text) == bool(written)
+        assert ("0.0 GB of residuals in a checkpoint of all ranks" in text) == bool(written)
 
 
 def _one_file_of_rank_0() -> dict[str, Any]:

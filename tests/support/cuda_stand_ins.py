@@ -202,8 +202,6 @@ def cuda_stand_ins() -> Iterator[Cuda]:
             (torch, "Event", cuda.new_event),
             (torch.accelerator, "current_stream", cuda.current),
             (torch.accelerator, "set_stream", cuda.set_current),
-            (torch.accelerator, "current_device_index", lambda: 0),
-            (torch.accelerator, "set_device_index", lambda index: None),
             (torch.Tensor, "record_stream", lambda tensor, stream: cuda.keep(tensor, stream)),
             (torch.Tensor, "item", cuda.waits(torch.Tensor.item)),
             (torch.Tensor, "tolist", cuda.waits(torch.Tensor.tolist)),

@@ -1,15 +1,20 @@
 """Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook averages between
 the replicas."""
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.fsdp2 import check_takes_hook
+from accelerate_commhooks.yaml_settings import VARIABLE, Settings
 from commhooks import HookConfigError
 from tests.support.accelerators import (
     OPTIONS,
@@ -77,12 +82,14 @@ class Run:
 
 
 @launched
-def _beside_native() -> dict[str, dict[str, Any]]:
+def _beside_native(message_file: Path) -> dict[str, dict[str, Any]]:
     found = {}
+    off = Settings({"hook": "none"}, "a.yaml", message_file).to_environment()
     for name, setup in SETUPS.items():
         native = Run(**setup).train(STEPS)
         hooked = Run(CommHookKwargs(hook="allreduce"), **setup).train(STEPS)
-        without = Run(CommHookKwargs(hook=None), **setup).train(2)
+        with mock.patch.dict(os.environ, {VARIABLE: off}):
+            without = Run(CommHookKwargs(), **setup).train(2)
         found[name] = {
             "difference": float((native.weights() - hooked.weights()).abs().max()),
             "moved": float((native.weights() - without.weights()).abs().max()),
@@ -94,8 +101,10 @@ def _beside_native() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any) -> None:
-    for rank in run_ranks(_beside_native, world_size=4):
+def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_beside_native, tmp_path / "message", world_size=4)
+    assert (tmp_path / "message").read_text() == ""  # nothing for the launcher to print
+    for rank in ranks:
         for name, found in rank.items():
             assert found["difference"] <= 1e-6 < found["moved"], name
             assert found["passes"] == STEPS and found["sent"]
@@ -163,6 +172,9 @@ def _incomplete(folder: str) -> list[str]:
         run.accelerator.load_state(folder)
     hook = run.hook
     assert hook.stats()["step"] == 0 and run.handler.is_attached(run.model)
+    run.accelerator.prepare(run.model, torch.optim.SGD(run.model.parameters(), lr=0.1))
+    assert hook.detached and len(run.handler.attached_hooks) == 1
+    hook = run.hook
     hook.detach()
     assert run.hook is None and not run.handler.is_attached(run.model) and ", detached, rank" in repr(hook)
     return [text[text.index("holds") : text.index(")") + 1] for text in texts] or [""]
@@ -283,6 +295,13 @@ def _refused() -> dict[str, str]:
         old.prepare(make_model())
     found["FSDP1"] = str(error.value)
     return found
+
+
+def test_other_dimensions_of_parallelism_are_refused() -> None:
+    sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    accelerator = mock.Mock(distributed_type=DistributedType.FSDP, is_fsdp2=True, parallelism_config=sizes)
+    with pytest.raises(HookConfigError, match="^tp_size in ParallelismConfig: a communication hook works with dp_rep"):
+        check_takes_hook(accelerator)
 
 
 SENTENCES = {

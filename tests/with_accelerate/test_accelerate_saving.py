@@ -598,6 +598,8 @@ def _freed_and_gone(folder: str) -> None:
     pair.accelerator.wait_for_everyone()
     part = torch.load(f"{folder}/gone/comm_hook_1_rank{pair.accelerator.process_index}.pt", weights_only=True)
     assert torch.equal(part["residuals"]["5.weight"].flatten(), second)  # it kept its number
+    pair.accelerator.load_state(folder + "/gone")
+    assert pair.second_hook.stats()["step"] == 5
 
     stale = pair.second  # a variable that `free_memory` knows nothing of
     pair.accelerator.free_memory()

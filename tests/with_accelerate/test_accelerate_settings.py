@@ -98,6 +98,8 @@ WRONG = [
     ("hook: powerSGD\nhook_options: {start_powerSGD_iter: 0.1}", ": start_powerSGD_iter=0.1 is a fraction of the run"),
     ("hook: fp16", " has no setting 'wraper' (did you mean 'wrapper'?)", "wraper=fp16"),
     ("hook: bf16", ": override 'wrapper'; expected 'key=value'", "wrapper"),
+    ("hook: bf16", ": hook: no viable alternative at input '${'", "hook=${"),
+    ("hook: '${'", "hook: no viable alternative at input '${'"),
     (
         "hook: powerSGD\nhook_options: [a]",
         ": overrides ['hook_options.x=1']: a key for what is a list",
@@ -123,6 +125,7 @@ NO_SETTINGS = [
     ("hook: [", " is not YAML"),
     ("hook: fp16\nhook: bf16\n", "duplicate key hook"),
     ("comm_hook_config: ???\n", ": comm_hook_config: Missing mandatory value"),
+    ("comm_hook_config: ${comm_hook_config}\n", ": comm_hook_config: Recursive interpolation detected"),
 ]
 
 
@@ -178,6 +181,13 @@ def test_argument_over_environment_over_default(named: Path) -> None:
     other = named.with_name("other.yaml")
     other.write_text("hook: allreduce\n")
     assert CommHookKwargs.from_config(other) == CommHookKwargs(hook="allreduce")
+
+
+def test_overrides_of_settings_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, Settings({"hook": "powerSGD", "strict": False}, "a.yaml").to_environment())
+    assert CommHookKwargs.from_config(overrides=["strict=true"]) == CommHookKwargs(hook="powerSGD", strict=True)
+    with pytest.raises(HookConfigError, match=r"^a.yaml has no setting 'stric' \(did you mean 'strict'\?\)"):
+        CommHookKwargs.from_config(overrides=["stric=true"])
 
 
 def test_copies_do_not_ask_the_environment_again(named: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from commhooks import HookConfigError, LocalSGD, PayloadError, PowerSGD
+from commhooks import HookConfigError, LocalSGD, PayloadError, PowerSGD, allreduce_hook
 from lightning_commhooks.fabric import CommHookDDP
 from tests.support.lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
 from tests.support.workers import RanksFailed
@@ -253,6 +253,45 @@ def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> Non
 def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(HookConfigError, match=text):
         CommHookDDP(**arguments)
+
+
+class _Learned:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _own_hook(state: _Learned, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return allreduce_hook(None, bucket)
+
+
+def _refused(root: str) -> list[str]:
+    fabric = _fabric(_own_hook, hook_state=_Learned())
+    model, _ = _setup(fabric)
+    path = f"{root}/{dist.get_rank()}.ckpt"
+    torch.save({"model": model.module.state_dict(), "commhooks": 3}, path)
+    errors = []
+    for refused in (
+        lambda: _setup(fabric),
+        lambda: fabric.save(f"{root}/a.ckpt", {"model": model, "commhooks": {}}),
+        lambda: fabric.load(path, {"model": model}),
+    ):
+        with pytest.raises((HookConfigError, PayloadError)) as error:
+            refused()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_refused_later(run_ranks: Any, tmp_path: Path) -> None:
+    for rank, (second, key, content) in enumerate(run_ranks(_refused, str(tmp_path))):
+        assert second.startswith("hook_state (_Learned) is one object, and is used by another model already")
+        assert key == "'commhooks' in the state: this key holds the states of the hooks"
+        of_file = (
+            f"{tmp_path}/{rank}.ckpt, key 'commhooks': the checkpoint's 'commhooks' is a int, not a dict by models"
+        )
+        assert content == of_file
 
 
 def test_only_the_configuration_is_pickled() -> None:

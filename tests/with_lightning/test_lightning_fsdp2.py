@@ -160,6 +160,11 @@ def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
         assert "mesh=self.trainer.strategy.device_mesh['shard']" in over_another
 
 
+def test_the_mesh_before_the_processes_have_connected() -> None:
+    with pytest.raises(RuntimeError, match="the device mesh exists once the processes have connected"):
+        strategy(hook="int8").device_mesh  # noqa: B018
+
+
 def _warned(root: str) -> list[str]:
     made = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=100)), max_epochs=1)
     with caught_warnings() as texts:

@@ -190,6 +190,11 @@ def test_mistakes_are_found_at_construction(tmp_path: Path, hook: dict[str, Any]
     assert text in str(caught.value)
 
 
+def test_another_type_error_of_the_trainer_stays(tmp_path: Path) -> None:
+    with accelerate_launched(none=True), pytest.raises(TypeError, match="can only concatenate list"):
+        _alone(tmp_path, hook="powerSGD", callbacks=3)
+
+
 def test_where_accelerate_does_not_use_ddp_the_hook_is_refused(tmp_path: Path) -> None:
     other = mock.patch.object(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
     with accelerate_launched(none=True), other, pytest.raises(commhooks.HookConfigError, match="DEEPSPEED"):

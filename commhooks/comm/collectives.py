@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -248,14 +248,17 @@ def start(
             own = send.tensor.contiguous()
             if send.splits is None:
                 answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
-                parts = answer.unbind(0)
+                sizes = None
             else:
-                answer = own.new_empty(sum(send.splits[1])) if send.into is None else send.into
-                parts = answer.split(list(send.splits[1]))
+                sizes = list(send.splits[1])
+                answer = own.new_empty(sum(sizes)) if send.into is None else send.into
             if messages is not None and messages.applies_to(group, own.device):
+                parts = answer.unbind(0) if sizes is None else answer.split(sizes)
                 work = messages.exchange([own] * group.size(), parts, group)
+            elif sizes is None:
+                work = _gather_equal(own, answer, group, async_op=True)
             else:
-                work = _all_gather(own, answer, None if send.splits is None else parts, group)
+                work = _gather_different(own, answer.split(sizes), group)
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
@@ -280,18 +283,21 @@ def start(
     return Pending(answer, work, what, group, counters)
 
 
-def _all_gather(
-    own: torch.Tensor, answer: torch.Tensor, parts: Sequence[torch.Tensor] | None, group: dist.ProcessGroup
+def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
+    """Gather `own` of all ranks, contiguous, into `rows`. Returns torch's work, or None without `async_op`."""
+    if type(group) is dist.ProcessGroup:
+        return getattr(dist, ALL_GATHER)(rows.view(-1), own.view(-1), group=group, async_op=async_op)
+    # torchft's groups have no all-gather into one tensor.
+    return dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=async_op)
+
+
+def _gather_different(
+    own: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work | MessageWork:
-    """Start to gather `own` of all ranks in `answer`. `parts`: slices of `answer` of different sizes, if they are not
-    its rows. Allocates nothing."""
-    if parts is None and type(group) is dist.ProcessGroup:
-        work: dist.Work = getattr(dist, ALL_GATHER)(answer.view(-1), own.view(-1), group=group, async_op=True)
-        return work
-    if parts is None:  # torchft's groups have no all-gather into a tensor
-        return dist.all_gather(list(answer.unbind(0)), own, group=group, async_op=True)
+    """Start to gather `own` of all ranks in `parts`, of different sizes. Allocates nothing."""
     if backend_of(group, own.device) != "gloo":
-        return dist.all_gather(list(parts), own, group=group, async_op=True)
+        work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
+        return work
     # gloo gathers equal sizes only.
     broadcasts = MessageWork(set())
     parts[group.rank()].copy_(own)
@@ -320,7 +326,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
     own = own.contiguous()
     rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
-        _all_gather(own, rows, None, group).wait()
+        _gather_equal(own, rows, group, async_op=False)
     except RuntimeError as error:
         raise collective_error(what, group, error) from error
     if counters is not None:

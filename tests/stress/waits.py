@@ -28,6 +28,7 @@ WAITS = {
     "record",
     "keep_for_current_stream",
     "wait_for_codec",
+    "wait_for_copies",
     "self._mark.set",
     "self._mark.wait",
 }
@@ -39,7 +40,10 @@ FIRST = {
     "engine/immediate.py": "ones_own",
     "engine/session.py": "fails",
     "engine/state.py": "saves or reads",
-    "engine/streams.py": "powerSGD and (saves or reads or fails or dropped or loads)",
+    "engine/streams.py": "powerSGD and (saves or reads or fails or dropped or loads) or diloco",
+    "local_steps/fragments.py": "diloco",
+    "local_steps/offload.py": "diloco",
+    "local_steps/outer_step.py": "diloco",
 }
 """Tests that are tried first, because they probably find the mutants of a module. Then come all others."""
 EXPLAINED = {
@@ -47,7 +51,7 @@ EXPLAINED = {
     (
         "engine/streams.py",
         "overwrite",
-        "stream.wait_stream(torch.cuda.current_stream(device))",
+        "stream.wait_stream(torch.accelerator.current_stream(device))",
     ): "the host has waited for the copy to the device",
 }
 LIMIT_S = 900
@@ -87,7 +91,11 @@ def found_by(pytest: str) -> str | None:
     test = re.search(r"^(?:FAILED|ERROR) \S+::(.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if test is None:
         sys.exit(done.stdout + done.stderr)
-    for text, layer in (("nothing orders them", "clocks"), ("is freed while", "allocator")):
+    for text, layer in (
+        ("nothing orders them", "clocks"),
+        ("not have written yet", "clocks"),
+        ("is freed while", "allocator"),
+    ):
         if text in done.stdout:
             return f"{layer}: {test[1]}"
     return f"assertion: {test[1]}"

@@ -42,7 +42,7 @@ def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(run_ranks
     for result in results:
         assert result["whole"] and not result["outdated"]
         assert result["step"] == 4  # of the second epoch alone
-    assert any("its save was interrupted): hook 'int8_compress' goes on" in text for text in results[0]["warnings"])
+    assert any("its save was interrupted): hook 'int8_compress' continues" in text for text in results[0]["warnings"])
 
 
 def _of_another_hook(root: str) -> dict[str, Any]:

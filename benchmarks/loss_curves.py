@@ -9,7 +9,7 @@ NAMES = {
     "bf16": ("bf16", "#8c8c8c"),
     "native-int4": ("int4", "#8c8c8c"),
     "auto": ("auto", "#1d4ed8"),
-    "diloco-5@2": ("diloco", "#8c8c8c"),
+    "diloco-10": ("diloco", "#8c8c8c"),
 }
 """Name and colour of each hook that is drawn, if it comes to plain DDP's last loss; the table has all."""
 TASKS = {"language": "a language model with 2.8 M parameters", "digits": "scikit-learn's digits"}

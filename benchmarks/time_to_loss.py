@@ -5,7 +5,7 @@
 
 Two ranks, each in a network namespace, joined by a link that is limited as in link.py. `language` is the transformer
 of language_model.py (1,500 steps), `digits` the network of convergence.py (880 steps). Every hook trains for that many
-steps with the same data and schedule, and nothing is tuned for any; in `diloco-5@2` the learning rate is twice as high.
+steps with the same data and schedule, and nothing is tuned for any; in `int8@2` the learning rate is twice as high.
 PowerSGD begins after 10 % of the steps. The hooks with "native" are ours as they are by default on a CPU with a C
 compiler; auto and auto-close choose during training.
 

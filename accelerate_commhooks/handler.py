@@ -365,7 +365,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             message("")
         if request.off:
             return
-        hooked = HookedModel(model, hook, request.strict)
+        hooked = HookedModel(model, hook, request.strict, request.save_residual)
         self._hooked.append(hooked)
         if saver is not None:
             saver.add(model, hooked)

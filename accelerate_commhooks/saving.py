@@ -53,10 +53,11 @@ class HookedModel:
     Attributes:
         is_sharded: the model is sharded by FSDP2; otherwise it is wrapped in DDP.
         strict: whether loading the state of another hook is an error.
+        save_residual: which residuals a save writes.
     """
 
-    def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool) -> None:
-        self.is_sharded, self.strict = isinstance(model, FSDPModule), strict
+    def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str) -> None:
+        self.is_sharded, self.strict, self.save_residual = isinstance(model, FSDPModule), strict, save_residual
         self._model, self._hook = weakref.ref(model), weakref.ref(hook)
 
     @property
@@ -128,19 +129,17 @@ class HookSaver:
             OSError: as `write_together`.
             HookRunError: the folder of an earlier save cannot be removed.
         """
-        rank, models, own_bytes = self._live_accelerator().process_index, self._numbered(), 0
+        rank, models = self._live_accelerator().process_index, self._numbered()
         for number, model in enumerate(models):
             if model.is_sharded and (hook := model.hook) is not None:
                 _folder(folder, number).remove()
                 _folder(folder, number).save(hook)
 
         def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
-            nonlocal own_bytes
             for number, model in enumerate(models):
                 if not model.is_sharded and (hook := model.hook) is not None:
                     shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
                     path = _path(folder, number)
-                    own_bytes += sum(each.nbytes for each in (own or {}).get("residuals", {}).values())
                     yield _of_rank(path, rank), own  # None removes the file of an earlier save
                     if writes_shared:
                         yield path, shared
@@ -148,7 +147,7 @@ class HookSaver:
                 yield path, None
 
         write_together(files(), rank)
-        self._warn_about_size(own_bytes)
+        self._warn_about_size(models)
 
     @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
@@ -202,18 +201,17 @@ class HookSaver:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _warn_about_size(self, own_bytes: int) -> None:
-        accelerator = self._live_accelerator()
-        ranks = accelerator.num_processes
-        if own_bytes * ranks > LARGE_SAVE_BYTES and accelerator.is_main_process and not self._warned_about_size:
+    def _warn_about_size(self, models: list[HookedModel]) -> None:
+        if self._warned_about_size or not self._live_accelerator().is_main_process:
+            return
+        hooks = [model.hook for model in models if model.save_residual == "per_rank"]
+        size = sum(hook.plan().saved_residuals for hook in hooks if hook is not None)
+        if size > LARGE_SAVE_BYTES:
             self._warned_about_size = True
             logger.warning(
-                "every save writes about %.0f GB of residuals, %.1f GB by each of %s ranks (save_residual='per_rank'). "
-                "save_residual='mean' writes %.1f GB in all, and all ranks must take part in the save.",
-                own_bytes * ranks / 1e9,
-                own_bytes / 1e9,
-                ranks,
-                own_bytes / 1e9,
+                "every save writes about %.0f GB of residuals, all ranks together (save_residual='per_rank'). "
+                "save_residual='mean' writes one copy for all ranks, and all ranks must take part in the save.",
+                size / 1e9,
             )
 
     def _numbered(self) -> list[HookedModel]:

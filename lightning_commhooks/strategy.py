@@ -341,7 +341,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
     def _warn_about_size(self, hook: CommHook) -> None:
         if self.save_residual != "per_rank" or self._warned_about_size:
             return
-        size = hook.plan().memory.residual * self.world_size
+        size = hook.plan().saved_residuals
         if size > PER_RANK_WARNING_BYTES:
             self._warned_about_size = True
             warn(

@@ -83,3 +83,14 @@ def test_exact_first_steps_and_a_step_that_raises(run_ranks):
     own, multiplied = 0.01, 0.01 * math.sqrt(2)
     for seen in run_ranks(_first_steps_and_a_step_that_raises):
         assert seen == pytest.approx([own, multiplied, multiplied, multiplied, own])
+
+
+def _a_step_that_sets_its_own() -> float:
+    run = Run.new(hook="diloco", hook_options={"sync_every": 2})
+    run.optimizer = torch.optim.AdamW(run.ddp.parameters(), lr=0.01)
+    run.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.5))
+    return float(run.train(1).optimizer.param_groups[0]["lr"])
+
+
+def test_a_learning_rate_that_the_step_sets_stays(run_ranks):
+    assert run_ranks(_a_step_that_sets_its_own) == [0.5, 0.5]

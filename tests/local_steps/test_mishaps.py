@@ -2,6 +2,7 @@
 other or have come apart, saves in threads, a process that ends while a fragment is in flight."""
 
 import gc
+import itertools
 import subprocess
 import threading
 import time
@@ -57,22 +58,25 @@ def test_later_rounds_are_finite_again(run_ranks, config, optimizer):
 
 
 @mock.patch.object(flat_weights, "BUFFER_BYTES", 1000)
-def _bad_rounds(every: int, rounds: int) -> Any:
-    """After the first round, a weight of rank 1 is not finite in each."""
+def _bad_rounds(every: int, rounds: int, bad_at: int) -> Any:
+    """After the first round, a weight of rank 1 is not finite after step `bad_at` of each. The last buffer has it."""
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every)).train(every)
-    good = run.weights()
+    good, steps = run.weights(), itertools.count(1)
+
+    @torch.no_grad()
+    def spoil(*_: Any) -> None:  # before the outer step
+        if next(steps) % every == bad_at % every and dist.get_rank() == 1:
+            next(run.ddp.parameters())[0] = torch.nan
+
+    run.optimizer.register_step_post_hook(spoil)
     with log_lines("commhooks") as lines:
-        for _ in range(rounds):
-            run.train(1)
-            if dist.get_rank() == 1:
-                with torch.no_grad():
-                    next(run.ddp.parameters())[0] = torch.nan
-            run.train(every - 1)
+        run.train(rounds * every)
     return good, run.weights(), run.hook.stats(), [line for line in lines if "is discarded" in line]
 
 
-def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks):
-    found = run_ranks(_bad_rounds, 3, 2)
+@pytest.mark.parametrize("bad_at", [1, 3])  # after the last step of a round only one buffer is not finite
+def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks, bad_at):
+    found = run_ranks(_bad_rounds, 3, 2, bad_at)
     for good, after, stats, _ in found:
         assert torch.equal(good, after)
         assert (stats["nonfinite_steps"], stats["step"]) == (2, 1)

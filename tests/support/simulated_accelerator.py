@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks.comm.collectives import PointToPoint, new_future
+from commhooks.comm.collectives import ALL_GATHER, PointToPoint, new_future
 from commhooks.engine import backward_pass, immediate
 from commhooks.local_steps import driver
 from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
 from tests.support.kernels import computing_with
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
+COLLECTIVES = ("all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor")
 FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
 READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")

@@ -195,7 +195,7 @@ class LocalStepsDriver:
     # ---- optimizers --------------------------------------------------------------------------------------------------
 
     def _lr_factor(self, optimizer: torch.optim.Optimizer) -> float:
-        """What multiplies the learning rate of `optimizer` in its next step."""
+        """Return the factor of the learning rate of `optimizer` in its next step, and log it once per class."""
         if self.averages:
             return 1.0
         factor = self.outer.compressor.config.lr_factor_of(optimizer, self.outer.group.size())

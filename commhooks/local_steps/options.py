@@ -32,7 +32,7 @@ class LocalSteps(HookConfig):
         self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
 
     def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: int) -> float:
-        """What multiplies the learning rate of an optimizer in local steps.
+        """Return the factor of an optimizer's learning rate in local steps.
 
         Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal s and the noise n
         of one rank. The mean gradient of W ranks has the noise n / sqrt(W). Where noise dominates, steps on it are

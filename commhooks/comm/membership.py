@@ -61,13 +61,10 @@ class Torchft:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option, expected in (
-            ("min_machines", "a number of machines, 1 or more"),
-            ("timeout_s", "seconds, above 0"),
-        ):
-            value, least = getattr(self, option), 1 if option == "min_machines" else 1e-3
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < float("inf"):
-                raise invalid(f"Torchft: {option}", value, expected)
+        if type(self.min_machines) is not int or self.min_machines < 1:
+            raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
+            raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
         for option in ("lighthouse", "name"):
             value = getattr(self, option)
             if not isinstance(value, str | None) or value == "":
@@ -113,9 +110,10 @@ class Membership:
         exchanges: whether this rank connects to the other machines.
 
     Attributes:
-        machines: of the latest `connect`, in the order of their ranks.
-        group: connects this rank with the same rank of each machine in `machines`; None before the first `connect`, and
-            on ranks that do not exchange.
+        machines: that train the running round, sorted by name; set by `MemberSteps`.
+        connected: the machines of the latest `connect`, in the order of their ranks.
+        group: connects this rank with the same rank of each machine in `connected`; None before the first `connect`,
+            and on ranks that do not exchange.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -125,6 +123,7 @@ class Membership:
     def __init__(self, options: Torchft, local: dist.ProcessGroup, device: torch.device, *, exchanges: bool) -> None:
         self.options, self.exchanges = options, exchanges
         self.machines: list[Machine] = []
+        self.connected: list[Machine] = []
         self.group: dist.ProcessGroup | None = None
         self._local, self._device = local, device
         self._key = ""
@@ -133,7 +132,7 @@ class Membership:
         failure = ""
         address = options.lighthouse or os.environ.get(VARIABLE, "")
         try:
-            _check_torchft()
+            check_torchft()
             if not address:
                 raise HookConfigError(
                     f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that `commhooks "
@@ -196,7 +195,7 @@ class Membership:
             Exception: of torchft or torch, if the connections fail.
         """
         key = json.dumps([(each.id, each.record.get("failures")) for each in machines])
-        self.machines = list(machines)
+        self.connected = list(machines)
         if not self.exchanges or key == self._key:
             return
         self.disconnect()
@@ -236,7 +235,8 @@ class Membership:
 # ---- the lighthouse --------------------------------------------------------------------------------------------------
 
 
-def _check_torchft() -> None:
+def check_torchft() -> None:
+    """Raise HookConfigError if torchft is missing or too old."""
     if importlib.util.find_spec("torchft") is None:
         raise HookConfigError('members="torchft" needs torchft: pip install "commhooks[members]"')
     try:

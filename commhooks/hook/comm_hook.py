@@ -171,7 +171,7 @@ class CommHook:
         - `chosen`, `chosen_at`: for "auto", the hook in use, and the step of the choice.
         - `step_in_round`: for hooks that average weights, the steps of the round so far. Their `step` and
           `nonfinite_steps` count the outer steps that were committed and discarded.
-        - `members`: with live membership, the machines of the latest outer step.
+        - `members`: with live membership, the number of machines that train the running round.
         - `outer_gradient_norm`, `outer_gradient_cosine`: of the latest outer step; the cosine with the outer gradient
           before, computed from every 64th number.
         - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives and for

@@ -19,12 +19,12 @@ class Members:
 
     @property
     def names(self) -> list[str]:
-        """The names of the machines of the latest outer step, in the order of their ranks; at least this machine."""
+        """The names of the machines that train the running round, in the order of their ranks; at least this one."""
         return [each.name for each in self._steps.membership.machines] or [self._steps.membership.name]
 
     @property
     def size(self) -> int:
-        """The number of machines of the latest outer step."""
+        """The number of machines that train the running round."""
         return len(self.names)
 
     @property

@@ -2,7 +2,7 @@
 
 All machines that are alive meet before an outer step (`Membership.ask`), and each reports its number of committed outer
 steps and a digest of its anchor. Those with the latest anchor exchange their differences; the others take the state of
-one of them. A machine takes part from the outer step after the one at which it has come.
+one of them, and train the next round with them.
 
 An outer step is committed on all machines or on none:
 
@@ -104,13 +104,13 @@ class MemberSteps:
             if here is None:
                 own = [each.id for each in behind].index(self.membership.id)
                 if self._take(latest[own % len(latest)], steps):
-                    trained, changed = False, True
+                    self._begin_round(machines)
+                    return True
                 continue
             serves = [each.name for place, each in enumerate(behind) if place % len(latest) == here]
             if steps == latest[0].step:  # nobody has trained
-                self.membership.machines = latest
                 self._serve(steps, serves)
-                self.joined = True
+                self._begin_round(machines)
                 return changed
             attempt = _name_of(latest)
             held, failure = self._exchange(latest, here)
@@ -118,7 +118,7 @@ class MemberSteps:
                 assert held is not None
                 held.commit()
                 self._serve(steps, serves)
-                self.joined = True
+                self._begin_round(machines)
                 return True
             failures += 1
             self._failures += 1
@@ -131,6 +131,9 @@ class MemberSteps:
         """End this machine's part in the training; `run` then raises HookRunError."""
         self._left = True
         self.membership.close()
+
+    def _begin_round(self, machines: Sequence[Machine]) -> None:
+        self.joined, self.membership.machines = True, list(machines)
 
     def _meet(self, trained: bool, attempt: str | None, complete: bool, limit_s: float | None) -> list[Machine]:
         """Return the machines that fit to this one, when there are enough of them."""
@@ -191,7 +194,12 @@ class MemberSteps:
                             "(commhooks.Torchft(name=...))"
                         )
                     return None
-        return [each for each in machines if each.record["signature"] == self._signature]
+        known = {each.name for each in machines if each.record["joined"]}  # a newcomer of the same name is refused
+        return [
+            each
+            for each in machines
+            if each.record["signature"] == self._signature and (each.record["joined"] or each.name not in known)
+        ]
 
     def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[HeldOuterStep | None, Exception | None]:
         """Exchange the differences with `machines`. Returns what has arrived, if everything has, and what failed."""
@@ -275,7 +283,7 @@ class MemberSteps:
             "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
             "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
             "counts": (counts, lambda value: None),
-            **{f"registered {name}": (None, set_value) for name, (_, set_value) in self.registered.items()},
+            **{f"registered {name}": (get(), set_value) for name, (get, set_value) in self.registered.items()},
         }
         self._source.before_weights_change()
         with self._outer.held.settled():

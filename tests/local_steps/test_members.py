@@ -1,12 +1,14 @@
 """Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths everywhere."""
 
+import contextlib
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from commhooks.engine.state import LearnedState
 from commhooks.local_steps.compressor import DiLoCoCompressor
 from commhooks.local_steps.outer_step import ANCHOR
 from tests.support import warm
+from tests.support.ddp_steps import process_group_of_one
 from tests.support.member_job import new_model, new_optimizer, train_step, weights_of
 from tests.support.simulation import SimulatedRanks
 
 pytestmark = pytest.mark.timeout(120)
 JOB = Path(__file__).parents[1] / "support" / "member_job.py"
+MACHINE = {"every": 5, "wire": "int4", "steps": 10_000}
 LIGHTHOUSE = """
 import sys, time
 from torchft.coordination import LighthouseServer
@@ -73,8 +77,10 @@ class Machine:
         return self.wait_for(lambda line: line["what"] in ("end", "error"))
 
     def signal(self, number: int) -> None:
-        for each in self.ranks:
-            each.send_signal(number)
+        for line in list(self.lines):
+            if line["what"] == "process":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(line["pid"], number)
 
     @property
     def rounds(self) -> dict[int, dict[str, Any]]:
@@ -90,7 +96,7 @@ def lighthouse() -> Iterator[str]:
 class _lighthouse:
     def __init__(self, bind: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LIGHTHOUSE, bind],
+            [warm.python("torchft.coordination", "torchft.process_group"), "-c", LIGHTHOUSE, bind],
             env=os.environ | {"RUST_LOG": "off"},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -123,6 +129,7 @@ def start(lighthouse: str, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     for each in started:
         each.signal(signal.SIGKILL)
         for rank in each.ranks:
+            rank.kill()
             rank.wait()
 
 
@@ -188,21 +195,17 @@ class _Oracle:
         self.machines = {first: _Simulated(first, self._new().state_fields)}
 
     def outer_step(self, names: list[str]) -> None:
-        """Train a round, and average. A machine that is new takes the state from before the round, and only listens."""
+        """Train a round, and average. A machine that is new takes the state from before the round."""
         source = self.machines[min(self.machines)]
         new = {name: _Simulated(name, self._new().state_fields, source) for name in names if name not in self.machines}
-        self.machines = {name: each for name, each in self.machines.items() if name in names}
+        self.machines = {name: each for name, each in (self.machines | new).items() if name in names}
         for each in self.machines.values():
             for _ in range(5):
                 each.train()
-        trained = len(self.machines)
-        self.machines |= new
         there = [self.machines[name] for name in names]
         parameters = dict(reversed(list(there[0].model.named_parameters())))
         ranks = SimulatedRanks(self._new, len(names), parameters)
         ranks.states = [each.state for each in there]
-        for work, name in zip(ranks._works, names, strict=True):
-            work.weight = 0.0 if name in new else len(names) / trained
         flats = []
         for each in there:
             own = dict(each.model.named_parameters())
@@ -220,10 +223,13 @@ def compare_with_oracle(machines: list[Machine], wire: str) -> None:
     oracle, compared = _Oracle(wire, "a"), 0
     for step in sorted({step for each in machines for step in each.rounds}):
         lines = {each.name: each.rounds[step] for each in machines if step in each.rounds}
-        oracle.outer_step(next(iter(lines.values()))["names"])
+        if not any(line["part"] for line in lines.values()):
+            continue  # the beginning of the first machine
+        oracle.outer_step(next(line["part"] for line in lines.values() if line["count"] > 1))
         for name, line in lines.items():
-            each = oracle.machines[name]
-            assert (line["count"], line["weights"]) == (each.count, weights_of(each.model)), (step, name)
+            each = oracle.machines.get(name) or next(iter(oracle.machines.values()))  # new machines have their weights
+            assert line["count"] in (1, each.count)
+            assert line["weights"] == weights_of(each.model), (step, name)
             compared += 1
     assert compared > 20
 
@@ -253,3 +259,120 @@ def test_an_outer_step_fails(start: Callable[..., Machine], fault: str) -> None:
         assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {5}, name
     if fault in ("before", "exchanged", "refused"):
         compare_with_oracle([a, b, c], "int4")
+
+
+def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
+    """It is left out, finds itself behind when it wakes, and goes on with the state of the others."""
+    a = start("a")
+    a.round(1)
+    b = start("b")
+    b.round(max(a.rounds) + 3)
+    b.signal(signal.SIGSTOP)
+    a.wait_for(lambda line: line.get("names") == ["a"] and line["step"] > max(b.rounds) + 3)
+    stopped = max(b.rounds)
+    b.signal(signal.SIGCONT)
+    a.wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > stopped + 4)
+    b.round(max(a.rounds) + 3)
+    assert_equal_weights(a, b)
+    missed = set(a.rounds) - set(b.rounds)
+    assert any(step > stopped for step in missed)
+    took = [line for line in b.lines if line["what"] == "took"]
+    assert [line["of"] for line in took] == ["a", "a"]
+    # Registered state comes with the state of the others.
+    together = [step for step in a.rounds if step in b.rounds and step > stopped]
+    assert all(a.rounds[step]["position"] == b.rounds[step]["position"] for step in together)
+
+
+def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
+    """Training waits at the next outer step, and goes on when the lighthouse is back at its address."""
+    with _lighthouse("127.0.0.1:0") as (address, _):
+        both = [Machine(address, tmp_path, MACHINE | {"name": name}) for name in "ab"]
+        both[0].wait_for(lambda line: line.get("names") == ["a", "b"])
+    try:
+        before = max(both[0].rounds)
+        time.sleep(1.5)
+        assert max(both[0].rounds) <= before + 1
+        with _lighthouse(address.removeprefix("http://")):
+            for each in both:
+                each.round(before + 5)
+            both[0].wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > before + 2)
+            assert_equal_weights(*both)
+    finally:
+        for each in both:
+            each.signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"width": 9}, r"machine b has another model than machine a \(4 parameters, .* and 4 parameters, "),
+        ({"wire": "int8"}, r"machine b has another hook than machine a \(diloco with .*'int8'.* and .*'int4'"),
+        ({"name": "a"}, r"two machines have the name a: give each a name of its own"),
+    ],
+)
+def test_a_machine_that_does_not_fit(start: Callable[..., Machine], given: dict[str, Any], sentence: str) -> None:
+    """It is refused, and the others go on."""
+    a = start("a")
+    a.round(1)
+    end = start(**({"name": "b"} | given)).end()
+    assert end["what"] == "error" and end["type"] == "AttachError" and re.search(sentence, end["text"]), end
+    a.round(max(a.rounds) + 3)
+    assert {name for line in a.rounds.values() for name in line["names"]} == {"a"}
+    assert all(len(line["names"]) == 1 for line in a.rounds.values())
+
+
+def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
+    """The ranks of a machine train as one by DDP; one rank of each exchanges."""
+    a = start("a", world=2)
+    a.round(1)
+    b = start("b", world=2, seed=1)
+    a.wait_for(lambda line: line.get("names") == ["a", "b"])
+    a.round(max(a.rounds) + 3)
+    b.signal(signal.SIGKILL)
+    gone = max(b.rounds)
+    c = start("c", world=2, seed=2)
+    a.wait_for(lambda line: line.get("names") == ["a", "c"] and line["step"] > gone + 1)
+    c.round(max(a.rounds) + 3)
+    by_step: dict[int, set[tuple[str, float]]] = {}
+    for each in (a, b, c):
+        for line in each.lines:
+            if line["what"] == "round":
+                by_step.setdefault(line["step"], set()).add((line["weights"], line["seen"]))
+    assert len(by_step) > 6 and all(len(found) == 1 for found in by_step.values()), by_step
+
+
+def test_min_machines(start: Callable[..., Machine]) -> None:
+    """One machine of two waits for the other one."""
+    a = start("a", least=2)
+    time.sleep(3)
+    assert not a.rounds
+    start("b", least=2)
+    a.round(2)
+    assert {tuple(line["names"]) for line in a.rounds.values()} == {("a", "b")}
+
+
+@pytest.mark.parametrize(
+    "members, hook, sentence",
+    [
+        ("torch", "diloco", "members='torch'; expected 'torchft', commhooks.Torchft"),
+        ("torchft", "int8_compress", "members with hook 'int8_compress', which averages gradients"),
+        ("torchft", commhooks.DiLoCo(start_iter=5), "members with start_iter=5; expected 0"),
+        ("torchft", commhooks.DiLoCo(sync_every=4, delay=1), "members with delay=1; expected 0"),
+        ("torchft", "diloco", "members without a lighthouse: set TORCHFT_LIGHTHOUSE="),
+        (
+            commhooks.Torchft(lighthouse="http://127.0.0.1:1", timeout_s=0.5),
+            "diloco",
+            "the lighthouse at http://127.0.0.1:1 did not answer within 0.5 s; start it by `commhooks lighthouse`",
+        ),
+    ],
+)
+def test_bad_input(members: Any, hook: Any, sentence: str) -> None:
+    with process_group_of_one(), pytest.raises(commhooks.CommHookError) as caught:
+        commhooks.attach(new_model(0), hook, members=members)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("option, value", [("min_machines", 0), ("min_machines", 1.5), ("timeout_s", 0), ("name", "")])
+def test_bad_options(option: str, value: object) -> None:
+    with pytest.raises(commhooks.HookConfigError, match=f"Torchft: {option}={value!r}; expected"):
+        commhooks.Torchft(**{option: value})

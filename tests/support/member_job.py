@@ -48,6 +48,7 @@ def weights_of(model: nn.Module) -> str:
 
 def main(given: dict) -> None:
     name, rank, world = given["name"], given.get("rank", 0), given.get("world", 1)
+    print(json.dumps({"what": "process", "pid": os.getpid()}), flush=True)
     model = module = new_model(given.get("seed", 0), given.get("width", 8))
     module.register_buffer("seen", torch.zeros(()))
     if world > 1:
@@ -78,7 +79,8 @@ def main(given: dict) -> None:
             stats = hook.stats()
             now = stats["step"], stats["step_in_round"] == 0
             if now != before and now[1]:
-                more = {"names": hook.members.names, "rank": hook.members.rank, "position": position[0]}
+                part = [each.name for each in hook._hook.driver.outer.membership.connected]
+                more = {"names": hook.members.names, "part": part, "rank": hook.members.rank, "position": position[0]}
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)
             before = now
             time.sleep(given.get("pause", 0.01))

@@ -1,8 +1,8 @@
 """A training on one of several machines that come and go: `python member_job.py JSON`, run by test_members.py.
 
-Prints a line of JSON at the start of each round. `fault`: "before" (die when the machines have met), "exchanged" (die
-when everything has arrived), with the number of the outer step; "unsure" (the confirmation seems to fail, though it has
-ended everywhere), "refused" (the exchange seems to fail here), with the number of the confirmation or exchange.
+Prints a line of JSON at the start of each round. `fault`: at which exchange or confirmation, by its number, what happens:
+"before" it or when it is "exchanged" the process dies; an exchange is "refused", as if the connection had been lost; a
+machine is "unsure", because its confirmation seems to fail, though it has ended everywhere.
 """
 
 import hashlib
@@ -90,25 +90,24 @@ def main(given: dict) -> None:
         print(json.dumps({"what": "error", "name": name, "type": type(error).__name__, "text": str(error)}), flush=True)
 
 
-def inject(what: str, step: int) -> None:
-    exchange, confirm = HeldOuterStep.exchange, Membership.confirm
-    confirmed, exchanged = [0], [0]
+def inject(what: str, number: int) -> None:
+    exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
 
     def new_exchange(held: HeldOuterStep) -> None:
-        now = held._session.state.step
-        if what == "before" and now == step:
+        exchanged[0] += 1
+        due = exchanged[0] == number
+        if due and what == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         exchange(held)
-        exchanged[0] += 1
-        if what == "refused" and exchanged[0] == step:
-            raise RuntimeError("the connection was lost (a test)")
-        if what == "exchanged" and now == step:
+        if due and what == "exchanged":
             os.kill(os.getpid(), signal.SIGKILL)
+        if due and what == "refused":
+            raise RuntimeError("the connection was lost (a test)")
 
     def new_confirm(membership: Membership) -> None:
         confirm(membership)
         confirmed[0] += 1
-        if what == "unsure" and confirmed[0] == step:
+        if what == "unsure" and confirmed[0] == number:
             raise RuntimeError("the connection was lost (a test)")
 
     HeldOuterStep.exchange, Membership.confirm = new_exchange, new_confirm

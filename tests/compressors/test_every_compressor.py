@@ -121,7 +121,8 @@ def _spoilt_and_resumed(name: str) -> dict[str, Any]:
     mean = whole.save(residual="mean")
     spoilt = kind.new().train(3)
     before = _comparable(spoilt.hook)
-    finite = [_spoil(spoilt, everywhere) for everywhere in (False, True)]
+    layers = spoilt.ddp.module  # the first layer is in the last bucket, and the other way round
+    finite = [_spoil(spoilt, layers[0].bias, float("inf")), _spoil(spoilt, layers[7].weight, float("nan"))]
     after = _comparable(spoilt.hook)
     # From here on DDP's buckets differ: a new model starts with those of a first step.
     resumed, resumed_mean = kind.new().load(saved).train(2), kind.new().load(mean).train(2)
@@ -138,15 +139,14 @@ def _spoilt_and_resumed(name: str) -> dict[str, Any]:
     }
 
 
-def _spoil(run: Run, everywhere: bool) -> bool:
-    """A step that is not finite on one rank, everywhere or in one bias alone; whether all gradients are finite. The
-    optimizer's step is left out, as a GradScaler does."""
-    spoils = dist.get_rank() == 0
-    images = torch.full((8, 1, 8, 8), float("nan") if spoils and everywhere else 0.5)
+def _spoil(run: Run, parameter: torch.Tensor, number: float) -> bool:
+    """A step that is not finite on one rank in one parameter; whether all gradients are finite. The optimizer's step is
+    left out, as a GradScaler does."""
     run.optimizer.zero_grad()
-    bias = run.ddp.module[5].bias.register_hook(lambda gradient: gradient * float("inf") if spoils else gradient)
-    run.ddp(images).square().sum().backward()
-    bias.remove()
+    factor = number if dist.get_rank() == 0 else 1.0
+    handle = parameter.register_hook(lambda gradient: gradient * factor)
+    run.ddp(torch.full((8, 1, 8, 8), 0.5)).square().sum().backward()
+    handle.remove()
     return all(bool(p.grad.isfinite().all()) for p in run.ddp.parameters() if p.grad is not None)
 
 

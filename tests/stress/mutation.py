@@ -142,6 +142,8 @@ def is_explained(mutant: MutationSpec, old: str, new: str) -> bool:
     functions = [each for each in ast.walk(ast.parse(Path(file).read_text())) if isinstance(each, ast.FunctionDef)]
     inside = {(file, each.name) for each in functions if each.lineno <= line <= (each.end_lineno or 0)}
     is_number = mutant.operator_name == "core/NumberReplacer"
+    if old.replace("strict=True", "strict=False") == new:  # of `zip`: where nothing is wrong, the lengths are equal
+        return True
     return (file, old, new) in EXPLAINED or (is_number and not inside.isdisjoint(EXPLAINED_NUMBERS))
 
 

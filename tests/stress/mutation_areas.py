@@ -244,11 +244,6 @@ EXPLAINED = {
     ): "a whole bucket is one matrix",
     (
         "commhooks/compressors/powersgd/accelerator.py",
-        "self._residual_of = [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]",
-        "self._residual_of = [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=False)]",
-    ): "the pieces are cut from the blocks' sizes",
-    (
-        "commhooks/compressors/powersgd/accelerator.py",
         "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)",
         "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, -1)",
     ): "without groups it is not read",

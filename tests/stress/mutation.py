@@ -30,9 +30,9 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkR
 from rich.console import Console
 from rich.table import Table
 
-from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, FOLDERS, OPERATORS, Part
+from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, FOLDERS, OPERATORS, Part, stale
 from tests.support import warm
-from tests.support.repository import REPOSITORY, sources
+from tests.support.repository import REPOSITORY
 
 COPIED = (
     "commhooks",
@@ -104,17 +104,6 @@ def modules(area: str) -> list[tuple[Path, Part]]:
                 sys.exit(f"mutation_areas.py names the module {name} in the area {area}, which does not exist")
             found.append((left.pop(name), part))
     return found
-
-
-def stale() -> list[tuple[str, ...]]:
-    """The entries of EXPLAINED whose code has gone."""
-    lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources().items()}
-    gone: list[tuple[str, ...]] = [entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())]
-    return gone + [
-        (file, function)
-        for file, function in EXPLAINED_NUMBERS
-        if not any(line.startswith(f"def {function}(") for line in lines.get(file, ()))
-    ]
 
 
 def chosen(area: str, sample: int | None, seed: int) -> list[tuple[MutationSpec, Part]]:

@@ -36,6 +36,8 @@ from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid
 
 logger = logger_of(__name__)
 
+PROTOCOL = 1
+"""Changes with what machines send each other, so that another version of commhooks is refused if it must be."""
 VARIABLE = "TORCHFT_LIGHTHOUSE"
 _HEARTBEAT_S = 0.5  # torchft's lighthouse takes a machine for dead after 5 s without
 _LINE_EVERY_S = 10.0

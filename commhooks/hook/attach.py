@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-import commhooks
 from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.membership import Membership, Torchft
+from commhooks.comm.membership import PROTOCOL, Membership, Torchft
 from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes, members_of, places_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.auto.compressor import AutoCompressor
@@ -279,7 +278,7 @@ def _signature(request: HookRequest, compressor: Compressor[Any], source: Gradie
     numbers = sum(each.numel() for each in source.names.named_parameters().values())
     local = source.group if source.shard_group is None else source.shard_group
     return {
-        "version of commhooks": commhooks.__version__,
+        "protocol between machines": PROTOCOL,
         "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
         "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {agreement_key(shapes):x}",
         "number of ranks": local.size(),

@@ -1,8 +1,8 @@
 """A training on one of several machines that come and go: `python member_job.py JSON`, run by test_members.py.
 
-Prints a line of JSON at the start of each round. `fault`: at which exchange or confirmation, by its number, what happens:
-"before" it or when it is "exchanged" the process dies; an exchange is "refused", as if the connection had been lost; a
-machine is "unsure", because its confirmation seems to fail, though it has ended everywhere.
+Prints a line of JSON at the start of each round. `fault`: what happens at which exchange or confirmation. "before": the
+process dies before this exchange; "exchanged": it dies after it; "refused": the exchange seems to fail, as if the
+connection had been lost; "unsure": the confirmation seems to fail, though it has ended everywhere.
 """
 
 import hashlib

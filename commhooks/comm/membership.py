@@ -10,6 +10,7 @@ state of a machine that joins while the others wait, and gives up the work of a 
 """
 
 import contextlib
+import gc
 import hashlib
 import http.server
 import importlib.util
@@ -225,6 +226,9 @@ class Membership:
         made, self._torchft_group, self.group, self._key = self._torchft_group, None, None, ""
         if made is not None:
             made.abort(errored=False)
+            del made
+            # gloo closes connections when nothing refers to the group; until then the other machines wait for this one.
+            gc.collect()
 
     def close(self) -> None:
         """Leave: the other machines no longer wait for this one."""

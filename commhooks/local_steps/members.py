@@ -114,7 +114,7 @@ class MemberSteps:
                 return changed
             attempt = _name_of(latest)
             held, failure = self._exchange(latest, here)
-            if failure is None:
+            if not failure:
                 assert held is not None
                 held.commit()
                 self._serve(steps, serves)
@@ -201,10 +201,11 @@ class MemberSteps:
             if each.record["signature"] == self._signature and (each.record["joined"] or each.name not in known)
         ]
 
-    def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[HeldOuterStep | None, Exception | None]:
-        """Exchange the differences with `machines`. Returns what has arrived, if everything has, and what failed."""
+    def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[HeldOuterStep | None, str]:
+        """Exchange the differences with `machines`. Returns what has arrived, if everything has, and what failed: a
+        text, because an exception would hold the connections, and the other machines wait until they are closed."""
         held: HeldOuterStep | None = None
-        failure: Exception | None = None
+        failure = ""
         count = sum(each.record["trained"] for each in machines)
         weight = len(machines) / count if machines[here].record["trained"] else 0.0
         try:
@@ -215,18 +216,17 @@ class MemberSteps:
                 self._common.share(optimizers=False, group=self.membership.group)
         except _ERRORS as error:
             failure = _not_ours(error)
-        if not self._all_ranks(failure is None):
-            held = None
-            failure = failure or HookRunError("another rank of this machine has failed")
+        if not self._all_ranks(not failure):
+            held, failure = None, failure or "another rank of this machine has failed"
         else:
             try:
                 if self.membership.exchanges:
                     self.membership.confirm()
             except _ERRORS as error:
                 failure = _not_ours(error)
-            if not self._all_ranks(failure is None):
-                failure = failure or HookRunError("another rank of this machine has failed")
-        if failure is not None:
+            if not self._all_ranks(not failure):
+                failure = failure or "another rank of this machine has failed"
+        if failure:
             self.membership.disconnect()
         return held, failure
 
@@ -304,11 +304,11 @@ _ERRORS = (RuntimeError, ValueError, OSError)
 collective, because torch.distributed does not know it."""
 
 
-def _not_ours(error: Exception) -> Exception:
-    """Return `error`, or raise it if another attempt would not help."""
+def _not_ours(error: Exception) -> str:
+    """Return the text of `error`, or raise it if another attempt would not help."""
     if isinstance(error, (torch.OutOfMemoryError, HookConfigError)):
         raise error
-    return error
+    return str(error) or type(error).__name__
 
 
 def _with_latest(machines: Sequence[Machine]) -> list[Machine]:

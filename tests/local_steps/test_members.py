@@ -194,18 +194,22 @@ class _Oracle:
         self._new: Callable[[], Any] = lambda: DiLoCoCompressor(config)
         self.machines = {first: _Simulated(first, self._new().state_fields)}
 
-    def outer_step(self, names: list[str]) -> None:
-        """Train a round, and average. A machine that is new takes the state from before the round."""
+    def outer_step(self, names: list[str], counts: dict[str, int]) -> None:
+        """Train a round, and average. A machine that is new takes the state from before the round. A machine that has
+        made no step by `counts` was not sure whether the outer step before was taken, and has missed the round."""
         source = self.machines[min(self.machines)]
         new = {name: _Simulated(name, self._new().state_fields, source) for name in names if name not in self.machines}
         self.machines = {name: each for name, each in (self.machines | new).items() if name in names}
-        for each in self.machines.values():
-            for _ in range(5):
+        missed = [name for name, each in self.machines.items() if name not in new and counts.get(name) == each.count]
+        for name, each in self.machines.items():
+            for _ in range(0 if name in missed else 5):
                 each.train()
         there = [self.machines[name] for name in names]
         parameters = dict(reversed(list(there[0].model.named_parameters())))
         ranks = SimulatedRanks(self._new, len(names), parameters)
         ranks.states = [each.state for each in there]
+        for work, name in zip(ranks._works, names, strict=True):
+            work.weight = 0.0 if name in missed else len(names) / (len(names) - len(missed))
         flats = []
         for each in there:
             own = dict(each.model.named_parameters())
@@ -225,7 +229,8 @@ def compare_with_oracle(machines: list[Machine], wire: str) -> None:
         lines = {each.name: each.rounds[step] for each in machines if step in each.rounds}
         if not any(line["part"] for line in lines.values()):
             continue  # the beginning of the first machine
-        oracle.outer_step(next(line["part"] for line in lines.values() if line["count"] > 1))
+        names = next(line["part"] for line in lines.values() if line["count"] > 1)
+        oracle.outer_step(names, {name: line["count"] for name, line in lines.items()})
         for name, line in lines.items():
             each = oracle.machines.get(name) or next(iter(oracle.machines.values()))  # new machines have their weights
             assert line["count"] in (1, each.count)

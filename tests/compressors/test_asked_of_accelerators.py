@@ -24,7 +24,7 @@ SHAPES = {"first": (64, 64), "bias": (64,), "second": (48, 80)}
         ("int4", "start_iter"),
     ],
 )
-def test_no_residual_is_allocated_when_compression_begins(hook: str, start: str) -> None:
+def test_nothing_that_is_kept_is_allocated_when_compression_begins(hook: str, start: str) -> None:
     """A device without the memory for it fails in the first pass, and not at the start step."""
     new_bytes = []
     with process_group_of_one(), masks():

@@ -2,7 +2,8 @@
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block the backward pass.
 The host reads the results on another stream, the *reading stream*, which waits for the latest commit only. State in
-host memory is copied on a third one, the *copy stream*.
+host memory is copied on a third one, the *copy stream*. An outer step of DiLoCo that runs while the training goes on
+computes on a fourth one, the *background stream*.
 
 A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it
 never frees. The hooks of several models therefore run on a device in the order in which they are called. All ranks must
@@ -10,6 +11,7 @@ call them in the same order, which NCCL requires anyway.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -19,7 +21,7 @@ from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
 # The kernels of the codec are small and depend on each other: with the default priority, 0, every kernel would queue
 # behind the kernels of the backward pass.
-_PRIORITIES = {"codec": -1, "reading": 0, "copy": 0}
+_PRIORITIES = {"codec": -1, "reading": 0, "copy": 0, "background": 0}
 
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
@@ -56,12 +58,6 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def wait_for_codec(device: torch.device) -> None:
-    """Make the current stream wait for all work queued on the codec stream."""
-    if precision.has_streams(device):
-        torch.accelerator.current_stream(device).wait_stream(_stream(device, "codec"))
-
-
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     """Keep the memory of `tensors`, allocated on another stream, from reuse while work of the current stream that was
     queued before they were freed is unfinished."""
@@ -72,22 +68,28 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def copying(device: torch.device, *, after_current: bool) -> Iterator[None]:
-    """Run the body on the copy stream of `device`. `after_current`: after the work queued on the current stream."""
+def _working_on(name: str, device: torch.device, *, after_current: bool) -> Iterator[None]:
+    """Run the body on a stream of `device`. `after_current`: after the work queued on the current stream."""
     if not precision.has_streams(device):
         yield
         return
-    stream = _stream(device, "copy")
+    stream = _stream(device, name)
     if after_current:
         stream.wait_stream(torch.accelerator.current_stream(device))
     with _on(stream):
         yield
 
 
-def wait_for_copies(device: torch.device) -> None:
-    """Make the current stream wait for all work queued on the copy stream."""
+def _wait_for(name: str, device: torch.device) -> None:
+    """Make the current stream wait for all work queued on a stream of `device`."""
     if precision.has_streams(device):
-        torch.accelerator.current_stream(device).wait_stream(_stream(device, "copy"))
+        torch.accelerator.current_stream(device).wait_stream(_stream(device, name))
+
+
+copying, wait_for_copies = functools.partial(_working_on, "copy"), functools.partial(_wait_for, "copy")
+in_background = functools.partial(_working_on, "background")
+wait_for_background = functools.partial(_wait_for, "background")
+wait_for_codec = functools.partial(_wait_for, "codec")
 
 
 class CommitMark:

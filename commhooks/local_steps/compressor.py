@@ -121,13 +121,6 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
             host=kept if offloaded else 0,
         )
 
-    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        if self.config.delay and device.type != "cpu":
-            raise HookConfigError(
-                f"hook {self.name!r} with delay={self.config.delay} works where the model is on the CPU, and not on "
-                f"{device}: use delay=0"
-            )
-
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
         return "" if self._wire is None else self._wire.native_build(device, dtype)
 

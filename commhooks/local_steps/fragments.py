@@ -21,7 +21,12 @@ from commhooks.engine.backward_pass import RunningExchange, finish_sends
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
-from commhooks.engine.streams import wait_for_copies
+from commhooks.engine.streams import (
+    in_background,
+    keep_for_current_stream,
+    wait_for_background,
+    wait_for_copies,
+)
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
 from commhooks.local_steps.compressor import LocalStepsCompressor
@@ -104,7 +109,14 @@ class FragmentSession(ExchangeDriver):
         self._arrive()
         self._turn = 0
         parameters = self.consensus.binding.names.named_parameters()
-        self._exchange(self._fragment(0) if len(self._fragments) == 1 else self._made(parameters))
+        buffers = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)
+        if self._delay and buffers:  # on the stream to which the memory of the learned state belongs
+            device = buffers[0].layout.device
+            with in_background(device, after_current=True):
+                self._exchange(buffers)
+            wait_for_background(device)
+        else:
+            self._exchange(buffers)
 
     def forget(self, *, until_timeout: bool = False) -> None:
         """Drop the exchange in flight and begin a round.
@@ -128,10 +140,13 @@ class FragmentSession(ExchangeDriver):
     def place_state(self, names: Iterable[str] | None = None) -> None:
         """Move anchor and momentum of these parameters (None: all) to where they are kept."""
         known = self.consensus.binding.names.named_parameters()
-        for kept in (self.state[ANCHOR.key], self.state[MOMENTUM.key]):
+        for key, kept in self.state.entries.items():
             for name in kept.keys() if names is None else kept.keys() & names:
-                if self.compressor.offloads(known[name].device):
+                if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(known[name].device):
                     kept[name] = to_host(kept[name])
+                elif self._delay:  # commits on the background stream free what this stream has allocated
+                    with in_background(kept[name].device, after_current=False):
+                        keep_for_current_stream([kept[name]])
 
     def new_exchange(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         group = self.group
@@ -149,6 +164,7 @@ class FragmentSession(ExchangeDriver):
         if not buffers:
             return
         device = buffers[0].layout.device
+        self.held.settle()  # a save may have written the residuals on another stream
         # A buffer is committed before the next but one is sent. So that all are committed or none, each carries a NaN
         # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
         weights = [each.detach() for work in buffers for each in work.layout.parameters]
@@ -185,11 +201,16 @@ class FragmentSession(ExchangeDriver):
         exchange, self._in_flight = self._in_flight, None
         if exchange is None or not exchange.buffers:
             return
-        good, before = self._on_all_parts(exchange.finite()), self.state.nonfinite_steps
-        with self.held.committing(good.device):
-            self.state.local_shared = False
-            exchange.commit(_verdict(good))
-        self._count(good, exchange.buffers)
+        before = self.state.nonfinite_steps
+        # Not after the work queued by the training, which needs no time from the outer step until its weights are set.
+        with in_background(exchange.device, after_current=False):
+            good = self._on_all_parts(exchange.finite())
+            with self.held.committing(good.device):
+                self.state.local_shared = False
+                exchange.commit(_verdict(good))
+                wait_for_copies(good.device)
+            self._count(good, exchange.buffers)
+        wait_for_background(exchange.device)
         exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
     def _count(self, good: torch.Tensor, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -230,17 +251,28 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class _DelayedExchange:
-    """The outer step of a fragment in a thread, which begins in the constructor, while the training goes on."""
+    """The outer step of a fragment in the background, which begins in the constructor, while the training goes on.
+
+    On an accelerator it is queued on a stream of its own, and the host does not wait. On the CPU a thread waits for the
+    network.
+    """
 
     def __init__(self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace]) -> None:
         self.buffers = buffers
-        self._flats = [packed(each.layout) for each in buffers]
+        self.device = buffers[0].layout.device if buffers else torch.device("cpu")
+        self._flats = [packed(each.layout) for each in buffers]  # before the training changes the weights again
         self._sent = [flat.clone() for flat in self._flats]
-        self._device = self._flats[0].device if self._flats else torch.device("cpu")
         self._clocks = session.counters.clocks
-        self._finite = torch.ones((), dtype=torch.bool, device=self._device)
+        self._finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._error: BaseException | None = None
         self._running = [session.new_exchange(*each) for each in zip(buffers, self._flats, strict=True)]
+        self._thread: threading.Thread | None = None
+        if precision.has_streams(self.device):
+            with in_background(self.device, after_current=True):
+                keep_for_current_stream(self._flats)
+                session.held.settle()  # a save may have written the residuals on another stream
+                self._exchange()
+            return
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
         # Also at exit: the process would abort if it stopped a thread within a collective.
@@ -248,7 +280,7 @@ class _DelayedExchange:
 
     def _exchange(self) -> None:
         # Leave the precision of products alone: the setting is the process's, and the training may be multiplying now.
-        with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
+        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance()
             finish_sends(self._running)
@@ -262,17 +294,23 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        _join(self._thread, limit_s)
+        """Wait for the exchange of which nobody needs the result. On an accelerator the current stream waits."""
+        if self._thread is None:
+            wait_for_background(self.device)
+        else:
+            _join(self._thread, limit_s)
 
     def finite(self) -> torch.Tensor:
-        """Wait. Returns whether everything received is finite (0-dim bool tensor), or raises the thread's error."""
-        self._thread.join()
+        """Return whether everything received is finite (0-dim bool tensor). On the CPU wait, and raise the thread's
+        error; on an accelerator call this on the background stream."""
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
         return self._finite
 
     def commit(self, verdict: torch.Tensor | bool) -> None:
-        with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
+        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance(verdict)
 

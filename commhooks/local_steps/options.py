@@ -81,7 +81,7 @@ class DiLoCo(LocalSteps):
         fragments: P, fragments of the weights that take turns within a round, so that less is sent at once. H must be
             divisible by P (Douillard et al.: Streaming DiLoCo, 2025).
         delay: a fragment is sent so many steps before its turn, while the training goes on, and arrives at its turn;
-            less than H / P. What the training has added since then stays. For models on the CPU only.
+            less than H / P. What the training has added since then stays.
         offload: keep the anchor and the momentum in pinned host memory, which saves 4 or 8 bytes per parameter on an
             accelerator; None: yes. On the CPU it has no effect.
         start_iter: average the gradients of every step exactly for so many steps first. An int is a number of steps, a

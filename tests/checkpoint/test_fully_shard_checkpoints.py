@@ -1,5 +1,6 @@
 """Saved with `torch.distributed.checkpoint`, loaded into any number of replicas and shards, and into DDP."""
 
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.support.sharded import (
     whole_residuals,
 )
 
-SAVE_AT, STEPS = 4, 7
+SAVE_AT, STEPS = 3, 5
 INT8 = {"block_size": 32, "start_iter": 1}
 KINDS = {
     "powerSGD": ("powerSGD", POWERSGD),
@@ -86,11 +87,22 @@ def _load_and_go_on(replicas: int, shards: int, kind: str, folder: str) -> dict[
     }
 
 
+@pytest.fixture(scope="module")
+def saved_by(worker_pool: Any, tmp_path_factory: Any) -> Any:
+    """kind, shards -> a folder with what two replicas of so many shards have saved, and what each rank returned."""
+
+    @functools.cache
+    def saved(kind: str, shards: int) -> tuple[str, list[dict[str, Any]]]:
+        folder = str(tmp_path_factory.mktemp("saved"))
+        return folder, worker_pool.run(_train_and_save, 2, shards, kind, folder, world_size=2 * max(1, shards))
+
+    return saved
+
+
 @pytest.mark.parametrize(("kind", "shards"), [("powerSGD", 2), ("int8", 2), ("powerSGD", 0)])
-def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Path, kind: str, shards: int) -> None:
-    world_size = 2 * max(1, shards)
-    saved = run_ranks(_train_and_save, 2, shards, kind, str(tmp_path), world_size=world_size)
-    resumed = run_ranks(_load_and_go_on, 2, shards, kind, str(tmp_path), world_size=world_size)
+def test_a_resumed_run_is_bit_equal(run_ranks: Any, saved_by: Any, kind: str, shards: int) -> None:
+    folder, saved = saved_by(kind, shards)
+    resumed = run_ranks(_load_and_go_on, 2, shards, kind, folder, world_size=2 * max(1, shards))
     for before, after in zip(saved, resumed, strict=True):
         assert after["step"] == SAVE_AT
         assert all(map(bits_equal, before["later"], after["later"]))
@@ -109,10 +121,10 @@ def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Path, kind: str, s
     ],
 )
 def test_the_mean_residual_moves_to_another_number_of_shards(
-    run_ranks: Any, tmp_path: Path, kind: str, before: int, replicas: int, shards: int
+    run_ranks: Any, saved_by: Any, kind: str, before: int, replicas: int, shards: int
 ) -> None:
-    saved = run_ranks(_train_and_save, 2, before, kind, str(tmp_path), world_size=2 * max(1, before))
-    resumed = run_ranks(_load_and_go_on, replicas, shards, kind, str(tmp_path), world_size=replicas * max(1, shards))
+    folder, saved = saved_by(kind, before)
+    resumed = run_ranks(_load_and_go_on, replicas, shards, kind, folder, world_size=replicas * max(1, shards))
     for after in resumed:
         assert after["step"] == SAVE_AT and after["finite"] and after["compressed"] == STEPS - SAVE_AT
         for name, expected in saved[0]["residuals"].items():
@@ -128,10 +140,10 @@ def _q_of_the_shards(replicas: int, shards: int, folder: str) -> dict[str, torch
     return dict(session_of(hook).state["q"])
 
 
-def test_a_new_shard_goes_on_with_the_q_of_the_one_that_held_its_first_row(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(_train_and_save, 2, 2, "powerSGD", str(tmp_path), world_size=4)
-    two = run_ranks(_q_of_the_shards, 2, 2, str(tmp_path), world_size=4)
-    three = run_ranks(_q_of_the_shards, 1, 3, str(tmp_path), world_size=3)
+def test_a_new_shard_goes_on_with_the_q_of_the_one_that_held_its_first_row(run_ranks: Any, saved_by: Any) -> None:
+    folder, _ = saved_by("powerSGD", 2)
+    two = run_ranks(_q_of_the_shards, 2, 2, folder, world_size=4)
+    three = run_ranks(_q_of_the_shards, 1, 3, folder, world_size=3)
     # `first.weight` has 33 rows: the shards begin at 0, 17 and at 0, 11, 22.
     for new_shard, old_shard in ((0, 0), (1, 0), (2, 1)):
         assert same_bits(three[new_shard]["first.weight"], two[old_shard]["first.weight"])
@@ -152,9 +164,8 @@ def _with_another_rank(folder: str) -> dict[str, bool]:
     }
 
 
-def test_another_rank_keeps_residuals_and_refits_q(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(_train_and_save, 2, 2, "powerSGD", str(tmp_path), world_size=4)
-    for outcome in run_ranks(_with_another_rank, str(tmp_path), world_size=4):
+def test_another_rank_keeps_residuals_and_refits_q(run_ranks: Any, saved_by: Any) -> None:
+    for outcome in run_ranks(_with_another_rank, saved_by("powerSGD", 2)[0], world_size=4):
         assert all(outcome.values()), outcome
 
 

@@ -112,7 +112,7 @@ def _run(
 ) -> dict[str, Any]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shapes = {name: (N, M) for name in [*kinds, *QUIET]} | {"vector": (M,)}
-    ddp = wrap(shapes, bucket_cap_mb=3 * N * M * dtype.itemsize / 1024**2, dtype=dtype)
+    ddp = wrap(shapes, bucket_cap_mb=6 * N * M * dtype.itemsize / 1024**2, dtype=dtype)
     with computing_with("torch" if "torch" in hook_name else "native"):
         hook = commhooks.attach(ddp, HOOKS[hook_name], wrapper=wrapper)
     bits, finite, skipped = hashlib.sha256(), [], []

@@ -3,6 +3,7 @@
 `python -m tests.stress.waits` takes each wait of the packages out in turn; every such mutant must fail here.
 """
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from tests.support.cuda_stand_ins import Stream
 from tests.support.ddp_steps import descend, process_group_of_one, wrap
 from tests.support.features import fully_shard_on_gloo
 from tests.support.simulated_accelerator import DEVICE, Accelerator, simulated_accelerator
-from tests.support.training import Run, make_model
+from tests.support.training import Run, make_model, plain
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -85,6 +86,65 @@ def test_a_training_of_every_hook(run_ranks: Any, hook: str) -> None:
     for faults, waits in run_ranks(_trained, hook, {}):
         assert faults == []
         assert _modules(waits) == HOST_WAITS.get(hook, set()), waits
+
+
+DELAYED = commhooks.DiLoCo(sync_every=4, fragments=2, delay=1, outer_lr=0.7, outer_momentum=0.5)
+"""Sends in the first and third step of a round, and arrives in the second and fourth."""
+
+
+def _trained_with_diloco(device: torch.device, config: commhooks.DiLoCo, more: dict[str, Any]) -> Any:
+    run = Run.new(make_model().to(device), hook=config, **more).train(5)
+    saved = run.save(residual="mean")  # ends a fragment in flight
+    run.train(1).load(saved).train(3)  # drops one
+    norm = run.hook.stats()["outer_gradient_norm"]
+    with torch.no_grad():
+        run.ddp.module[0].bias[0].fill_(torch.nan if dist.get_rank() == 0 else 0.5)  # one arrives, one is discarded
+    run.train(5).hook.close()  # drops one
+    numbers = [each.nan_to_num(7.0) for each in (run.weights(), *run.gradients)]
+    return numbers, plain(saved["hook"]["parameters"]), norm, run.hook.stats()["nonfinite_steps"]
+
+
+def _trained_here_and_there(config: commhooks.DiLoCo, more: dict[str, Any]) -> Any:
+    here = _trained_with_diloco(DEVICE, config, more)
+    with simulated_accelerator() as accelerator:
+        there = _trained_with_diloco(DEVICE, config, more)
+        gc.collect()
+    return here, there, accelerator.faults
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        (DELAYED, {}),
+        (dataclasses.replace(DELAYED, offload=False), {}),
+        (dataclasses.replace(DELAYED, wire="float32"), {"ranks_per_node": 2}),
+        (dataclasses.replace(DELAYED, sync_every=2, fragments=1, delay=0), {}),
+    ],
+    ids=["in host memory", "on the device", "nodes", "without a delay"],
+)
+def test_diloco_computes_what_it_computes_on_the_cpu(run_ranks: Any, config: Any, more: Any) -> None:
+    world = 4 if more else 2
+    for (numbers, *here), (same, *there), faults in run_ranks(_trained_here_and_there, config, more, world_size=world):
+        assert faults == []
+        assert all(map(torch.equal, numbers, same)) and here == there
+        assert here[-1] > 0
+
+
+def _waits_of_a_round_with_delay() -> list[set[str]]:
+    with simulated_accelerator() as accelerator:
+        config = dataclasses.replace(DELAYED, sync_every=8, delay=2)
+        run, found = Run.new(make_model().to(DEVICE), hook=config).train(8), []
+        for _ in range(8):
+            del accelerator.host_waits[:]
+            run.train(1)
+            found.append(_modules(accelerator.host_waits))
+        return found
+
+
+def test_the_host_does_not_wait_while_a_fragment_is_in_flight(run_ranks: Any) -> None:
+    workspace, outcome = {"kernels.py", "mean.py"}, {"state.py"}
+    for found in run_ranks(_waits_of_a_round_with_delay):
+        assert found == [set(), workspace, set(), outcome, set(), workspace, set(), outcome | {"common_state.py"}]
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16", "random_k"])

@@ -27,7 +27,7 @@ from tests.support.sharded import (
     whole_residuals,
 )
 
-SAVE_AT, STEPS = 4, 7
+SAVE_AT, STEPS = 3, 5
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "powerSGD": ("powerSGD", POWERSGD),
     "int8": ("int8", {"block_size": 32, "start_iter": 1}),

@@ -29,6 +29,9 @@ WAITS = {
     "keep_for_current_stream",
     "wait_for_codec",
     "wait_for_copies",
+    "wait_for_background",
+    "self.held.settle",
+    "session.held.settle",
     "self._mark.set",
     "self._mark.wait",
 }

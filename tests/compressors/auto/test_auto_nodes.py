@@ -33,16 +33,16 @@ from tests.support.training import Run, residuals
 START = {"int8_compress": "start_iter", "int4_compress": "start_iter", "powerSGD": "start_powerSGD_iter"}
 
 
-def _on_an_accelerator(options: dict[str, Any]) -> dict[str, Any]:
+def _on_an_accelerator(options: dict[str, Any], trials: int) -> dict[str, Any]:
     """Where the host does not read what is computed, with gloo's collectives, which has messages on the CPU only."""
     with masks(), mock.patch.object(PointToPoint, "applies_to", return_value=False):
-        return _as_by_name(options)
+        return _as_by_name(options, trials)
 
 
-def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
+def _as_by_name(options: dict[str, Any], trials: int) -> dict[str, Any]:
     """Also with bf16, which has no start: the gradients of the last step, with the same weights."""
     with log_lines("commhooks") as lines:
-        run = new(ranks_per_node=2, **options).train(BEGIN + 2 * TRIAL + 1)
+        run = new(ranks_per_node=2, **options).train(BEGIN + trials * TRIAL + 1)
     chosen = decision_of(run).candidate
     start = {START[chosen.hook]: 2} if chosen.hook in START else {}
     by_name = Run.new(hook=chosen.hook, hook_options={**chosen.options, **start}, ranks_per_node=2)
@@ -72,17 +72,16 @@ def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("train", "options", "label"),
+    ("train", "options", "trials", "label"),
     [
-        (_as_by_name, {}, "int8 between nodes"),
-        (_as_by_name, {"quality": "low rank"}, "powerSGD rank 2 between nodes"),
-        (_on_an_accelerator, {"tried_s": 0.9}, "bf16 between nodes"),
+        (_as_by_name, {"quality": "low rank"}, 1, "powerSGD rank 2 between nodes"),
+        (_on_an_accelerator, {"tried_s": 0.9}, 2, "bf16 between nodes"),
     ],
 )
 def test_between_nodes_the_choice_trains_as_by_name(
-    run_ranks: Any, train: Callable[..., Any], options: dict[str, Any], label: str
+    run_ranks: Any, train: Callable[..., Any], options: dict[str, Any], trials: int, label: str
 ) -> None:
-    ranks = run_ranks(train, options, world_size=4)
+    ranks = run_ranks(train, options, trials, world_size=4)
     for rank in ranks:
         assert rank["label"] == label and rank["same"] and rank["residuals"] and rank["inside"] and rank["memory"]
         assert rank["sent"][0] == rank["sent"][1] and rank["plan"][0] == rank["plan"][1]
@@ -91,45 +90,51 @@ def test_between_nodes_the_choice_trains_as_by_name(
     assert f"auto: {label} from step " in line and " per step and node: a step takes " in line
 
 
-def _the_clock_decides(ranks_per_node: Any, places: list[int], unused: bool) -> dict[str, Any]:
-    options = {"measure_steps": 6, "quality": "close"}
-    ddp = {"find_unused_parameters": unused}
-    with mock.patch.dict(os.environ, GROUP_RANK=str(places[dist.get_rank()])):
-        run = Run.new(hook="auto", hook_options=options, ranks_per_node=ranks_per_node, ddp=ddp)
+def _the_clock_decides() -> dict[str, Any]:
+    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() % 2)):
+        run = Run.new(hook="auto", hook_options={"measure_steps": 6})
     while decision_of(run).phase != "resting":
         run.train(10)
-    return {
-        "tried": list(decision_of(run).tried_s),
-        "known": set(decision_of(run).known),
-        "notes": run.hook.state_dict()["notes"],
-        "weights": run.weights(),
-    }
+    return {"tried": list(decision_of(run).tried_s), "notes": run.hook.state_dict()["notes"], "weights": run.weights()}
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "places", "unused", "nodes"),
-    [
-        (2, [0, 0, 0, 0], False, True),
-        (None, [0, 1, 0, 1], False, True),  # it looks for machines itself
-        (None, [0, 0, 0, 0], False, False),
-        (None, [0, 0, 0, 1], False, False),  # of different sizes
-        (None, [0, 0, 1, 1], True, False),
-        (1, [0, 0, 1, 1], False, False),
-    ],
-)
-def test_real_clocks_lead_to_one_decision(
-    run_ranks: Any, ranks_per_node: Any, places: list[int], unused: bool, nodes: bool
-) -> None:
-    ranks = run_ranks(_the_clock_decides, ranks_per_node, places, unused, world_size=4)
-    suffix = " between nodes" if nodes else ""
+def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
+    ranks = run_ranks(_the_clock_decides, world_size=4)
     for rank in ranks:
-        assert rank["known"] == {
-            "allreduce",
-            *(f"{name}{suffix}" for name in ("bf16", "int8", "int4", "powerSGD rank 16")),
-        }
         assert rank["tried"][0] == "allreduce" and len(rank["tried"]) > 1
         assert rank["notes"] == ranks[0]["notes"] and torch.equal(rank["weights"], ranks[0]["weights"])
-        assert rank["notes"].get("ranks_per_node", 1) == (2 if nodes else 1)
+
+
+# What it is told, the machine of each rank, whether DDP looks for unused parameters, and whether there are nodes then.
+ARRANGEMENTS = [
+    (2, [0, 0, 0, 0], False, True),
+    (None, [0, 1, 0, 1], False, True),  # it looks for machines itself
+    (None, [0, 0, 0, 0], False, False),
+    (None, [0, 0, 0, 1], False, False),  # of different sizes
+    (None, [0, 0, 1, 1], True, False),
+    (1, [0, 0, 1, 1], False, False),
+]
+
+
+def _offered() -> list[tuple[set[str], int]]:
+    """In each arrangement the candidates after the measuring, and the ranks per node in what is saved."""
+    found = []
+    for ranks_per_node, machines, unused, _ in ARRANGEMENTS:
+        with mock.patch.dict(os.environ, GROUP_RANK=str(machines[dist.get_rank()])):
+            options, ddp = {"measure_steps": 6, "quality": "close"}, {"find_unused_parameters": unused}
+            run = Run.new(hook="auto", hook_options=options, ranks_per_node=ranks_per_node, ddp=ddp).train(7)
+        while decision_of(run).phase == "measuring":
+            run.train(1)
+        found.append((set(decision_of(run).known), run.hook.state_dict()["notes"].get("ranks_per_node", 1)))
+    return found
+
+
+def test_candidates_work_between_nodes_where_there_are_some(run_ranks: Any) -> None:
+    labels = ("bf16", "int8", "int4", "powerSGD rank 16")
+    for rank in run_ranks(_offered, world_size=4):
+        for (known, ranks_per_node), (*_, nodes) in zip(rank, ARRANGEMENTS, strict=True):
+            assert known == {"allreduce", *(f"{name}{' between nodes' if nodes else ''}" for name in labels)}
+            assert ranks_per_node == (2 if nodes else 1)
 
 
 def _saved_while(steps: int) -> dict[str, Any]:
@@ -139,7 +144,7 @@ def _saved_while(steps: int) -> dict[str, Any]:
     again = new(**options).load(saved)
     decisions = [decision_of(each) for each in (run, again)]
     for each in (run, again):
-        each.train(34 - steps)
+        each.train(TRIAL + 4)
     flat = new(**options | {"ranks_per_node": 1}).load(saved)
     return {
         "exact": saved["hook"]["exact"],
@@ -220,22 +225,6 @@ def test_on_shards_the_choice_trains_as_by_name_and_resumes(run_ranks: Any) -> N
     # The shards differ in size, and count with the larger one.
     assert ranks[0]["decisions"][0]["figures"]["counted_bytes"]["int8"] == max(rank["bytes"] for rank in ranks)
     assert len({rank["bytes"] for rank in ranks}) == 2
-
-
-def _clocks_on_shards() -> dict[str, Any]:
-    model, hook = attached(2, 2, "auto", hook_options={"measure_steps": 6, "check_again_every": 10})
-    step = 0
-    while _decision(hook).phase != "resting":
-        got = backward(model, random_gradients(step))
-        step += 1
-    return {"notes": _decision(hook).to_plain(), "tried": set(_decision(hook).tried_s), "gradients": got}
-
-
-def test_on_shards_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
-    ranks = run_ranks(_clocks_on_shards, world_size=4)
-    for rank in ranks:
-        assert rank["notes"] == ranks[0]["notes"] and len(rank["tried"]) > 1
-        assert all(torch.equal(each, ranks[0]["gradients"][name]) for name, each in rank["gradients"].items())
 
 
 def _one_shard_is_slow() -> dict[str, Any]:

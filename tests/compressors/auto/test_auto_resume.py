@@ -23,8 +23,8 @@ def _saved_while(steps: int) -> dict[str, Any]:
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
     decisions = [decision_of(run).to_plain(), decision_of(again).to_plain()]
-    run.train(34 - steps)
-    again.train(34 - steps)
+    run.train(TRIAL + 4)
+    again.train(TRIAL + 4)
     return {
         "exact": saved["hook"]["exact"],
         "phase": decisions[0]["phase"],

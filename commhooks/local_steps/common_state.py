@@ -77,7 +77,8 @@ class CommonState:
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
         sums = self._checksums(tensors)
         keys = torch.tensor([agreement_key(described), agreement_key(sums)], device=device)
-        same_form, same_bits = (len(each.unique()) == 1 for each in gather_rows(keys, group, self._counters, _WHAT).T)
+        of_ranks = gather_rows(keys, group, self._counters, _WHAT)
+        same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
         if same_form and same_bits:
             return []
         first = described if same_form else self._of_first(described, group)

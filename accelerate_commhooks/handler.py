@@ -15,7 +15,7 @@ from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of
-from accelerate_commhooks.saving import HookedModel, ensure_hook_saver
+from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
 from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
@@ -280,7 +280,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         the hook of an earlier `prepare`."""
         self._detach_earlier(model)
         gradient_state = accelerator.gradient_state
-        self._attach(model, self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)
+        self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)
 
     def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. It replaces the

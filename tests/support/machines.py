@@ -72,7 +72,7 @@ class Machine:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("{"):
+            if line.startswith('{"'):  # the Trainer prints dicts
                 with self._news:
                     self.lines.append(json.loads(line))
                     self._news.notify_all()

@@ -25,7 +25,7 @@ from accelerate_commhooks import CommHookKwargs
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--name", help="of this machine, different on each; by default the host name")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=10_000)
     return parser
 
 

@@ -43,7 +43,7 @@ class DigitsNet(pl.LightningModule):
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--name", help="of this machine, different on each; by default the host name")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--folder", type=Path, default=Path("members"), help="for checkpoints and logs")
     return parser
 
@@ -66,7 +66,7 @@ def main() -> None:
     trainer.fit(model, DataLoader(train, batch_size=32, shuffle=True))
     stats = trainer.strategy.comm_hook.stats()
     trainer.test(model, DataLoader(test, batch_size=180))
-    print(f"{stats['step']} rounds, the last one with {stats['members']} machines")
+    print(f"{stats['step']} rounds, the last one with {stats['members']} machine(s)")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of
-from accelerate_commhooks.saving import HookedModel, ensure_hook_saver
+from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
 from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
@@ -277,9 +276,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model of a machine with one process, which Accelerate does not wrap in DDP."""
-        if not self.is_attached(model):
-            self._attach(model, self.request, accelerator)
+        """Attach a hook to a model of a machine with one process, which Accelerate does not wrap in DDP. It replaces
+        the hook of an earlier `prepare`."""
+        self._detach_earlier(model)
+        gradient_state = accelerator.gradient_state
+        self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)
 
     def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. It replaces the
@@ -297,10 +298,13 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                     "over the replicas, or 'drop'"
                 )
             request = dataclasses.replace(request, save_residual="mean")
+        self._detach_earlier(model)
+        self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
+
+    def _detach_earlier(self, model: torch.nn.Module) -> None:
         for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
             if earlier is not None:
                 earlier.detach()
-        self._attach(model, request, accelerator, replicas_of(accelerator))
 
     def __repr__(self) -> str:
         names = [f.name for f in dataclasses.fields(self) if f.name in self.given]
@@ -344,7 +348,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         model: torch.nn.Module,
         request: HookRequest,
         accelerator: Accelerator | None,
-        replicate_group: dist.ProcessGroup | None = None,
+        **more: Any,
     ) -> None:
         self._hooked = [each for each in self._hooked if each.hook is not None]
         if self._hooked and callable(getattr(request.hook_state, "state_dict", None)):
@@ -365,9 +369,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             model,
             request,
             total_steps=request.total_steps or self.run_length,
-            replicate_group=replicate_group,
             loss_scale=scale,
             on_unused=message,
+            **more,
         )
         if message is not None:
             message("")

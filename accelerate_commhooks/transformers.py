@@ -162,6 +162,7 @@ class CommHookTrainerMixin(_Base):
         return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
 
     def _set_progress(self, progress: dict[str, Any]) -> None:
+        self._globalstep_last_logged += progress["global_step"] - self.state.global_step  # divides the logged loss
         self.state.global_step = progress["global_step"]
         scheduler: Any = self.lr_scheduler
         scheduler.load_state_dict(progress["scheduler"])

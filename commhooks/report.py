@@ -27,6 +27,7 @@ NAMES = (
     "residual_over_gradient",
     "outer_gradient_norm",
     "outer_gradient_cosine",
+    "members",
 )
 """Names of the metrics; docs/working.md explains each."""
 
@@ -126,7 +127,7 @@ class Meter:
         self._before[hook] = now
         values: dict[str, float | None] = {
             **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
-            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")},
+            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")},
             **hook.norms(),
         }
         passes = now["backward_passes"] - before.get("backward_passes", 0)

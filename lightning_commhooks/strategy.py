@@ -209,7 +209,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
     Args:
         hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`.
-            A machine that comes (`members`) also takes the Trainer's global step and learning rate schedulers.
+            A machine that comes (`members`) also takes the Trainer's epoch, batch and global step, and the learning
+            rate schedulers.
         save_residual: which residuals checkpoints hold; see `CommHookCheckpoint`. Default "mean".
         ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 
@@ -356,22 +357,24 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
 
 class _Progress:
-    """The Trainer's global step and schedulers, for a machine that comes. Weak: the hook may outlive the Trainer."""
+    """The Trainer's epoch, batch, global step and schedulers, for a machine that comes. Weak: the hook may outlive the
+    Trainer."""
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer: pl.Trainer = weakref.proxy(trainer)
 
     @property
     def _parts(self) -> list[Any]:
-        loop = self._trainer.fit_loop.epoch_loop
+        epochs, loop = self._trainer.fit_loop.epoch_progress, self._trainer.fit_loop.epoch_loop
         steps = [loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress]
-        return [*steps, *(each.scheduler for each in self._trainer.lr_scheduler_configs)]
+        return [epochs, loop.batch_progress, *steps, *(each.scheduler for each in self._trainer.lr_scheduler_configs)]
 
     def state_dict(self) -> list[Any]:
-        return [each.state_dict() for each in self._parts]
+        return [self._trainer.fit_loop.epoch_loop.on_save_checkpoint(), *(each.state_dict() for each in self._parts)]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        for part, saved in zip(self._parts, state, strict=True):
+        self._trainer.fit_loop.epoch_loop.on_load_checkpoint(state[0])
+        for part, saved in zip(self._parts, state[1:], strict=True):
             part.load_state_dict(saved)
 
 

@@ -215,15 +215,21 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 class PlainGradients(GradientSource):
     """The gradients of an unwrapped module, for hooks that average weights with one process per machine. At the end of
-    the backward pass each gradient becomes a bucket."""
+    the backward pass each gradient becomes a bucket.
+
+    Args:
+        accumulates: whether the running backward pass only accumulates gradients; None: none does.
+    """
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
     averages_alone = False
 
-    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: torch.nn.Module, group: dist.ProcessGroup, accumulates: Callable[[], bool] | None = None
+    ) -> None:
         super().__init__(group)
-        self._module = weakref.ref(module)
+        self._module, self._accumulates = weakref.ref(module), accumulates
         self.names = ModelNames(
             [(own_name(name), p) for name, p in module.named_parameters() if p.requires_grad], all_names(module)
         )
@@ -261,7 +267,7 @@ class PlainGradients(GradientSource):
         return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def _on_accumulated(self, _: torch.Tensor) -> None:
-        if self._task != current_task():
+        if self._task != current_task() and not (self._accumulates is not None and self._accumulates()):
             self._task = current_task()
             run_after_backward(self._end_pass)
 

@@ -143,11 +143,14 @@ def attach_request(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
     on_unused: Callable[[str], None] | None = None,
+    accumulates: Callable[[], bool] | None = None,
 ) -> CommHook:
     """Attach a hook for a checked request; see `attach`.
 
     Args:
         total_steps: None: the `total_steps` of the request.
+        accumulates: for a model without a wrapper, which has no `no_sync`: whether the running backward pass only
+            accumulates gradients, and does not count.
         on_unused: called on the logging rank with the warning that the hook had no effect.
     """
     if loss_scale is not None and not callable(loss_scale):
@@ -159,7 +162,7 @@ def attach_request(
     unwrapped = isinstance(request.config, LocalSteps)
     if request.members is not None and not dist.is_initialized():
         _process_group_of_one(model)
-    source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
+    source = source_of(model, process_group, replicate_group, unwrapped=unwrapped, accumulates=accumulates)
     check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()

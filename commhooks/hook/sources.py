@@ -1,5 +1,7 @@
 """Find out how a model is wrapped, and make the source of its gradients."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,9 +22,10 @@ def source_of(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     unwrapped: bool = False,
+    accumulates: Callable[[], bool] | None = None,
 ) -> GradientSource:
     """Make the source of a model's gradients; see `attach` for the arguments and the errors. `unwrapped`: whether the
-    hook also takes a module without a wrapper."""
+    hook also takes a module without a wrapper; `accumulates`: whether its running backward pass does not count."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise HookConfigError(
             f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
@@ -42,7 +45,7 @@ def source_of(
     takes_plain = unwrapped and module is not None and not isinstance(module, FullyShardedDataParallel)
     if takes_plain and compiled_from(module) is None and not isinstance(ddp_model, DistributedDataParallel):
         assert module is not None
-        return PlainGradients(module, resolve_group(process_group))
+        return PlainGradients(module, resolve_group(process_group), accumulates)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise _cannot_take_a_hook(model)
     if replicate_group is not None:

@@ -382,6 +382,12 @@ class LocalStepsDriver:
         Args:
             together: whether `synchronize` succeeded before the save.
         """
+        if self.members is not None and self.diverged:
+            self._warn_once(
+                "this save in the middle of a round is marked inexact, because machines meet only at the ends of "
+                "rounds. A run that resumes from it begins a round with the saved weights."
+            )
+            return False
         if not together and (self.diverged or self._passes > self._shared_at[True]):
             if self.diverged:
                 logger.warning(

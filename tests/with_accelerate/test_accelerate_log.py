@@ -15,7 +15,7 @@ from commhooks.report import NAMES
 from tests.support.accelerators import Training, Warnings, accelerate_launched, launched, new_accelerator, power_sgd
 from tests.support.training import make_model
 
-OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")  # metrics that PowerSGD has not
+OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")  # metrics that PowerSGD has not
 ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
 
 

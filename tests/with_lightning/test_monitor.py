@@ -21,7 +21,7 @@ from tests.support import lightning_support as support
 from tests.support.inside import session_of
 from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
-OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")  # metrics that PowerSGD has not
+OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")  # metrics that PowerSGD has not
 ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
 RESIDUALS = {"commhooks/residual_norm", "commhooks/residual_over_gradient"}
 Values = dict[str, dict[int, float]]  # name -> step -> value

@@ -1,0 +1,276 @@
+"""A training on one of several machines that come and go, by a front end: `python front_job.py JSON`.
+
+Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
+optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
+as long as there is a file "slow" in the folder.
+"""
+
+import hashlib
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import commhooks
+
+EVERY = 5
+
+
+class Rounds:
+    """Prints the lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._slow, self._before = folder / "slow", 0
+
+    def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
+        """Call this after each step."""
+        stats = hook.stats()
+        if stats["step"] > self._before and stats["step_in_round"] == 0:
+            self._before = stats["step"]
+            weights = [p for group in optimizer.param_groups for p in group["params"]]
+            more["weights"], more["moments"] = hash_of(weights), hash_of(optimizer.state[p]["exp_avg"] for p in weights)
+            lr = optimizer.param_groups[0]["lr"]
+            said("round", step=stats["step"], names=names_in(hook), steps=steps, lr=lr, **more)
+        time.sleep(0.1 if self._slow.exists() else 0.0)
+
+
+def said(what: str, **more: Any) -> None:
+    print(json.dumps({"what": what, **more}), flush=True)
+
+
+def names_in(hook: Any) -> list[str]:
+    """Machine a may have the name of the host."""
+    return sorted("a" if name == socket.gethostname() else name for name in hook.members.names)
+
+
+def hash_of(tensors: Any) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()[:16]
+
+
+def new_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def new_optimizer(model: torch.nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+
+def new_data(name: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return TensorDataset(torch.randn(48, 6, generator=generator))
+
+
+def lightning(given: dict[str, Any]) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    from lightning_commhooks import CommHookDDP, CommHookMonitor
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = new_model(given["seed"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            optimizer, scheduler = new_optimizer(self.net)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    class Looks(pl.Callback):
+        rounds, weights = Rounds(Path(given["folder"])), ""
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            hook, optimizer = trainer.strategy.comm_hook, trainer.optimizers[0]
+            epoch = [trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx]
+            self.rounds.look(hook, optimizer, trainer.global_step, epoch=epoch)
+            self.weights = hash_of(module.parameters())
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            said("validation", same=hash_of(module.parameters()) == self.weights)
+
+    folder = Path(given["folder"]) / given["name"]
+    loader = DataLoader(new_data(given["name"]), batch_size=2)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=CommHookDDP(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)),
+        max_steps=given["steps"],
+        max_epochs=-1,
+        check_val_every_n_epoch=None,
+        val_check_interval=14,
+        accumulate_grad_batches=2,
+        callbacks=[Looks(), CommHookMonitor(), ModelCheckpoint(folder, every_n_train_steps=7, save_last=True)],
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=10,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    module = Module()
+    trainer.fit(module, loader, loader, ckpt_path=given.get("resume"))
+    hook = trainer.strategy.comm_hook
+    said("end", steps=trainer.global_step, round=hook.stats()["step"], names=names_in(hook))
+
+
+def fabric(given: dict[str, Any]) -> None:
+    from lightning.fabric import Fabric
+
+    from lightning_commhooks.fabric import CommHookDDP
+
+    strategy = CommHookDDP(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    bare = new_model(given["seed"])
+    optimizer, scheduler = new_optimizer(bare)
+    model, optimizer = fabric.setup(bare, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(new_data(given["name"]), batch_size=4))
+    hook, done, rounds = strategy.comm_hook, [0], Rounds(Path(given["folder"]))
+    hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
+    hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
+    while done[0] < given["steps"]:
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            fabric.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            done[0] += 1
+            rounds.look(hook, optimizer, done[0])
+            if done[0] >= given["steps"]:
+                break
+    fabric.save(f"{given['folder']}/{given['name']}.ckpt", {"model": model, "optimizer": optimizer})
+    said("end", steps=done[0], round=hook.stats()["step"], names=names_in(hook))
+
+
+def accelerate(given: dict[str, Any]) -> None:
+    """With the settings in YAML, and gradients of two batches for a step. Saves in mid-round, and at the end goes back
+    to what it has saved."""
+    from accelerate import Accelerator
+
+    from accelerate_commhooks import CommHookKwargs
+
+    folder = Path(given["folder"]) / given["name"]
+    folder.mkdir()
+    if given["name"] == "a":  # by the name of the host
+        (folder / "hook.yaml").write_text(f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n")
+        handler = CommHookKwargs.from_config(folder / "hook.yaml")
+    else:
+        handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+    model = new_model(given["seed"])
+    optimizer, scheduler = new_optimizer(model)
+    loader = DataLoader(new_data(given["name"]), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    hook, done, rounds = handler.attached, [0], Rounds(Path(given["folder"]))
+    hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
+    hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
+    while done[0] < given["steps"]:
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            done[0] += 1
+            rounds.look(hook, optimizer.optimizer, done[0])
+            if done[0] in (7, given["steps"] - 3):
+                before = hash_of(model.parameters())
+                accelerator.save_state(folder / "state")
+                said("saved", same=hash_of(model.parameters()) == before)
+            if done[0] >= given["steps"]:
+                break
+    last = hook.stats()["step"]
+    accelerator.load_state(folder / "state")
+    same = hash_of(model.parameters()) == before
+    said("end", steps=done[0], round=last, loaded=hook.stats()["step"], same=same, names=names_in(hook))
+
+
+def transformers(given: dict[str, Any]) -> None:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from accelerate_commhooks.transformers import CommHookTrainer
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = new_model(given["seed"])
+
+        def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+            found = self.net(x)
+            return {"loss": found.square().mean(), "logits": found}
+
+    class Looks(TrainerCallback):
+        rounds, weights = Rounds(Path(given["folder"])), ""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = trainer.optimizer.optimizer
+            self.rounds.look(trainer.comm_hook, optimizer, state.global_step)
+            self.weights = hash_of(trainer.model.parameters())
+
+        def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
+            said("validation", same=hash_of(trainer.model.parameters()) == self.weights)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "commhooks/members" in logs:
+                said("logged", members=logs["commhooks/members"], loss=logs["loss"])
+
+    arguments = TrainingArguments(
+        f"{given['folder']}/{given['name']}",
+        use_cpu=True,
+        max_steps=given["steps"],
+        learning_rate=0.01,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=7,
+        save_steps=28,
+        save_total_limit=2,
+        logging_steps=5,
+        report_to=given.get("report_to", "none"),
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    data = [{"x": x} for (x,) in new_data(given["name"])]
+    trainer = CommHookTrainer(
+        Net(),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:4],
+        callbacks=[Looks()],
+        hook="diloco",
+        hook_options={"sync_every": EVERY},
+        members=machine(given),
+    )
+    trainer.train()
+    hook = trainer.comm_hook
+    end = {"steps": trainer.state.global_step, "round": hook.stats()["step"], "names": names_in(hook)}
+    if given["name"] == "a":  # the last 16 steps once more, as a new machine; it meets the others after the first one
+        trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 16}")
+        assert hook is not trainer.comm_hook
+        end |= {"again": [trainer.state.global_step, trainer.comm_hook.stats()["step"]]}
+    said("end", **end)
+
+
+def machine(given: dict[str, Any]) -> commhooks.Torchft:
+    return commhooks.Torchft(name=given["name"], timeout_s=20.0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    arguments = json.loads(sys.argv[1])
+    fronts = {each.__name__: each for each in (lightning, fabric, accelerate, transformers)}
+    fronts[arguments["front"]](arguments)

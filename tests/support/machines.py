@@ -1,0 +1,140 @@
+"""Machines for tests of live membership: a lighthouse in a process of its own, and a job per machine that prints lines
+of JSON."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support import warm
+
+_LIGHTHOUSE = """
+import sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(sys.argv[1], 1, join_timeout_ms=2000, quorum_tick_ms=50, heartbeat_timeout_ms=1500)
+print(server.address(), flush=True)
+time.sleep(600)
+"""
+_JOB = Path(__file__).with_name("front_job.py")
+_TORCHFT = ("torchft.coordination", "torchft.process_group")
+
+
+@contextlib.contextmanager
+def lighthouse() -> Iterator[str]:
+    """A lighthouse that runs in the body. Its address."""
+    process = subprocess.Popen(
+        [warm.python(*_TORCHFT), "-c", _LIGHTHOUSE, "127.0.0.1:0"],
+        env=os.environ | {"RUST_LOG": "off"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{process.stdout.readline().strip().rpartition(':')[2]}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Machine:
+    """A job of one process: `script` with the JSON of `given`, in which `name` and `folder` are added.
+
+    Attributes:
+        lines: what it has printed so far.
+        log: the file of its standard error.
+    """
+
+    def __init__(self, script: Path, lighthouse: str, folder: Path, name: str, *modules: str, **given: Any) -> None:
+        self.name, self.lines, self.log = name, list[dict[str, Any]](), folder / f"{name}.log"
+        self._news = threading.Condition()
+        with self.log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [
+                    warm.python(*modules, *_TORCHFT),
+                    str(script),
+                    json.dumps(given | {"name": name, "folder": str(folder)}),
+                ],
+                env=os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"},
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"'):  # the Trainer prints dicts
+                with self._news:
+                    self.lines.append(json.loads(line))
+                    self._news.notify_all()
+
+    def wait_for(self, met: Callable[[dict[str, Any]], Any], limit_s: float = 60.0) -> dict[str, Any]:
+        """Wait for a line for which `met` is true."""
+        with self._news:
+            arrived = self._news.wait_for(
+                lambda: any(map(met, self.lines)) or self._process.poll() is not None, limit_s
+            )
+        found = next(filter(met, self.lines), None)
+        assert arrived and found is not None, f"{self.lines[-5:]}\n{self.log.read_text()[-4000:]}"
+        return found
+
+    def round(self, step: int) -> dict[str, Any]:
+        """Wait for the round that begins after outer step `step`, or a later one."""
+        return self.wait_for(lambda line: line["what"] == "round" and line["step"] >= step)
+
+    @property
+    def rounds(self) -> dict[int, dict[str, Any]]:
+        return {line["step"]: line for line in list(self.lines) if line["what"] == "round"}
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the last line and the end of the process."""
+        found = self.wait_for(lambda line: line["what"] == "end")
+        assert self._process.wait(60) == 0
+        return found
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def assert_equal(*machines: Machine) -> None:
+    """The machines have the same weights, progress and learning rate at each outer step that they took together, and
+    the same state of the optimizer at the first one, with which a machine has come."""
+    compared = 0
+    for step in sorted({step for each in machines for step in each.rounds}):
+        there = [each.rounds[step] for each in machines if step in each.rounds]
+        if len(there) > 1:
+            alike = [{name: x for name, x in line.items() if name != "moments" or not compared} for line in there]
+            assert all(each == alike[0] for each in alike), there
+            compared += 1
+    assert compared > 3
+
+
+def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[Machine, Machine, dict[str, Any]]:
+    """Machine a trains `given["steps"]` steps by front_job.py. b comes later, with other weights, trains some rounds
+    with it, and is killed. Returns both and the last line of a."""
+    slow = folder / "slow"
+    slow.touch()
+    with lighthouse() as address:
+        a, b = (functools.partial(Machine, _JOB, address, folder, each, *modules, **given) for each in "ab")
+        first = a(seed=0)
+        first.round(2)
+        second = b(seed=1)
+        first.wait_for(lambda line: line.get("names") == ["a", "b"])
+        second.round(max(first.rounds) + 4)
+        second.kill()
+        slow.unlink()
+        end = first.end()
+    assert_equal(first, second)
+    assert end["steps"] == given["steps"] and end["names"] == ["a"]
+    assert end["round"] == given["steps"] // 5 and sorted(first.rounds) == [*range(1, end["round"] + 1)]
+    return first, second, end

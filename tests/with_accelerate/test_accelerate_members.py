@@ -1,0 +1,21 @@
+"""Machines that come and go under Accelerate, whose machines of one process have no DDP."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.machines import one_comes_and_is_killed
+
+
+@pytest.mark.timeout(180)
+def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
+    """It takes weights and optimizer, and the scheduler, which the script has registered, from the other one, which has
+    its settings from YAML and goes on to the end alone. Batches that only accumulate gradients do not count. A save in
+    mid-round changes no weights, and loads."""
+    a, b, end = one_comes_and_is_killed(tmp_path, "accelerate", front="accelerate", steps=100)
+    saved = [line["same"] for each in (a, b) for line in each.lines if line["what"] == "saved"]
+    assert len(saved) > 1 and all(saved)
+    assert end["same"] and end["loaded"] == end["round"] - 1
+    log = a.log.read_text()
+    assert log.count("marked inexact") == 1, log
+    assert "nothing is sent" not in log and "Warning" not in log, log

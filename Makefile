@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-peers exits bench bench-gpu soak heap stragglers hostile chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-triton test-peers exits bench bench-gpu soak heap stragglers hostile chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -39,6 +39,11 @@ test-mutants: $(READY)
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
 test-waits: $(READY)
 	@$(CLEAN) -m tests.stress.waits $(ARGS)
+
+# Triton's kernels in Triton's interpreter. Installs Triton, 1 GB, which `make test` does without.
+test-triton: $(READY)
+	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install triton
+	@$(CLEAN) -m pytest tests/compressors/quantized/test_triton_bits.py $(ARGS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
 # make test-peers ARGS="torch"

@@ -3,7 +3,8 @@
     python benchmarks/gpu.py [--models blocks resnet50 gpt2] [--ranks 1 4] [--rounds 30]      # make bench-gpu
 
 One rank (NCCL if torch has it, else gloo): `noop`, ours and torch's powerSGD_hook, both with and without
-batch_tensors_with_same_shape ("same"), in turns on the same batches. With DDP's default buckets of 25 MB, as in
+batch_tensors_with_same_shape ("same"), int8 and int4 with Triton and with torch's operators, in turns on the same
+batches. With DDP's default buckets of 25 MB, as in
 training, and with one bucket for all gradients; with a small batch, where nothing hides the hook, and with a realistic
 one. Everything is over the `noop` of the same round or kind:
 
@@ -97,6 +98,7 @@ class Candidate:
 def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
     rank = setup.rank
     labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "commhooks same": f"same-{rank}"}
+    labels |= {"int8": "native-int8", "int8, no Triton": "int8", "int4": "native-int4", "int4, no Triton": "int4"}
     labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
     candidates = {name: Candidate(setup, label, on) for name, label in labels.items()}
     count = numel(make(setup.model)[0])
@@ -104,7 +106,7 @@ def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
     turns: dict[str, Callable[[], float]] = {name: each.milliseconds for name, each in candidates.items()}
     turns["add"] = lambda: on.times(lambda: other.add_(flat))[0]
     samples = take_turns(turns, rounds, WARM_UP)
-    for name in ("commhooks", "commhooks same"):
+    for name in [each for each, label in labels.items() if each != "noop" and not label.startswith("torch")]:
         ours = candidates[name].hook
         assert ours is not None
         done = ours.stats()
@@ -114,7 +116,7 @@ def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
     profiles = {name: each.profiled() for name, each in candidates.items()}
     limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
     rows: list[Row] = []
-    for name in ("commhooks", "commhooks same", "torch", "torch same"):
+    for name in list(labels)[1:]:
         over = [a - b for a, b in zip(samples[name], samples["noop"], strict=True)]
         host = [a - b for a, b in zip(candidates[name].host_ms, candidates["noop"].host_ms, strict=True)][WARM_UP:]
         row: Row = {"section": str(setup), **vars(setup), "hook": name, "limit_ms": limit}
@@ -125,7 +127,7 @@ def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
         row["share_of_limit"] = limit / row["median_ms"] if row["median_ms"] > 0 else None
         rows.append(row)
     for row in rows:
-        theirs = rows[2]["median_ms"]
+        theirs = next(each["median_ms"] for each in rows if each["hook"] == "torch")
         row["times_torch"] = row["median_ms"] / theirs if theirs > 0 else None
     return rows
 

@@ -275,7 +275,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--results", type=Path, default=Path("language_model.jsonl"), help="finished runs")
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against bytes")
-    args = parse(arguments, seeds=[0], ranks=[2], steps=20, hooks=QUICK)
+    args = parse(arguments, seeds=[0], ranks=[2], steps=5, hooks=QUICK)
     if "allreduce" not in args.hooks:
         args.hooks.insert(0, "allreduce")
     at = machine()

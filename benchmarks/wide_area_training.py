@@ -103,7 +103,7 @@ def main() -> None:
     arguments.add_argument("--loss", type=float, default=0.001, help="share of the packets that is lost; 0: none is")
     arguments.add_argument("--break-off", type=float, default=10.0, metavar="S", help="seconds; 0: no break")
     arguments.add_argument("--steps", type=int, default=20)
-    quick = {"model": "tiny_transformer", "bucket_cap_mb": 0.05, "hooks": ["noop", "ddp", "powersgd-1"], "steps": 3}
+    quick = {"model": "tiny_transformer", "bucket_cap_mb": 0.05, "hooks": ["noop", "powersgd-1"], "steps": 3}
     args = parse(arguments, **quick, rtt=[20.0], loss=0.0, break_off=0.5)
     at, rows = machine(), measure(args)
     columns = {

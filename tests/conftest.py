@@ -8,8 +8,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import clean_env  # of examples/, where the demo has it from too
 import pytest
@@ -35,13 +36,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch is imported, which reads the number of threads and the visible devices; the workers inherit it.
 _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
 from tests.support import warm  # noqa: E402
-from tests.support.compilers import compile_kernels  # noqa: E402
-from tests.support.registries import registries_as_before  # noqa: E402
-from tests.support.workers import WorkerPool  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.support.workers import WorkerPool
 
 # What takes long to import: where it is needed, by folder or file. It is imported once, see `warm.py`.
 LIGHTNING, ACCELERATE, TRANSFORMERS = "lightning.pytorch", "accelerate", "transformers.trainer"
@@ -49,11 +47,10 @@ FRAMEWORKS = {
     "with_lightning": [LIGHTNING],
     "with_accelerate": [ACCELERATE],
     "with_transformers": [ACCELERATE, TRANSFORMERS],
-    "test_accelerate_demo.py": [ACCELERATE],
     "test_examples.py": [ACCELERATE],
     "test_background_save.py": [LIGHTNING],
     "test_chaos.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
-    "test_demo.py": [LIGHTNING],
+    "test_demo.py": [LIGHTNING, ACCELERATE],
     "test_docs.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_failed_writes.py": [LIGHTNING, ACCELERATE],
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
@@ -106,12 +103,13 @@ def pytest_configure(config: pytest.Config) -> None:
         _in_the_servers.extend(config.workerinput["modules"])
         sys.executable = config.workerinput["python"]  # some tests need a process that is started
         multiprocessing.spawn.set_executable(sys.executable)
-    elif config.getoption("numprocesses", None) and not KEEP_CUDA:
+    elif config.getoption("numprocesses", None) and not KEEP_CUDA:  # this process itself needs no torch
         warm.share()
         chosen = [name for name in FRAMEWORKS if config.args == config.getini("testpaths") or name in str(config.args)]
         _in_the_servers.extend(sorted({module for name in chosen for module in FRAMEWORKS[name]}))
-        pythons = [warm.python(*_in_the_servers, server=index % 2) for index in range(len(config.option.tx))]
-        config.option.tx = [f"popen//python={each}" for each in pythons]
+        with ThreadPoolExecutor() as both:
+            pythons = list(both.map(lambda server: warm.python(*_in_the_servers, server=server), (0, 1)))
+        config.option.tx = [f"popen//python={pythons[index % 2]}" for index in range(len(config.option.tx))]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,6 +125,8 @@ def _turn(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
+    import torch
+
     if not (KEEP_CUDA and torch.cuda.is_available()):
         skip = pytest.mark.skip(reason="needs a CUDA device: make test-cuda")
         for item in items:
@@ -145,6 +145,8 @@ def clean_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def forgotten_registrations() -> Iterator[None]:
+    from tests.support.registries import registries_as_before
+
     with registries_as_before():
         yield
 
@@ -152,6 +154,8 @@ def forgotten_registrations() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_leaked_process_group() -> Iterator[None]:
     """A process group that a test leaves behind in the main process fails that test, not the next one."""
+    import torch.distributed as dist
+
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -161,6 +165,8 @@ def no_leaked_process_group() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def gradients_stay_on() -> Iterator[None]:
     """A test that leaves autograd off, as a generator with `no_grad` around its yield does, fails itself."""
+    import torch
+
     yield
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
@@ -168,7 +174,10 @@ def gradients_stay_on() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def worker_pool() -> Iterator[WorkerPool]:
+def worker_pool() -> "Iterator[WorkerPool]":
+    from tests.support.compilers import compile_kernels
+    from tests.support.workers import WorkerPool
+
     compile_kernels()  # some tests give their ranks less time than that may take
     pool = WorkerPool()
     pool.import_first(*_in_the_servers)
@@ -177,7 +186,7 @@ def worker_pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture
-def run_ranks(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> Callable[..., list[Any]]:
+def run_ranks(request: pytest.FixtureRequest, worker_pool: "WorkerPool") -> Callable[..., list[Any]]:
     """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
     worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run

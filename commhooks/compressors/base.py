@@ -132,13 +132,17 @@ class Compressor(ABC, Generic[ConfigT]):
 
     # ---- rarely needed -----------------------------------------------------------------------------------------------
 
+    def allocate(self, work: Any, step: StepInfo) -> None:
+        """Allocate what depends on the number of ranks. Called after `workspace`: a device without enough memory then
+        fails in the first backward pass, and not when compression begins, perhaps a thousand steps later."""
+
     stats_every: int | None = None
     """Steps between two log lines with compression statistics; None: no such lines."""
     computes_from_received: ClassVar[bool] = True
     """False: its results are one correctly rounded operation on each received number alone. True: last bits may differ
     between kinds of processors, so that replicas on such machines drift apart."""
     native: bool = False
-    """Compute with the native library, because all ranks have the same `native_build`. The engine sets it before it
+    """Compute with the native kernel, because all ranks have the same `native_build`. The engine sets it before it
     calls `workspace`."""
 
     @property

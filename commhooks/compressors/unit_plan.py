@@ -107,7 +107,7 @@ class UnitPlan:
 @dataclass(frozen=True)
 class MemoryPlan:
     """The bytes of memory that a hook needs on a rank: on the CPU once it compresses, on an accelerator from the first
-    backward pass on (except the messages of quantised hooks)."""
+    backward pass on (except what arrives in the messages of quantised hooks, which every step allocates)."""
 
     residual: int = 0
     factors: int = 0

@@ -87,7 +87,7 @@ class KnownBuckets:
         return {name for known in self if known.used for name in known.compressed}
 
     def find(
-        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, *, first: bool
+        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, *, first: bool
     ) -> KnownBucket:
         """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
 
@@ -104,11 +104,13 @@ class KnownBuckets:
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket)
-            found = self._buckets[key] = self._made(bucket, compressor, reduction, first)
+            found = self._buckets[key] = self._made(bucket, compressor, reduction, step, first)
         found.used = True
         return found
 
-    def _made(self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, first: bool) -> KnownBucket:
+    def _made(
+        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, first: bool
+    ) -> KnownBucket:
         names = self._names.of_bucket(list(bucket.parameters), first)
         layout = read_layout(bucket.flat, bucket.parameters, names)
         infos = [
@@ -121,7 +123,7 @@ class KnownBuckets:
         with_residual, compressed = self._state["residual"] if self._state.local else {}, made.compressed
         self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
         if compressed:
-            made.work = reduction.workspace(compressor, layout, plans)
+            made.work = reduction.workspace(compressor, layout, plans, step)
             made.make_exchange = reduction.exchange(compressor)
         return made
 

@@ -66,9 +66,13 @@ class FlatReduction:
         """Mark the parameters of a bucket that `exchange` handles as compressed."""
         return list(plans)
 
-    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
+    def workspace(
+        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan], step: StepInfo
+    ) -> Any:
         """Allocate the workspace of `exchange` for buckets of this layout, in which something is compressed."""
-        return compressor.workspace(layout, plans)
+        work = compressor.workspace(layout, plans)
+        compressor.allocate(work, step)
+        return work
 
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
@@ -315,9 +319,12 @@ class HierarchicalReduction(FlatReduction):
         ]
 
     def workspace(
-        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]
+        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan], step: StepInfo
     ) -> HierarchicalWorkspace:
-        return HierarchicalWorkspace(compressor, layout, plans, self._owners, self.nodes)
+        work = HierarchicalWorkspace(compressor, layout, plans, self._owners, self.nodes)
+        if work.compresses:
+            compressor.allocate(work.work, self._between(step))
+        return work
 
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
@@ -424,13 +431,13 @@ class HierarchicalReduction(FlatReduction):
     def _between_nodes(
         self, compressor: Compressor[Any], work: HierarchicalWorkspace, state: LearnedState, step: StepInfo
     ) -> ExchangeTask:
-        own, mine = (
-            work.own,
-            StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank()),
-        )
+        own, mine = work.own, self._between(step)
         if not compressor.transactional:
             return new_task(compressor, True, own, None, NO_STATE, mine)
         return new_task(compressor, work.compresses, own, work.work, state, mine)
+
+    def _between(self, step: StepInfo) -> StepInfo:
+        return StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank())
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Sum the node's tensors of each parameter at its owner, if ranks other than the owner have one: they have

@@ -186,9 +186,9 @@ class Session(ExchangeDriver):
         compressor = consensus.compressor
         if current.running and current.running[0].flat.device != flat.device:
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
-        known = consensus.buckets.find(bucket, compressor, consensus.reduction, first=not current.running)
-        counters.gradients(bucket.nbytes)
         step = current.step
+        known = consensus.buckets.find(bucket, compressor, consensus.reduction, step, first=not current.running)
+        counters.gradients(bucket.nbytes)
         issue: Issue = functools.partial(self._send, current, bucket.index)
         if bucket.unused:
             step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})

@@ -215,8 +215,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# A Trainer's checkpoints are taken at each multiple of a step.
-TRIED = [(front, case) for front in FRONT_ENDS for case in CASES if (front, case) != ("Trainer", "before the start")]
+# `attach` with every hook: test_every_compressor.py.
+TRIED = [(front, case) for front in list(FRONT_ENDS)[1:] for case in ("per rank", "mean", "local steps")]
+TRIED += [
+    ("attach", "before the start"),
+    ("Accelerate", "before the start"),
+    ("Trainer", "wrapper"),
+    ("Fabric", "int8"),
+]
 
 
 @pytest.mark.parametrize(("front_end", "case"), TRIED)
@@ -251,8 +257,11 @@ def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any
 
 
 # `attach`, from any number of ranks to any other: test_elastic_resume.py.
-@pytest.mark.parametrize(("before", "after", "case"), [(2, 1, "per rank"), (2, 3, "per rank"), (3, 2, "mean")])
-@pytest.mark.parametrize("front_end", list(FRONT_ENDS)[1:])
+@pytest.mark.parametrize(
+    ("front_end", "before", "after", "case"),
+    [(each, 2, 3, "per rank") for each in list(FRONT_ENDS)[1:]]
+    + [("Accelerate", 2, 1, "per rank"), ("Trainer", 3, 2, "mean")],
+)
 def test_another_number_of_ranks_goes_on_with_the_mean(
     run_ranks: Any, tmp_path: Any, front_end: str, before: int, after: int, case: str
 ) -> None:

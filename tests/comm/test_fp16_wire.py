@@ -21,7 +21,7 @@ from tests.support.models import (
     wrap,
 )
 
-SCALE, STEPS, FP16_MAX = 65536.0, 100, 65504.0
+SCALE, STEPS, FP16_MAX = 65536.0, 50, 65504.0
 
 
 def _train(bucket_cap_mb: float) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_scaled_gradients_stay_finite_and_train(run_ranks):
         assert each["stats"]["compressed_steps"] == STEPS
         assert each["largest"] > 4 * FP16_MAX, "the case is about numbers that fp16 cannot hold"
         assert each["stats"]["bytes_sent"] < each["stats"]["bytes_uncompressed"] / 6
-        assert sum(each["losses"][-20:]) < 0.7 * sum(each["losses"][:20])
+        assert sum(each["losses"][-10:]) < 0.7 * sum(each["losses"][:10])
 
 
 def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:

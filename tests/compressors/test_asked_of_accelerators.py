@@ -24,7 +24,7 @@ SHAPES = {"first": (64, 64), "bias": (64,), "second": (48, 80)}
         ("int4", "start_iter"),
     ],
 )
-def test_no_residual_is_allocated_when_compression_begins(hook: str, start: str) -> None:
+def test_nothing_that_is_kept_is_allocated_when_compression_begins(hook: str, start: str) -> None:
     """A device without the memory for it fails in the first pass, and not at the start step."""
     new_bytes = []
     with process_group_of_one(), masks():
@@ -38,7 +38,7 @@ def test_no_residual_is_allocated_when_compression_begins(hook: str, start: str)
         assert attached.stats()["compressed_steps"] == 2
         residual = attached.plan().memory.residual
     assert new_bytes[0] > residual > 30_000
-    assert max(new_bytes[3:]) < residual, "messages are allocated in the first compressed step"
+    assert new_bytes[3] - new_bytes[4] < 2000, "what is kept is allocated in the first compressed step"
 
 
 def _operators(hook: str, layers: int, world_size: int, dtype: torch.dtype) -> int:

@@ -20,7 +20,6 @@ from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames
-from tests.support.cuda_stand_ins import cuda_stand_ins
 from tests.support.ddp_steps import log_lines, process_group_of_one
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,19 +56,6 @@ class Never:
         return False
 
 
-class OnStream:
-    """A future of NCCL: complete for the host; `wait` makes the current stream wait."""
-
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        self._cuda.queue("all-reduce")
-
-
 def _rank_1_is_late() -> tuple[float, float]:
     """The first bucket as rank 0 has it after the exception, and a while later."""
     training = Training()
@@ -97,16 +83,6 @@ def test_the_wait_is_bounded_and_a_warning_says_that_it_ended() -> None:
             training.fail()
         assert 0.3 <= time.monotonic() - started < 5
     assert any("1 all-reduces of an abandoned backward pass have not ended within 0.3 s" in line for line in lines)
-
-
-def test_on_cuda_the_callers_stream_waits() -> None:
-    with process_group_of_one(), cuda_stand_ins() as cuda:
-        training = Training()
-        with mock.patch.object(Pending, "future", lambda self: OnStream(cuda)):
-            training.run(0)
-            cuda.codec.after.add("codec")
-            training.fail()
-        assert {"codec", "all-reduce"} <= cuda.default.after
 
 
 def test_what_does_not_write_into_a_bucket_is_not_waited_for() -> None:

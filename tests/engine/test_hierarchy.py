@@ -11,9 +11,6 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.comm.collectives import PointToPoint
-from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import HookCallbacks
-from tests.support.cuda_stand_ins import cuda_stand_ins, host_waits
 from tests.support.features import complex_on_gloo
 from tests.support.inside import session_of
 from tests.support.models import masks
@@ -135,34 +132,6 @@ def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
         gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
         assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
         assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
-
-
-def _host_waits(kind: str) -> tuple[list[str], list[str]]:
-    """How often the host waits for an accelerator in the first compressed step, and in a later one."""
-    reduce, found = HookCallbacks.reduce, []
-
-    def noted(self: HookCallbacks, bucket: Bucket) -> Any:
-        with host_waits() as calls:
-            future = reduce(self, bucket)
-        found.extend(calls)
-        return future
-
-    # gloo has messages on the CPU only
-    with cuda_stand_ins(), mock.patch.object(PointToPoint, "applies_to", return_value=False):
-        run, steps = _new(kind, 2).train(2), []
-        with mock.patch.object(HookCallbacks, "reduce", noted):
-            for count in (1, 3, 1):
-                found.clear()
-                run.train(count)
-                steps.append(list(found))
-    return steps[0], steps[-1]
-
-
-@pytest.mark.parametrize("kind", ["powerSGD", "int8"])
-def test_the_host_does_not_wait_once_all_is_there(run_ranks: Any, kind: str) -> None:
-    """It reads whether other ranks have learned something until it has that, too."""
-    for first, later in run_ranks(_host_waits, kind, world_size=4):
-        assert later == [] and (first or kind == "int8")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import commhooks
 from commhooks.comm import collectives
 from commhooks.engine.backward_pass import BackwardPass
 from commhooks.gradients import precision
-from tests.support.cuda_stand_ins import Cuda, Stream, cuda_stand_ins, storage
+from tests.support.cuda_stand_ins import Cuda, Stream, cuda_stand_ins
 from tests.support.ddp_steps import batch, mlp, process_group_of_one, wrap
 from tests.support.inside import session_of
 
@@ -148,16 +148,6 @@ def test_a_commit_that_failed_is_waited_for_too(cuda: Cuda) -> None:
     with cuda.on(reader):
         training.hook.norms()
     assert "half a commit" in reader.after
-
-
-def test_loaded_tensors_stay_until_the_codec_has_read_them(cuda: Cuda) -> None:
-    training = Training().step(STEPS)
-    training.hook.load_state_dict(training.hook.state_dict())
-    state = session_of(training.hook).state
-    loaded = {storage(tensor) for entries in state.entries.values() for tensor in entries.values()}
-    assert len(loaded) == 6
-    training.step()
-    assert loaded <= {where for where, stream in cuda.kept if stream is cuda.codec}
 
 
 def test_labels_are_upper_bounds_until_the_host_has_read_the_outcomes(cuda: Cuda) -> None:

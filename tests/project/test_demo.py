@@ -1,4 +1,4 @@
-"""The demo: what it calls a failure, and the whole of it once in short form in a hostile environment."""
+"""The demos: what they call a failure, and the whole of each once in short form in a hostile environment."""
 
 import copy
 import os
@@ -6,7 +6,10 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import accelerate_demo
+import accelerate_digits
 import demo
 import pytest
 import torch
@@ -78,11 +81,57 @@ def test_different_weights_compares_bits(tmp_path):
     assert demo.different_weights(tmp_path / "b", tmp_path / "a") == ["gone", "sign", "type"]
 
 
-# ------------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------- the demo with Accelerate
+
+
+def test_each_broken_promise_with_accelerate_is_a_failure() -> None:
+    """Those after a kill are above."""
+    whole = {"global_step": 345, "stats": {"compressed_steps": 325, "backward_passes": 345}}
+    resumed = {"global_step": 345, "stats": {"compressed_steps": 184, "backward_passes": 184}}
+    plain = {"global_step": 345, "stats": {"compressed_steps": 0, "backward_passes": 184}}
+    sentence = "the resumed training: no step was compressed"
+    assert accelerate_demo.failures(whole, plain, saved_steps=161, differ=[]) == [sentence]
+    differ = accelerate_demo.failures(whole, resumed, saved_steps=161, differ=["w"])
+    assert differ == ["the weights differ after the kill: w"]
+
+
+class Killed(Exception):
+    pass
+
+
+class FakeAccelerator:
+    """Of the main process; `save_state` or the renaming after it is as far as the process gets."""
+
+    is_main_process = True
+
+    def __init__(self, killed_while_saving: bool) -> None:
+        self.killed_while_saving = killed_while_saving
+
+    def wait_for_everyone(self) -> None: ...
+
+    def save_state(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "model.safetensors").touch()
+        if self.killed_while_saving:
+            raise Killed
+        (Path(folder) / "optimizer.bin").touch()
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    accelerate_digits.save(FakeAccelerator(False), tmp_path, 1)
+    with pytest.raises(Killed):
+        accelerate_digits.save(FakeAccelerator(True), tmp_path, 2)
+    assert accelerate_digits.newest_checkpoint(tmp_path) == tmp_path / "epoch_1"
+    accelerate_digits.save(FakeAccelerator(False), tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
+    assert sorted(path.name for path in (tmp_path / "epoch_2").iterdir()) == ["model.safetensors", "optimizer.bin"]
+
+
+# ------------------------------------------------------------------------------------------------------ all of either
 
 
 @pytest.fixture
-def hostile_environment(tmp_path) -> dict[str, str]:
+def hostile_environment(tmp_path: Path) -> dict[str, str]:
     """A shell inside a SLURM job, with leftovers of a launcher and a broken default Accelerate configuration."""
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("comm_hook_config: {hook: powerSGD}\n: [broken\n")
@@ -97,31 +146,44 @@ def hostile_environment(tmp_path) -> dict[str, str]:
         "ACCELERATE_USE_CPU": "maybe",
         "HF_HOME": str(tmp_path),
         "PYTHONPATH": str(REPOSITORY),
+        "TMPDIR": str(tmp_path),
     }
 
 
 @pytest.mark.timeout(400)
-def test_short_demo_in_a_hostile_environment(hostile_environment):
-    """Two epochs are too few for a comparison of accuracy, so that limit is lifted; the others are kept."""
-    command = [warm.python("lightning.pytorch"), "examples/clean_env.py", "examples/demo.py"]
-    command += ["--epochs=2", "--start=5", "--max-loss-points=100"]
-    done = _run(command, hostile_environment, timeout_s=360)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| powerSGD, rank 2 |" in done.stdout
-    assert "41 of 46" in done.stdout
-    assert "in epoch 2." in done.stdout
-    assert "It trained the last 23 of 46 steps." in done.stdout
-    assert "bit-equal to those of the uninterrupted run: yes" in done.stdout
-
-
-def _run(command: list[str], env: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize(
+    ("framework", "command", "lines"),
+    [
+        # Two epochs are too few for a comparison of accuracy, so that limit is lifted; the others are kept.
+        (
+            "lightning.pytorch",
+            ["demo.py", "--start=5", "--max-loss-points=100"],
+            ["| powerSGD, rank 2 |", "41 of 46"],
+        ),
+        # Of two epochs with 23 steps the first 20 are not compressed.
+        ("accelerate", ["accelerate_demo.py"], ["in 26 compressed steps of 46"]),
+    ],
+)
+def test_short_demo_in_a_hostile_environment(
+    hostile_environment: dict[str, str], tmp_path: Path, framework: str, command: list[str], lines: list[str]
+) -> None:
+    script, *options = command
+    command = [warm.python(framework, "sklearn.datasets"), "examples/clean_env.py", f"examples/{script}", "--epochs=2"]
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *options],
+        cwd=REPOSITORY,
+        env=hostile_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
-        output, errors = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=360)
     except BaseException:
         process.terminate()  # the demo ends its trainings on SIGTERM; a SIGKILL would leave them behind
         process.communicate()
         raise
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    assert process.returncode == 0, output
+    lines = [*lines, "in epoch 2.", "It trained the last 23 of 46 steps."]
+    assert [line for line in [*lines, "bit-equal to those of the uninterrupted run: yes"] if line not in output] == []
+    assert [path.name for path in tmp_path.glob("commhooks-*")] == []

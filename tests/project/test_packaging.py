@@ -23,14 +23,18 @@ from tests.support.repository import PACKAGES, REPOSITORY, sources
 
 OUTSIDE = Path(__file__).with_name("outside")  # programs of users
 
-# Put before a snippet: makes the frameworks unimportable, as if they were not installed.
+# Put before a snippet: makes the frameworks unimportable, as if they were not installed. The process that it is forked
+# from may have some.
 BLOCK_FRAMEWORKS = """
 import sys
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers"}
 class NotInstalled:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}:
+        if name.partition(".")[0] in FRAMEWORKS:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, NotInstalled())
+for name in [name for name in sys.modules if name.partition(".")[0] in FRAMEWORKS]:
+    del sys.modules[name]
 """
 
 
@@ -68,9 +72,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
     done = _run([*pip, "install", "--no-deps", "--no-index", str(wheel)], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    (site,) = folder.glob("lib/python*/site-packages")
     dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site / "dependencies.pth").write_text("\n".join(sorted(dependencies)) + "\n")
+    (_site_of(folder) / "dependencies.pth").write_text("\n".join(sorted(dependencies)) + "\n")
     return folder
 
 
@@ -79,11 +82,16 @@ def python(environment: Path) -> str:
     return str(environment / "bin" / "python")
 
 
-def _printed(python: str, code: str, *options: str) -> Any:
+def _printed(python: str, code: str, cwd: Path, **environ: str) -> Any:
     """What `code` prints as JSON."""
-    done = _run([python, *options, "-c", textwrap.dedent(code)], cwd=Path(python).parent)
+    done = _run([python, "-c", textwrap.dedent(code)], cwd, **environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def _site_of(environment: Path) -> Path:
+    (site,) = environment.glob("lib/python*/site-packages")
+    return site
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +103,15 @@ def imported(python: str) -> list[Any]:
         import commhooks, json, sys
         print(json.dumps([commhooks.__version__, commhooks.__file__, sorted(sys.modules)]))
         """,
+        Path(python).parent,
     )
 
 
 @pytest.fixture(scope="module")
-def without_frameworks(python: str) -> dict[str, str | None]:
+def without_frameworks(environment: Path) -> dict[str, str | None]:
     """Imports, one after another, where no framework is installed: None, or the error."""
     return _printed(
-        python,
+        warm.python(),
         BLOCK_FRAMEWORKS
         + """
 import importlib, json, sys
@@ -115,8 +124,11 @@ for name in ("commhooks", "commhooks.tools.cli", "lightning_commhooks", "acceler
         found[name] = None
     except BaseException as error:
         found[name] = f"{type(error).__name__}: {error}"
+assert sys.modules["commhooks"].__file__.startswith(SITE)
 print(json.dumps(found))
-""",
+""".replace("SITE", repr(str(_site_of(environment)))),
+        environment,
+        PYTHONPATH=str(_site_of(environment)),
     )
 
 
@@ -139,7 +151,7 @@ def test_wheel_metadata(wheel, imported):
     assert metadata["Name"] == "commhooks"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["License-File"] == "LICENSE"
-    for_users = {"lightning", "accelerate", "transformers", "cli", "completion"}
+    for_users = {"lightning", "accelerate", "transformers", "members", "cli", "completion"}
     for_us = {"dev", "demo", "bench", "docs"}
     assert for_users <= set(metadata.get_all("Provides-Extra")) <= for_users | for_us
     unconditional = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
@@ -179,8 +191,7 @@ def test_installed_command(environment, python, imported, command):
 def test_two_ranks_train_without_a_warning(environment, tmp_path):
     """Of ours: torch and the frameworks are imported before."""
     command = [warm.python("lightning.pytorch", "accelerate"), str(OUTSIDE / "two_ranks.py")]
-    (site,) = environment.glob("lib/python*/site-packages")
-    path = {"PYTHONPATH": str(site)}
+    path = {"PYTHONPATH": str(_site_of(environment))}
     other = subprocess.Popen(
         [*command, "1", str(tmp_path)], cwd=tmp_path, env={**os.environ, **path}, stderr=subprocess.PIPE, text=True
     )

@@ -50,6 +50,7 @@ class Combination:
     front: str
     topology: str
     hook: str
+    steps: int = STEPS
 
     @property
     def ranks(self) -> int:

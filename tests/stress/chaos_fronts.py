@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from tests.stress.chaos_cases import SAVE_EVERY, STEPS, complete_checkpoints
+from tests.stress.chaos_cases import SAVE_EVERY, complete_checkpoints
 from tests.stress.chaos_watch import TIMEOUT, Watch
 from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
@@ -28,6 +28,7 @@ class Job:
     folder: Path
     topology: str
     config: commhooks.HookConfig
+    steps: int
 
     @property
     def nodes(self) -> dict[str, int]:
@@ -57,7 +58,7 @@ class ByHand:
             self.load(complete[-1])
             step = int(complete[-1].stem[5:])
         watch.begins(step, getattr(self.model, "module", self.model), lambda: self.hook)
-        while step < STEPS:
+        while step < job.steps:
             watch.at("between", step)
             images, labels = batch(step, dist.get_rank())
             self.optimizer.zero_grad()

@@ -19,7 +19,6 @@ from tests.stress.chaos_cases import (
     COMMAND_AGAIN,
     GROUP_TIMEOUT_S,
     SAVE_EVERY,
-    STEPS,
     Case,
     Death,
     complete_checkpoints,
@@ -103,7 +102,8 @@ class Command:
         combination = case.combination
         self._words = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         self._words += [f"--nproc-per-node={combination.ranks}", "--monitor-interval=0.1"]
-        self._script = [str(SCRIPT), combination.front, combination.topology, combination.hook, str(folder)]
+        self._script = [str(SCRIPT), combination.front, combination.topology, combination.hook]
+        self._script += [str(combination.steps), str(folder)]
 
     def run(self, death: Death | None = None, restarts: int = 0) -> int | None:
         """The exit status; None if it hung. In the first attempt the ranks know of `death`."""
@@ -260,14 +260,14 @@ def _wrong_notes(outcome: Outcome) -> list[str]:
 def _wrong_results(outcome: Outcome, twin: torch.Tensor) -> list[str]:
     if len(outcome.final) < outcome.case.combination.ranks:
         return ["no final weights"]
-    wrong = []
+    wrong, steps = [], outcome.case.combination.steps
     weights = outcome.final[0]["weights"]
     if not all(torch.equal(weights, each["weights"]) for each in outcome.final):
         wrong.append("the ranks ended in different weights")
     for each in outcome.final:
         stats = each["stats"]
-        if stats["so_far"]["backward_passes"] != STEPS or not stats["compressed_steps"]:
-            wrong.append(f"not {STEPS} steps, or none compressed")
+        if stats["so_far"]["backward_passes"] != steps or not stats["compressed_steps"]:
+            wrong.append(f"not {steps} steps, or none compressed")
             break
     outcome.difference = float((weights - twin).norm() / twin.norm())
     if not torch.equal(weights, twin):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.stress.chaos_cases import GROUP_TIMEOUT_S, SAVE_EVERY, STEPS, complete_checkpoints
+from tests.stress.chaos_cases import GROUP_TIMEOUT_S, SAVE_EVERY, complete_checkpoints
 from tests.stress.chaos_fronts import Job, Trained
 from tests.stress.chaos_watch import TIMEOUT, Watch
 from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
@@ -57,7 +57,7 @@ def lightning(job: Job, watch: Watch) -> Trained:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        max_epochs=STEPS // SAVE_EVERY,
+        max_epochs=job.steps // SAVE_EVERY,
         strategy=strategy,
         callbacks=[ModelCheckpoint(job.folder, filename="{step:02}", save_top_k=-1)],
         logger=False,
@@ -109,7 +109,7 @@ def trainer(job: Job, watch: Watch) -> Trained:
     arguments = TrainingArguments(
         str(job.folder),
         use_cpu=True,
-        max_steps=STEPS,
+        max_steps=job.steps,
         save_steps=SAVE_EVERY,
         per_device_train_batch_size=8,
         learning_rate=0.01,

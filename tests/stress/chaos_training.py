@@ -1,4 +1,4 @@
-"""A training that dies: chaos_training.py FRONT TOPOLOGY HOOK FOLDER, under torchrun; started by chaos_runs.py.
+"""A training that dies: chaos_training.py FRONT TOPOLOGY HOOK STEPS FOLDER, under torchrun; started by chaos_runs.py.
 
 It writes final-RANK.pt, the weights and statistics of the hook, beside the notes of chaos_watch.py.
 """
@@ -56,7 +56,7 @@ FRONTS: dict[str, Callable[[Job, Watch], Trained]] = {
 
 
 def train(combination: Combination, folder: Path, watch: Watch) -> Trained:
-    job = Job(folder, combination.topology, HOOKS[combination.hook]())
+    job = Job(folder, combination.topology, HOOKS[combination.hook](), combination.steps)
     return FRONTS[combination.front](job, watch)
 
 
@@ -80,7 +80,7 @@ def main(combination: Combination, folder: Path) -> None:
 if __name__ == "__main__":
     status = 1
     try:
-        main(Combination(*sys.argv[1:4]), Path(sys.argv[4]))
+        main(Combination(*sys.argv[1:4], int(sys.argv[4])), Path(sys.argv[5]))
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -30,9 +30,9 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkR
 from rich.console import Console
 from rich.table import Table
 
-from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, FOLDERS, OPERATORS, Part
+from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, FOLDERS, OPERATORS, Part, stale
 from tests.support import warm
-from tests.support.repository import REPOSITORY, sources
+from tests.support.repository import REPOSITORY
 
 COPIED = (
     "commhooks",
@@ -106,17 +106,6 @@ def modules(area: str) -> list[tuple[Path, Part]]:
     return found
 
 
-def stale() -> list[tuple[str, ...]]:
-    """The entries of EXPLAINED whose code has gone."""
-    lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources().items()}
-    gone: list[tuple[str, ...]] = [entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())]
-    return gone + [
-        (file, function)
-        for file, function in EXPLAINED_NUMBERS
-        if not any(line.startswith(f"def {function}(") for line in lines.get(file, ()))
-    ]
-
-
 def chosen(area: str, sample: int | None, seed: int) -> list[tuple[MutationSpec, Part]]:
     """A sample of the mutants of an area, or all of them."""
     mutants = [(each, part) for file, part in modules(area) for each in possible(file)]
@@ -142,6 +131,8 @@ def is_explained(mutant: MutationSpec, old: str, new: str) -> bool:
     functions = [each for each in ast.walk(ast.parse(Path(file).read_text())) if isinstance(each, ast.FunctionDef)]
     inside = {(file, each.name) for each in functions if each.lineno <= line <= (each.end_lineno or 0)}
     is_number = mutant.operator_name == "core/NumberReplacer"
+    if old.replace("strict=True", "strict=False") == new:  # of `zip`: where nothing is wrong, the lengths are equal
+        return True
     return (file, old, new) in EXPLAINED or (is_number and not inside.isdisjoint(EXPLAINED_NUMBERS))
 
 

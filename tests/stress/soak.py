@@ -30,7 +30,7 @@ SEVERAL_BUCKETS_MB = 0.002
 START, RANK, ROUND = 10, 2, 5
 NOISE = 0.2  # of the labels, so that there are gradients as long as the run lasts
 COMPARISONS = 20  # of the replicas, spread over the run
-BAD_EVERY = 251
+BAD_EVERY, FIRST_BAD = 251, 101
 SMALL_GROWTH_TENSORS = 3  # gloo's threads let go of the latest collectives a little later
 SMALL_GROWTH_MB = 4.0  # of a process; the allocator takes and gives back pieces of that size
 MOST_DRIFT = 1.25  # the norm of the mean residual, last quarter of the run over the second quarter
@@ -118,7 +118,7 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     first: list[float] = []
     last = collections.deque[float](maxlen=200)
     for step in range(1, steps + 1):
-        bad = step % BAD_EVERY == 0 and dist.get_rank() == step % 2  # such a step is part of a long run too
+        bad = step % BAD_EVERY == FIRST_BAD and dist.get_rank() == step % 2  # such a step is part of a long run too
         if bad and subject.rounds:
             with torch.no_grad():
                 next(ddp.parameters())[0, 0] = float("inf")
@@ -185,7 +185,7 @@ def problems(name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]]
         who, stats, looks = f"{name}, rank {rank}", each["stats"], each["looks"]
         if [look["hash"] for look in looks] != [look["hash"] for look in ranks[0]["looks"]]:
             found.append(f"{who}: the weights are not those of rank 0")
-        bad, whole = steps // BAD_EVERY, (steps - START) // ROUND if subject.rounds else steps
+        bad, whole = (steps + BAD_EVERY - FIRST_BAD) // BAD_EVERY, (steps - START) // ROUND if subject.rounds else steps
         if (stats["step"], stats["nonfinite_steps"]) != (whole - bad, bad):
             found.append(
                 f"{who}: {stats['step']} steps of the hook and {stats['nonfinite_steps']} skipped, not {whole - bad} "
@@ -224,9 +224,11 @@ def _resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def run(run_ranks: Callable[..., list[Any]], name: str, steps: int, **options: Any) -> tuple[list[Any], list[Any]]:
+def run(
+    run_ranks: Callable[..., list[Any]], name: str, steps: int, comparisons: int = COMPARISONS, **options: Any
+) -> tuple[list[Any], list[Any]]:
     """A run of `train` and the first tenth of it again."""
-    every = max(steps // COMPARISONS // ROUND, 1) * ROUND
+    every = max(steps // comparisons // ROUND, 1) * ROUND
     timeout_s = 600 + steps
     return tuple(run_ranks(train, name, n, every, timeout_s=timeout_s, **options) for n in (steps, 2 * every))
 

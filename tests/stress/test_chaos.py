@@ -23,9 +23,9 @@ PRELOADED = {
 }
 
 
-def _dies(run_ranks: Any, folder: Path, combination: str, death: Death) -> Outcome:
+def _dies(run_ranks: Any, folder: Path, combination: str, death: Death, steps: int = 10) -> Outcome:
     """A run whose weights, notes and steps are as they should be."""
-    case = Case(Combination(*combination.split()), death)
+    case = Case(Combination(*combination.split(), steps=steps), death)
     outcome = chaos_runs.run(case, folder / "run", warm.python(*PRELOADED.get(case.combination.front, [])))
     assert chaos_runs.judge(outcome, Twins(run_ranks).of(outcome)).failures == [], outcome.output[-4000:]
     return outcome
@@ -44,7 +44,7 @@ def test_one_rank_is_killed_in_mid_backward(
     run_ranks: Any, tmp_path: Path, hook: str, rank: int, step: int, interrupted: str
 ) -> None:
     death = Death("one", "backward", step, rank, issued=interrupted if hook == "diloco" else "")  # a thread sends
-    outcome = _dies(run_ranks, tmp_path, f"plain ddp {hook}", death)
+    outcome = _dies(run_ranks, tmp_path, f"plain ddp {hook}", death, steps=15 if step > 10 else 10)
     assert outcome.last_issued is not None and outcome.last_issued.endswith(interrupted)
     assert (outcome.died_in, outcome.died_at, outcome.resumed_at) == ("backward", step, step - step % 5)
     (survivor,) = outcome.survivors
@@ -56,7 +56,7 @@ def test_one_rank_is_killed_in_mid_backward(
 @fully_shard_on_gloo
 @pytest.mark.timeout(240)
 def test_all_are_killed(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = _dies(run_ranks, tmp_path, "plain fsdp2 powerSGD", Death("all", "backward", 8, rank=3))
+    outcome = _dies(run_ranks, tmp_path, "plain fsdp2 powerSGD", Death("all", "backward", 6, rank=3))
     assert (outcome.died_in, outcome.resumed_at, outcome.survivors) == ("backward", 5, [])
 
 
@@ -85,7 +85,7 @@ def test_the_disk_is_full(run_ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_the_newest_checkpoint_is_cut_off(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = _dies(run_ranks, tmp_path, "fabric ddp int8", Death("truncated", "between", 12))
+    outcome = _dies(run_ranks, tmp_path, "fabric ddp int8", Death("truncated", "between", 12), steps=15)
     assert (outcome.died_at, outcome.said, outcome.resumed_at) == (12, "refused", 5)
     assert "step_10.pt" in outcome.output and "it is cut off after" in outcome.output
 

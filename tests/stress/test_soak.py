@@ -4,10 +4,10 @@ import pytest
 
 from tests.stress import soak
 
-STEPS = 300
+STEPS = 200
 
 
 @pytest.mark.parametrize("hook", soak.SUBJECTS)
 def test_memory_replicas_residuals_and_bits(run_ranks, hook):
-    ranks, again = soak.run(run_ranks, hook, STEPS)
+    ranks, again = soak.run(run_ranks, hook, STEPS, comparisons=10)
     assert soak.problems(hook, ranks, again, STEPS) == []

@@ -161,30 +161,6 @@ class Cuda:
         return noting
 
 
-@contextlib.contextmanager
-def host_waits() -> Iterator[list[str]]:
-    """The calls in the body that make the host wait for an accelerator if a tensor is there: reads of numbers, and
-    tensors made of numbers of the host."""
-    calls: list[str] = []
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if name != "as_tensor" or not isinstance(first, torch.Tensor):
-                calls.append(name)
-            return call(first, *args, **kwargs)
-
-        return noted
-
-    with contextlib.ExitStack() as patches:
-        for owner, names in (
-            (torch, ("tensor", "as_tensor", "from_numpy")),
-            (torch.Tensor, ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")),
-        ):
-            for name in names:
-                patches.enter_context(mock.patch.object(owner, name, noting(name, getattr(owner, name))))
-        yield calls
-
-
 def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-TRAININGS = 5
+TRAININGS = 4
 
 
 class CollectsGarbage(Dataset[Any]):

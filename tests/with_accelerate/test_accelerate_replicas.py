@@ -35,12 +35,9 @@ STEPS = 3
 SETUPS: dict[str, dict[str, Any]] = {
     "float32": {},
     "not resharded, autocast": {"reshard": False, "mixed_precision": "bf16"},
-    "bfloat16 parameters": {"dtype": torch.bfloat16},
 }
 HOOKS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 1}},
-    "int8": {"hook": "int8", "hook_options": {"start_iter": 1}},
-    "fp16": {"hook": "fp16"},
     "diloco": {"hook": "diloco", "hook_options": {"sync_every": 2, "start_iter": 1}},
 }
 
@@ -48,20 +45,19 @@ HOOKS: dict[str, dict[str, Any]] = {
 class Run:
     """A training on this rank, with accumulation and clipping. `handler` None: as FSDP itself does it (HSDP)."""
 
-    def __init__(self, handler: Any = None, dtype: torch.dtype = torch.float32, **accelerator: Any) -> None:
+    def __init__(self, handler: Any = None, **accelerator: Any) -> None:
         handlers = [] if handler is None else [handler]
         self.accelerator = sharding_accelerator(*handlers, gradient_accumulation_steps=2, **accelerator)
-        model = make_model(dtype)
+        model = make_model()
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         self.handler, self.step, self.losses = handler, 0, []
 
     def train(self, steps: int) -> "Run":
         for _ in range(2 * steps):
-            dtype = next(self.model.parameters()).dtype
-            images, labels = batch(self.step, self.accelerator.process_index, dtype)
+            images, labels = batch(self.step, self.accelerator.process_index)
             self.step += 1
             with self.accelerator.accumulate(self.model):
-                loss = torch.nn.functional.cross_entropy(self.model(images).float(), labels)
+                loss = torch.nn.functional.cross_entropy(self.model(images), labels)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -71,7 +67,7 @@ class Run:
         return self
 
     def weights(self) -> torch.Tensor:
-        return flat(self.model.parameters()).float()
+        return flat(self.model.parameters())
 
     @property
     def hook(self) -> Any:
@@ -84,20 +80,21 @@ class Run:
 @launched
 def _beside_native(message_file: Path) -> dict[str, dict[str, Any]]:
     found = {}
-    off = Settings({"hook": "none"}, "a.yaml", message_file).to_environment()
     for name, setup in SETUPS.items():
-        native = Run(**setup).train(STEPS)
+        native = Run(**setup)
+        start = native.weights()
+        native.train(STEPS)
         hooked = Run(CommHookKwargs(hook="allreduce"), **setup).train(STEPS)
-        with mock.patch.dict(os.environ, {VARIABLE: off}):
-            without = Run(CommHookKwargs(), **setup).train(2)
         found[name] = {
             "difference": float((native.weights() - hooked.weights()).abs().max()),
-            "moved": float((native.weights() - without.weights()).abs().max()),
+            "moved": float((native.weights() - start).abs().max()),
             "passes": hooked.hook.stats()["backward_passes"],
             "sent": hooked.hook.stats()["bytes_sent_last_pass"] > 0,
             "placed": {tuple(each.device_mesh.mesh_dim_names) for each in hooked.model.parameters()},
-            "none": (without.hook, {each.device_mesh.ndim for each in without.model.parameters()}),
         }
+    with mock.patch.dict(os.environ, {VARIABLE: Settings({"hook": "none"}, "a.yaml", message_file).to_environment()}):
+        without = Run(CommHookKwargs())
+    found["float32"]["none"] = without.hook, {each.device_mesh.ndim for each in without.model.parameters()}
     return found
 
 
@@ -109,7 +106,7 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path)
             assert found["difference"] <= 1e-6 < found["moved"], name
             assert found["passes"] == STEPS and found["sent"]
             assert found["placed"] == {("dp_shard_cp",)}
-            assert found["none"] == (None, {2})
+        assert rank["float32"]["none"] == (None, {2})
 
 
 # --------------------------------------------------------------------------------------------------- every hook, saved
@@ -119,14 +116,14 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path)
 def _saved_and_resumed(folder: str) -> dict[str, dict[str, Any]]:
     found = {}
     for number, (name, arguments) in enumerate(HOOKS.items()):
-        # Full state dicts are for the odd ones. The resumed run is set up wrongly, so that loading must do the work.
+        # A full state dict is for the second one. The resumed run is set up wrongly, so that loading must do the work.
         form = "FULL_STATE_DICT" if number % 2 else "SHARDED_STATE_DICT"
         path = f"{folder}/{number}"
         run = Run(CommHookKwargs(**arguments), form=form).train(2)
         run.accelerator.save_state(path)
         at_save = run.step
         run.train(2)
-        wrong = arguments | ({"hook_options": WRONG} if "powerSGD" in name else {})
+        wrong = arguments | ({"hook_options": WRONG} if name == "powerSGD" else {})
         with Warnings() as texts:
             again = Run(CommHookKwargs(**wrong), form=form)
             with torch.no_grad():
@@ -154,8 +151,7 @@ def test_every_hook_trains_saves_and_resumes(run_ranks: Any, tmp_path: Path) -> 
             found, stats = rank[name], rank[name]["stats"]
             assert found["same weights"] and found["same losses"] and found["same state"] and found["silent"], name
             assert torch.equal(found["weights"], ranks[0][name]["weights"]), name
-            if name != "fp16":  # which remembers nothing
-                assert stats["step"] == (2 if name == "diloco" else 4), name
+            assert stats["step"] == (2 if name == "diloco" else 4), name
             assert stats["bytes_sent"] < 0.8 * stats["bytes_uncompressed"], name
     for number in range(len(HOOKS)):
         assert (tmp_path / str(number) / "comm_hook" / ".metadata").is_file()
@@ -184,7 +180,7 @@ class _Pair:
     """Two models of one accelerator, in one replica of two shards."""
 
     def __init__(self) -> None:
-        self.handler = CommHookKwargs(**HOOKS["int8"])
+        self.handler = CommHookKwargs(hook="int8", hook_options={"start_iter": 1})
         self.accelerator = sharding_accelerator(self.handler, replicas=1)
         self.models = [self._prepared(), self._prepared()]
 
@@ -254,18 +250,15 @@ def _elastic(folder: str, replicas: int, resume: bool) -> dict[str, Any]:
     return {"weights": run.weights(), "residuals": loaded, "step": stats["step"], "here": stats["compressed_steps"]}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path, world_size: int) -> None:
-    """From 2 x 2 to 1 x 2, and to 1 x 4."""
+def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -> None:
+    """From 2 x 2 to 1 x 2. Another number of shards: tests/checkpoint/test_fully_shard_checkpoints.py."""
     folder = str(tmp_path / "saved")
     before = run_ranks(_elastic, folder, 2, False, world_size=4)[0]
-    for after in run_ranks(_elastic, folder, 1, True, world_size=world_size):
+    for after in run_ranks(_elastic, folder, 1, True, world_size=2):
         assert after["step"] == before["step"] + 2 and after["here"] == 2
         assert after["weights"].isfinite().all() and not torch.equal(after["weights"], before["weights"])
-        # On four shards one parameter is too thin to be compressed: its residual is dropped.
-        kept = {name: residual for name, residual in after["residuals"].items() if residual.any()}
-        assert len(kept) == (3 if world_size == 2 else 2)
-        for name, residual in kept.items():
+        assert sum(bool(residual.any()) for residual in after["residuals"].values()) == 3
+        for name, residual in after["residuals"].items():
             assert torch.allclose(residual, before["residuals"][name], atol=1e-6), name
     assert (tmp_path / "saved-1" / "comm_hook" / ".metadata").is_file()
 

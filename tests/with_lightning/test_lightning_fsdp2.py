@@ -60,36 +60,20 @@ def fit(root: str, epochs: int, ckpt_path: str | None = None, **options: Any) ->
     return {"weights": whole(module), "stats": made.strategy.comm_hook.stats(), "warnings": texts}
 
 
-def _exact(root: str) -> dict[str, Any]:
-    return {
-        "two": fit(root + "/two", 1, hook="allreduce"),
-        "one": fit(root + "/one", 1, hook="allreduce", replicate_size=1),
-    }
-
-
-@fully_shard_on_gloo
-def test_replicas_of_shards_train_as_one_replica(run_ranks: Any, tmp_path: Path) -> None:
-    for result in run_ranks(_exact, str(tmp_path), world_size=4):
-        assert difference(result["two"]["weights"], result["one"]["weights"]) < 1e-6
-        # 64 samples in batches of 8 on four ranks, each with samples of its own.
-        assert result["two"]["stats"]["step"] == 2
-
-
 def _resumed(root: str) -> dict[str, Any]:
-    through = fit(root + "/through", 3)
-    resumed = fit(root + "/resumed", 3, f"{root}/through/epoch=0.ckpt")
-    moved = fit(root + "/moved", 3, f"{root}/through/epoch=0.ckpt", replicate_size=4)
+    through = fit(root + "/through", 2)
+    resumed = fit(root + "/resumed", 2, f"{root}/through/epoch=0.ckpt")
     files = sorted(path.name for path in Path(root, "through", "epoch=0.ckpt").iterdir())
-    return {"through": through, "resumed": resumed, "moved": moved, "files": files}
+    return {"through": through, "resumed": resumed, "files": files}
 
 
 def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_resumed, str(tmp_path), world_size=4, timeout_s=100):
         assert "commhooks" in result["files"] and "meta.pt" in result["files"]
-        assert result["through"]["stats"]["step"] == 6 and result["through"]["stats"]["compressed_steps"] == 5
-        assert result["resumed"]["stats"]["step"] == 6 and result["resumed"]["stats"]["compressed_steps"] == 4
+        # An epoch: 64 samples in batches of 8 on four ranks, each with samples of its own.
+        assert result["through"]["stats"]["step"] == 4 and result["through"]["stats"]["compressed_steps"] == 3
+        assert result["resumed"]["stats"]["step"] == 4 and result["resumed"]["stats"]["compressed_steps"] == 2
         assert_equal(result["resumed"]["weights"], result["through"]["weights"])
-        assert result["moved"]["stats"]["step"] == 6
         assert not any("hook" in text for text in result["resumed"]["warnings"])
 
 
@@ -192,7 +176,7 @@ def _accumulated(root: str) -> dict[str, Any]:
 
 
 @fully_shard_on_gloo
-def test_gradients_are_accumulated_before_they_are_sent(run_ranks: Any, tmp_path: Path) -> None:
+def test_replicas_of_shards_train_as_one_replica_and_send_what_was_accumulated(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_accumulated, str(tmp_path), world_size=4):
         assert result["passes"] == result["steps"] == 2  # of four batches
         assert difference(*result["weights"]) < 1e-6

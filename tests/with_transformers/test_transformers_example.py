@@ -23,7 +23,7 @@ from commhooks.checkpoint.payload import save_id  # noqa: E402
 from tests.support.transformers_runs import FILES  # noqa: E402
 
 LAUNCH_LIMIT_S = 150
-EXAMPLE = [str(REPOSITORY / "examples" / "transformers_trainer.py"), "--steps", "16", "--save-steps", "4"]
+EXAMPLE = [str(REPOSITORY / "examples" / "transformers_trainer.py"), "--steps", "8", "--save-steps", "2"]
 
 
 def _environ(home: Path) -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
     torchrun += ["--nproc-per-node", "2"]
     uninterrupted = subprocess.Popen([*torchrun, *EXAMPLE, "--folder", str(through)], env=_environ(tmp_path))
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
-    ranks = _two_ranks(killed, stores[0], str(Path(__file__).with_name("held_example.py")), "10")
+    ranks = _two_ranks(killed, stores[0], str(Path(__file__).with_name("held_example.py")), "5")
     try:
         deadline = time.monotonic() + LAUNCH_LIMIT_S
         while not all(Path(f"{killed}_held_{rank}").exists() for rank in range(2)):
@@ -67,7 +67,7 @@ def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
             rank.kill()
         for rank in ranks:
             assert rank.wait(LAUNCH_LIMIT_S) == -signal.SIGKILL
-        assert not (killed / "checkpoint-12").exists()
+        assert not (killed / "checkpoint-6").exists()
         ranks = _two_ranks(killed, stores[1])
         assert [rank.wait(LAUNCH_LIMIT_S) for rank in ranks] == [0, 0]
         assert uninterrupted.wait(LAUNCH_LIMIT_S) == 0
@@ -78,12 +78,12 @@ def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
                 process.wait()
     results = [json.loads((folder / "result.json").read_text()) for folder in (through, killed)]
     assert results[0]["test_loss"] == results[1]["test_loss"] < 5
-    assert [each["stats"]["step"] for each in results] == [16, 16]
-    assert results[1]["stats"]["compressed_steps"] == 8 < results[0]["stats"]["compressed_steps"]
+    assert [each["stats"]["step"] for each in results] == [8, 8]
+    assert results[1]["stats"]["compressed_steps"] == 4 < results[0]["stats"]["compressed_steps"]
     whole, resumed = (folder / "final" / "model.safetensors" for folder in (through, killed))
     assert whole.read_bytes() == resumed.read_bytes()
     for name in FILES:
-        one, other = (torch.load(folder / "checkpoint-16" / name, weights_only=True) for folder in (through, killed))
+        one, other = (torch.load(folder / "checkpoint-8" / name, weights_only=True) for folder in (through, killed))
         if "options" in one:  # the shared part: all that the ranks have in common, but the number of the run
             assert save_id({**one, "run": ""}) == save_id({**other, "run": ""})
         for key, residual in one.get("residuals", {}).items():

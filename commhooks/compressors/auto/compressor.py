@@ -88,6 +88,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return [new(each) for each in self.config.candidates]
 
     workspace = _of_inner("workspace")
+    allocate = _of_inner("allocate")
     plan_one = _of_inner("plan_one")
     initial_value = _of_inner("initial_value")
     memory_plan = _of_inner("memory_plan")
@@ -144,7 +145,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
         builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
-        return " ".join(dict.fromkeys(builds)) if all(builds) else ""
+        return " ".join(filter(None, dict.fromkeys(builds)))  # on CUDA PowerSGD has none
 
     # ---- the decision ------------------------------------------------------------------------------------------------
 

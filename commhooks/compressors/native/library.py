@@ -36,7 +36,7 @@ C_TYPES = {torch.float32: "float", torch.float64: "double"}
 COMPILE_LIMIT_S = 60.0
 """Compiling takes one or two seconds; other ranks wait for this one."""
 SWITCH = "COMMHOOKS_NATIVE"
-"""The environment variable that switches the kernels off: COMMHOOKS_NATIVE=0."""
+"""The environment variable that switches the kernels off, and Triton's: COMMHOOKS_NATIVE=0."""
 _MESSAGE_LENGTH = 500
 _TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
 """The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows, first row."""
@@ -52,7 +52,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def is_wanted(device: torch.device) -> bool:
-    return device.type == "cpu" and os.environ.get(SWITCH) != "0"
+    return device.type == "cpu" and not is_switched_off()
+
+
+def is_switched_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
 
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:

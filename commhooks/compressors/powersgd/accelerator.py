@@ -202,7 +202,10 @@ class AcceleratorKernel:
         if self.work.warm_start:
             return self._learned_q.gather(bucket.q, fill)
         drawn = [fill(i).flatten() for i in range(len(self.work.matrices))]
-        return torch.cat([*drawn, torch.zeros(1, dtype=self.work.dtype)]).to(self.work.layout.device)
+        packed = torch.cat([*drawn, torch.zeros(1, dtype=self.work.dtype)])
+        if torch.accelerator.is_available():
+            packed = packed.pin_memory()  # the host would wait for a copy of other memory
+        return packed.to(self.work.layout.device, non_blocking=True)
 
     def _draw_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
         return self.work.draw_q(self.work.matrices[i], bucket.step.number)

@@ -23,6 +23,7 @@ from commhooks.compressors.quantized.kernels import BlockBuffers, NativeKernel, 
 from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, ShareMessages, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -61,7 +62,7 @@ class QuantizedWorkspace:
     Args:
         plans: one per slot of the layout, in order.
         wire_dtype: of uncompressed elements.
-        natively: compute with the C kernel.
+        natively: compute with the native kernel: C on the CPU, Triton on CUDA.
 
     Attributes:
         slots: the compressed parameters.
@@ -83,14 +84,15 @@ class QuantizedWorkspace:
         self.place_of_plain = [place for place, plan in enumerate(plans) if not plan.compressed]
         self.slots = [slot for slot, plan in zip(layout.slots, plans, strict=True) if plan.compressed]
         self._layout, self._code, self._wire_dtype, self._error_feedback = layout, code, wire_dtype, error_feedback
+        self._triton = natively and runs_triton(layout.device)
         self._buffers: BlockBuffers | None = None
-        if not natively:
+        if not (natively and precision.is_host_readable(layout.device)):
             dtype = compute_dtype(layout.dtype)
             self._buffers = BlockBuffers(code, self.slots, dtype, layout.device, error_feedback=error_feedback)
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
-        """Return the kernel. It is made in the first step, because only a step knows the number of ranks."""
+        """Return the kernel; `Compressor.allocate` makes it, because a workspace does not know the number of ranks."""
         made = self._kernel
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             made = self._kernel = self._new_kernel(step.world_size, step.rank)
@@ -110,7 +112,31 @@ class QuantizedWorkspace:
         )
         if self._buffers is None:
             return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=self._error_feedback)
+        if self._triton:
+            from commhooks.compressors.quantized.triton_kernel import TritonKernel
+
+            return TritonKernel(self._buffers, messages, rank)
         return TorchKernel(self._buffers, messages, rank)
+
+
+def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
+    """Return the id of the native kernel for tensors on `device`; see `Compressor.native_build`."""
+    if not runs_triton(device):
+        return library.build(device, results_of)
+    if library.is_switched_off():
+        return ""
+    try:
+        from commhooks.compressors.quantized.triton_kernel import build
+    except ImportError as error:
+        raise HookConfigError(
+            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or do "
+            f"without the kernel by {library.SWITCH}=0"
+        ) from error
+    return build(device, dtype, code)
+
+
+def runs_triton(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -121,6 +147,7 @@ class BlockPlan(UnitPlan):
     blocks: int = 0
     bits: int = 0
     block_size: int = 0
+    on_host: bool = True
 
     columns: ClassVar[tuple[str, ...]] = ("bits", "blocks")
 
@@ -153,7 +180,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         return f"blocks of {self.config.block_size}"
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        return library.build(device, results_of)
+        return native_build(device, dtype, self.code)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         """Quantise a matrix if that takes fewer bytes than its wire dtype."""
@@ -173,6 +200,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             blocks=blocks,
             bits=code.bits,
             block_size=code.block_size,
+            on_host=precision.is_host_readable(parameter.device),
         )
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> QuantizedWorkspace:
@@ -182,13 +210,16 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             self.code,
             self.wire_dtype_for(layout.dtype),
             error_feedback=self.config.use_error_feedback,
-            natively=self.native and precision.is_host_readable(layout.device),
+            natively=self.native,
         )
+
+    def allocate(self, work: QuantizedWorkspace, step: StepInfo) -> None:
+        work.kernel(step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """Return the bytes needed; see `Compressor.memory_plan`.
 
-        `copies`: with torch delta in blocks, and padding; with the C kernel delta if the gradients
+        `copies`: with torch and Triton delta in blocks, and padding; with the C kernel delta if the gradients
         have 16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives,
         without the padding of shares.
         """
@@ -197,7 +228,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
         plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in sent)
         packed = (3 if self.native else 4) * sum(plan.numel_sent for plan in quantised) + 4 * plain
-        if self.native:
+        if self.native and all(plan.on_host for plan in quantised):
             converted = [plan for plan in quantised if compute_dtype(plan.dtype) != plan.dtype]
             copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
         else:

@@ -1,6 +1,7 @@
-"""The arithmetic of the quantised mean: with torch on any device, and with the C kernel on the CPU.
+"""The arithmetic of the quantised mean: with torch on any device, and with the C kernel on the CPU. `triton_kernel.py`
+has the kernel for CUDA.
 
-Both perform the same operations in the same order: the bits are equal.
+All perform the same operations in the same order: the bits are equal.
 """
 
 import itertools
@@ -57,8 +58,8 @@ def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, 
 
 def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
     top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
-    top.add_(top * 0)  # inf becomes NaN
-    top.div_(code.levels).clamp_(max=largest_scale)  # NaN stays NaN
+    # Inf becomes NaN. By a tensor, because on CUDA torch multiplies by the reciprocal of a divisor on the host.
+    top.div_((top * 0).add_(code.levels)).clamp_(max=largest_scale)  # NaN stays NaN
     # A denormal scale has few digits, and some devices treat it as zero: such a block is sent as zeros.
     return top.masked_fill_(top < torch.finfo(blocks.dtype).tiny, 0)
 
@@ -80,17 +81,14 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """The memory of `TorchKernel` that does not depend on the number of ranks, and holds learned state.
-
-    It is allocated with the workspace: a device without enough memory then fails in the first backward pass, and not
-    when compression begins, perhaps a thousand steps later.
+    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, and holds learned
+    state.
 
     Args:
         slots: the tensors whose blocks are averaged.
 
     Attributes:
         delta: `blocks + 1` rows; the last one is zero. Padding at the end of a slot's last block is zero, too.
-        codes, scales: as `delta`.
         residuals: of `slots`, in blocks; None without error feedback.
         slot_of_block: index of the slot, per block.
     """
@@ -102,8 +100,6 @@ class BlockBuffers:
         rows = list(itertools.accumulate(blocks, initial=0))
         self.slots = slots
         self.delta = torch.zeros(rows[-1] + 1, code.block_size, dtype=dtype, device=device)
-        self.codes = torch.zeros(rows[-1] + 1, code.block_bytes, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(rows[-1] + 1, dtype=dtype, device=device)
         self.residuals: NamedViews | None = None
         if error_feedback:
             names = [(slot.name, row * code.block_size, (slot.numel,)) for slot, row in zip(slots, rows, strict=False)]
@@ -150,7 +146,11 @@ class TorchKernel:
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
         self.buffers, self.messages, self.rank = buffers, messages, rank
+        rows, code, device = len(buffers.delta), messages.code, messages.sent.device
+        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)  # those of `delta`
+        self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
         self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the world size
+        self._ranks = torch.full((), messages.world_size, dtype=messages.dtype, device=device)
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
         buffers, flags = self.buffers, self.messages.flags
@@ -165,18 +165,18 @@ class TorchKernel:
 
     def quantise(self) -> None:
         messages, shares, buffers = self.messages, self.messages.shares, self.buffers
-        self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(messages.world_size)
-        quantise(messages.code, buffers.of_slots, buffers.codes[:-1], buffers.scales[:-1], messages.most)
+        self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(self._ranks)
+        quantise(messages.code, buffers.of_slots, self.codes[:-1], self.scales[:-1], messages.most)
         sent, order = messages.in_sent, shares.blocks.view(-1)
-        sent.scales.copy_(buffers.scales.index_select(0, order).view_as(sent.scales))
-        sent.codes.copy_(buffers.codes.index_select(0, order).view_as(sent.codes))
+        sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))
+        sent.codes.copy_(self.codes.index_select(0, order).view_as(sent.codes))
 
     def average(self, arrived: torch.Tensor) -> None:
         messages, shares, code = self.messages, self.messages.shares, self.messages.code
         own, self._own = self._own, None
         assert own is not None
         parts, mean = messages.sections(arrived), messages.in_mean
-        codes, scales = parts.codes.unflatten(1, (-1, code.block_bytes)), parts.scales / messages.world_size
+        codes, scales = parts.codes.unflatten(1, (-1, code.block_bytes)), parts.scales / self._ranks
         if precision.is_host_readable(arrived.device):
             for other in range(messages.world_size):
                 if other != self.rank:

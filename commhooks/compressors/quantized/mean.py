@@ -41,9 +41,9 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
 
 
 class BlockKernel(Protocol):
-    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device, and `NativeKernel`
-    on the CPU, with fewer passes over the memory. Both perform the same operations in the same order: the bits are
-    equal."""
+    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device; with fewer
+    passes over the memory `NativeKernel` on the CPU, and `TritonKernel` on CUDA. All perform the same operations in the
+    same order: the bits are equal."""
 
     messages: "ShareMessages"
     rank: int
@@ -247,11 +247,12 @@ class ShareMessages:
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
     """Return the sum over the first dimension of `parts`, which is used as scratch memory.
 
-    The additions are element by element, one operator for half of the ranks, then for a quarter, and so on. `torch.sum`
-    would be a single operator, but on an accelerator its order, and so its bits, would depend on the bucket layout.
+    The additions are element by element, one operator for half of the ranks, then for a quarter, and so on; the first
+    half has a power of two of them. `torch.sum` would be a single operator, but on an accelerator its order, and so its
+    bits, would depend on the bucket layout.
     """
     while len(parts) > 1:
-        half = -(-len(parts) // 2)
+        half = 2 ** ((len(parts) - 1).bit_length() - 1)
         parts[: len(parts) - half].add_(parts[half:])
         parts = parts[:half]
     return parts[0]

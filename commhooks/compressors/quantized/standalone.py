@@ -11,14 +11,16 @@ from torch.distributed.tensor import DTensor
 from commhooks.comm.collectives import Send, resolve_group, start
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized.compressor import QuantizedWorkspace
+from commhooks.compressors.quantized.compressor import QuantizedWorkspace, native_build
 from commhooks.compressors.quantized.mean import Averaged, BlockCode, mean_over_ranks
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.errors import HookConfigError
+from commhooks.errors import HookConfigError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.precision import compute_dtype
+
+logger = logger_of(__name__)
 
 _NAME = "quantized_all_reduce"
 _CODES = {hook.bits: BlockCode(hook.bits, hook.block_size) for hook in (Int8Compress, Int4Compress)}
@@ -105,18 +107,19 @@ def _check(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> QuantizedWorkspace:
     layout = BucketLayout((Slot(_NAME, flat, 0, len(flat)),), len(flat), flat.dtype, flat.device)
     plan = UnitPlan(_NAME, tuple(flat.shape), len(flat), flat.dtype, compressed=True)
-    natively = library.is_wanted(flat.device) and _loads()
+    natively = not library.is_switched_off() and _has_kernel(flat.device, flat.dtype, code)
     return QuantizedWorkspace(layout, [plan], code, flat.dtype, error_feedback=error_feedback, natively=natively)
 
 
 @functools.cache
-def _loads() -> bool:
-    """Whether this machine has the native library. Ranks need not agree, because the bits are equal."""
+def _has_kernel(device: torch.device, dtype: torch.dtype, code: BlockCode) -> bool:
+    """Whether this machine has a native kernel. Ranks need not agree, because the bits are equal."""
     try:
-        library.load()
-    except HookConfigError:
+        return bool(native_build(device, dtype, code))
+    except HookConfigError as error:
+        if device.type != "cpu":
+            logger.warning("%s computes with the kernel 'torch'. %s", _NAME, error)
         return False
-    return True
 
 
 def _driven(exchange: Generator[Send, Any, Averaged], group: dist.ProcessGroup) -> Averaged:

@@ -49,10 +49,10 @@ def _averaged(bits: int) -> list[tuple[torch.dtype, tuple[int, ...], torch.Tenso
                 with torch.autocast("cpu"):
                     assert commhooks.quantized_all_reduce(each, bits) is None  # type: ignore[func-returns-value]
             mixed = own.clone()  # some ranks have a compiler
-            with mock.patch.object(module, "_loads", lambda: dist.get_rank() == 0):
+            with mock.patch.object(module, "_has_kernel", lambda *_: dist.get_rank() == 0):
                 commhooks.quantized_all_reduce(mixed, bits)
             results.append(mixed)
-            with mock.patch.object(module, "_loads", lambda: False):
+            with mock.patch.object(module, "_has_kernel", lambda *_: False):
                 commhooks.quantized_all_reduce(own, bits)
             assert all(same_bits(each.detach().clone(memory_format=torch.contiguous_format), own) for each in results)
             found.append((dtype, shape, own))
@@ -88,7 +88,7 @@ def _with_residual(bits: int, dtype: torch.dtype, calls: int) -> tuple[torch.Ten
         own = _own((3, 700), dtype, dist.get_rank(), call % 2)
         again = own.clone()
         commhooks.quantized_all_reduce(own, bits, residual=residual)
-        with mock.patch.object(module, "_loads", lambda: False):
+        with mock.patch.object(module, "_has_kernel", lambda *_: False):
             commhooks.quantized_all_reduce(again, bits, residual=strided)
         assert same_bits(own, again) and same_bits(residual, strided)
         total += own
@@ -122,9 +122,9 @@ def _not_finite() -> dict[str, bool]:
         own = torch.ones(600)
         if rank == 1:
             own[300] = value
-        for loads in (module._loads, lambda: False):
+        for loads in (module._has_kernel, lambda *_: False):
             again = own.clone()
-            with mock.patch.object(module, "_loads", loads):
+            with mock.patch.object(module, "_has_kernel", loads):
                 commhooks.quantized_all_reduce(again, residual=residual)
             found[f"{value} {loads}"] = bool(again[256:512].isnan().all()) and not bool(again[:256].isnan().any())
     found["residual"] = same_bits(residual, before)

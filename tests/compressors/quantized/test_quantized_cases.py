@@ -148,8 +148,8 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
     # Delta has a block more than the plan knows, the empty one.
     assert planned.residual + planned.copies == sum(each.nbytes for each in buffers) - own.delta[-1].nbytes
     sent = kernel.messages.sent.nbytes
-    assert planned.packed <= own.codes.nbytes + own.scales.nbytes + 3 * sent + 4 * 5 * 4
-    assert planned.packed >= 4 * (own.codes[:-1].nbytes + own.scales[:-1].nbytes)
+    assert planned.packed <= kernel.codes.nbytes + kernel.scales.nbytes + 3 * sent + 4 * 5 * 4
+    assert planned.packed >= 4 * (kernel.codes[:-1].nbytes + kernel.scales[:-1].nbytes)
     for dtype in (torch.float32, torch.bfloat16) if HAS_COMPILER else ():
         planned, work, state = _after_a_step(config, dtype)
         assert planned.residual == sum(each.nbytes for each in state["residual"].values())

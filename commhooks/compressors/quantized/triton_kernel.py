@@ -1,0 +1,363 @@
+"""The arithmetic of the quantised mean with Triton, on CUDA devices: four kernels and a fill per bucket.
+
+The same operations in the same order as with torch, in `kernels.py`, and each is rounded by itself: the bits are equal.
+Before a device is used, `build` compares them on a small bucket.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from commhooks.compressors.native import library
+from commhooks.compressors.quantized.kernels import BlockBuffers, TorchKernel
+from commhooks.compressors.quantized.mean import (
+    Averaged,
+    BlockCode,
+    BlockKernel,
+    Good,
+    Residuals,
+    ShareMessages,
+    mean_over_ranks,
+)
+from commhooks.errors import HookConfigError
+from commhooks.gradients.layout import Slot
+from commhooks.gradients.loss_scale import LossScale, is_one
+from commhooks.gradients.precision import compute_dtype
+
+_TILE = 2048
+"""Elements of one program; more if a block has more."""
+_ROUNDED = {"enable_fp_fusion": False}
+"""A launch option: no multiplication is joined with an addition."""
+
+
+# ---- on the device -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _divided(x, y):  # type: ignore[no-untyped-def]
+    if x.dtype == tl.float64:
+        return x / y
+    else:
+        return tl.div_rn(x, y)  # `/` is not correctly rounded in float32
+
+
+@triton.jit
+def _rounded(x):  # type: ignore[no-untyped-def]
+    """`torch.round` of numbers between -127 and 127: to the nearest integer, ties to even. -0.0 stays."""
+    beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0  # 1.5 * 2^52, 1.5 * 2^23
+    whole = (x + beyond) - beyond
+    return tl.where(whole == 0, x * 0, whole)
+
+
+@triton.jit
+def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """code * scale of element `j` of a block, from the byte that has its code."""
+    if BITS == 8:
+        return codes.to(tl.int8, bitcast=True).to(real) * scale
+    else:
+        return (((codes.to(tl.int32) >> (j // WIDTH * 4)) & 15) - 8).to(real) * scale
+
+
+@triton.jit(do_not_specialize=["blocks", "share", "rank", "codes_stride", "scales_stride"])
+def _quantise(  # type: ignore[no-untyped-def]
+    flat, delta, residual, factor, first, count, tensor, flags, places, own, codes, scales,
+    blocks, share, rank, codes_stride, scales_stride,
+    LEVELS: tl.constexpr, MOST: tl.constexpr, TINY: tl.constexpr, RANKS: tl.constexpr,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    MEAN: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Quantise blocks, and leave the rounding errors in `delta`. Parts of a block are the codes of a byte.
+
+    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; those of this rank stay.
+    MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding errors times RANKS.
+    """
+    PARTS: tl.constexpr = 8 // BITS
+    real: tl.constexpr = delta.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < blocks
+    if MEAN:
+        block, owner, place = tl.load(own + row, there, 0), row * 0, row
+    else:
+        block, at = row, tl.load(places + row, there, 0)
+        owner, place = at // share, at % share
+    part, column = tl.arange(0, PARTS)[None, :, None], tl.arange(0, PADDED)[None, None, :]
+    j, inside = part * WIDTH + column, there[:, None, None] & (column < WIDTH)
+    number = block[:, None, None] * (PARTS * WIDTH) + j
+    if MEAN:
+        x = tl.load(delta + number, inside, 0.0)
+    else:
+        valid = inside & (j < tl.load(count + row, there, 0)[:, None, None])
+        x = tl.load(flat + tl.load(first + row, there, 0)[:, None, None] + j, valid, 0.0).to(real)
+        nonzero = tl.max(tl.max((x != 0).to(tl.int32), 2), 1)
+        tl.store(flags + tl.load(tensor + row, there, 0), nonzero.to(tl.uint8), there & (nonzero != 0))
+        if FEEDBACK:
+            before = tl.load(residual + number, valid, 0.0)
+            if SCALED:
+                before *= tl.load(factor).to(real)
+            x += before
+
+    # The bits of |x| are in the order of the numbers, with inf and NaN last.
+    integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
+    top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
+    scale = tl.where(top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan"))
+    most = tl.full((ROWS,), MOST, real)
+    scale = tl.where(scale > most, most, scale)
+    scale = tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
+    each = scale[:, None, None]
+    whole = _divided(x, tl.where(each == 0, 1.0, each) + tl.zeros_like(x))
+    whole = tl.where(whole < LEVELS, whole, LEVELS)  # NaN, too, so that it has a code
+    whole = _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
+    error = x - whole * each
+    if MEAN:
+        error *= RANKS
+    else:
+        error = tl.where((owner == rank)[:, None, None], x, error)
+    tl.store(delta + number, error, inside)
+    code = whole.to(tl.int32)
+    if BITS == 4:
+        code = (code + 8) << (part * 4)
+    byte = (tl.sum(code, 1) & 255).to(tl.uint8)
+    to = codes + owner[:, None] * codes_stride + place[:, None] * WIDTH + tl.arange(0, PADDED)[None, :]
+    tl.store(to, byte, there[:, None] & (tl.arange(0, PADDED)[None, :] < WIDTH))
+    tl.store(scales + owner * scales_stride + place, scale, there)
+
+
+@triton.jit(do_not_specialize=["blocks", "rank", "codes_stride", "scales_stride"])
+def _average(  # type: ignore[no-untyped-def]
+    delta, own, codes, scales, blocks, rank, codes_stride, scales_stride,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, HALVINGS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Average this rank's blocks: its own part, not rounded, and the codes * scales of the others. Into `delta`.
+
+    The additions are those of `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
+    real: tl.constexpr = delta.dtype.element_ty
+    SIZE: tl.constexpr = 8 // BITS * WIDTH
+    element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there, row, j = element < blocks * SIZE, element // SIZE, (element % SIZE).to(tl.int32)
+    number = tl.load(own + row, there, 0) * SIZE + j
+    ranks = tl.full((1,), RANKS, real)
+    mine = _divided(tl.load(delta + number, there, 0.0), ranks)
+    other = tl.arange(0, 2**HALVINGS)[:, None]
+    known = there[None, :] & (other < RANKS)
+    byte = tl.load(codes + other.to(tl.int64) * codes_stride + (row * WIDTH + j % WIDTH)[None, :], known, 0)
+    scale = _divided(tl.load(scales + other.to(tl.int64) * scales_stride + row[None, :], known, 0.0), ranks[None, :])
+    parts = tl.where(other == rank, mine[None, :], _decoded(byte, scale, j[None, :], real, BITS, WIDTH))
+    parts = tl.where(other < RANKS, parts, -0.0)
+    for i in tl.static_range(HALVINGS):
+        parts = tl.sum(tl.reshape(parts, (2, 2 ** (HALVINGS - 1 - i), TILE)), 0)
+    tl.store(delta + number, tl.reshape(parts, (TILE,)), there)
+
+
+@triton.jit(do_not_specialize=["blocks", "share", "codes_stride", "scales_stride"])
+def _store(  # type: ignore[no-untyped-def]
+    flat, delta, residual, factor, good, first, count, tensor, flags, places, codes, scales,
+    blocks, share, codes_stride, scales_stride,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write the averages of all blocks into the bucket, and the rounding errors into the residuals."""
+    real: tl.constexpr = delta.dtype.element_ty
+    SIZE: tl.constexpr = 8 // BITS * WIDTH
+    element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row, j = element // SIZE, (element % SIZE).to(tl.int32)
+    there = row < blocks
+    valid = there & (j < tl.load(count + row, there, 0))
+    at = tl.load(places + row, there, 0)
+    owner, place = at // share, at % share
+    used = tl.load(flags + tl.load(tensor + row, there, 0), there, 0) != 0
+    if FEEDBACK:
+        committed = tl.load(good) != 0
+        before = tl.load(residual + element, valid, 0.0)
+        if SCALED:
+            before = tl.where(committed, before * tl.load(factor).to(real), before)
+        lost = tl.load(delta + element, valid, 0.0)
+        tl.store(residual + element, tl.where(used & committed, lost, before), valid)
+    byte = tl.load(codes + owner * codes_stride + place * WIDTH + j % WIDTH, valid, 0)
+    scale = tl.load(scales + owner * scales_stride + place, valid, 0.0)
+    mean = tl.where(used, _decoded(byte, scale, j, real, BITS, WIDTH), 0.0)
+    tl.store(flat + tl.load(first + row, there, 0) + j, mean.to(flat.dtype.element_ty), valid)
+
+
+# ---- on the host -------------------------------------------------------------------------------------------------
+
+
+class TritonKernel:
+    """Implements `BlockKernel` with Triton, on the current stream. The host never waits for the device."""
+
+    def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
+        self.messages, self.rank, self._buffers = messages, rank, buffers
+        code, device = messages.code, messages.sent.device
+        rows = [
+            (slot.offset + begin, min(code.block_size, slot.numel - begin))
+            for slot in buffers.slots
+            for begin in range(0, slot.numel, code.block_size)
+        ]
+        first, count = torch.tensor(rows).t().contiguous().unbind(0)
+        self._blocks, self._own = len(rows), messages.shares.blocks[rank]
+        self._of_block = first.to(device), count.int().to(device), buffers.slot_of_block
+        width = code.block_bytes
+        self._code = {"BITS": code.bits, "WIDTH": width}
+        padded = triton.next_power_of_2(width)
+        self._rows = max(1, _TILE // (8 // code.bits * padded))
+        self._quantising = {
+            **self._code,
+            "LEVELS": code.levels,
+            "MOST": messages.most,
+            "TINY": torch.finfo(messages.dtype).tiny,
+            "RANKS": messages.world_size,
+            "PADDED": padded,
+            "ROWS": self._rows,
+            "num_warps": min(16, max(4, self._rows * padded * (8 // code.bits) // 1024)),
+        }
+
+    def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
+        """Also does what `BlockKernel.quantise` should do: both are one kernel."""
+        self.messages.flags.zero_()
+        buffers = self._buffers
+        if buffers.residuals is not None:
+            buffers.residuals.gather(residuals)
+        self._quantise(flat, factor, self._blocks, mean=False)
+
+    def quantise(self) -> None:
+        """`load` has done it."""
+
+    def average(self, arrived: torch.Tensor) -> None:
+        messages, parts = self.messages, self.messages.sections(arrived)
+        halvings, blocks = (messages.world_size - 1).bit_length(), messages.shares.counts[self.rank]
+        tile = max(16, _TILE >> halvings)
+        self._launch(
+            _average, blocks * messages.code.block_size, tile,
+            self._buffers.delta, self._own, parts.codes, parts.scales, blocks, self.rank, parts.codes.stride(0),
+            parts.scales.stride(0), **self._code, RANKS=messages.world_size, HALVINGS=halvings, TILE=tile,
+        )  # fmt: skip
+        self._quantise(self._buffers.delta, 1.0, blocks, mean=True)
+
+    def store(
+        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+    ) -> None:
+        messages, buffers, parts = self.messages, self._buffers, averaged.sections
+        kept = buffers.delta if buffers.residuals is None else buffers.residuals.bind(residuals)
+        committed, flags = torch.as_tensor(good, device=flat.device), averaged.flags.contiguous()
+        first, count, tensor = self._of_block
+        self._launch(
+            _store, self._blocks * messages.code.block_size, _TILE,
+            flat, buffers.delta, kept, self._on_device(factor), committed, first, count, tensor, flags,
+            messages.shares.places, parts.codes, parts.scales, self._blocks, messages.shares.size,
+            parts.codes.stride(0), parts.scales.stride(0),
+            **self._code, TILE=_TILE, FEEDBACK=buffers.residuals is not None, SCALED=not is_one(factor),
+        )  # fmt: skip
+
+    def _quantise(self, flat: torch.Tensor, factor: LossScale, blocks: int, *, mean: bool) -> None:
+        messages, buffers = self.messages, self._buffers
+        to, residuals = messages.in_mean if mean else messages.in_sent, buffers.residuals
+        first, count, tensor = self._of_block
+        self._launch(
+            _quantise, blocks, self._rows,
+            flat, buffers.delta, buffers.delta if residuals is None else residuals.whole, self._on_device(factor),
+            first, count, tensor, messages.flags, messages.shares.places, self._own, to.codes, to.scales,
+            blocks, messages.shares.size, self.rank, to.codes.stride(0), to.scales.stride(0),
+            **self._quantising, MEAN=mean, FEEDBACK=residuals is not None, SCALED=not is_one(factor),
+        )  # fmt: skip
+
+    def _on_device(self, factor: LossScale) -> torch.Tensor:
+        if isinstance(factor, torch.Tensor):
+            return factor
+        # Not read if it is 1.
+        return self._buffers.delta if factor == 1 else self._buffers.delta.new_full((), factor)
+
+    def _launch(self, kernel: Any, work: int, per_program: int, *arguments: Any, **options: Any) -> None:
+        device = self.messages.sent.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            if work:
+                kernel[(-(-work // per_program),)](*arguments, **options, **_ROUNDED)
+
+
+# ---- the comparison with torch -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
+    """Compile the kernels for gradients of `dtype`, and compare them with torch. Returns an id; see
+    `Compressor.native_build`. Waits for the device.
+
+    Raises:
+        HookConfigError: they cannot be compiled or run, or compute other bits.
+    """
+    expected = results_of(TorchKernel, device, dtype, code)
+    try:
+        found = results_of(TritonKernel, device, dtype, code)
+    except Exception as error:  # Triton's own, a missing compiler, a driver that is too old
+        problem = f"cannot be compiled or run: {error!r:.300}".replace("\n", " ")
+    else:
+        problem = "" if found == expected else "computes other bits than torch"
+    if problem:
+        raise HookConfigError(
+            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 does "
+            "without it)"
+        )
+    return f"triton {hashlib.sha256(expected).hexdigest()[:12]}"
+
+
+@torch.no_grad()
+def results_of(
+    kernel: Callable[[BlockBuffers, ShareMessages, int], BlockKernel],
+    device: torch.device,
+    dtype: torch.dtype,
+    code: BlockCode,
+    ranks: int = 3,
+) -> bytes:
+    """Return what a kernel computes in two steps on `ranks` simulated ranks, from numbers of all sizes."""
+    sizes = (3 * code.block_size + 5, 1, code.block_size, code.block_size - 1, 2 * code.block_size)
+    starts = list(itertools.accumulate(sizes, initial=1))  # after an element that is not aligned
+    parameter = torch.empty(0, device=device)
+    slots = [Slot(str(i), parameter, *each) for i, each in enumerate(zip(starts, sizes, strict=False))]
+    real, most = compute_dtype(dtype), torch.finfo(dtype).max
+    flats, made, residuals = [], list[BlockKernel](), [dict[str, torch.Tensor]() for _ in range(ranks)]
+    for rank in range(ranks):
+        names = [(slot.name, code.blocks_of(slot.numel)) for slot in slots]
+        messages = ShareMessages(code, names, real, ranks, device, largest=most, plain=(0, dtype), flags=len(slots))
+        made.append(kernel(BlockBuffers(code, slots, real, device, error_feedback=True), messages, rank))
+    found = []
+    for step in range(2):
+        flats = [_numbers(starts[-1], 1000 * step + 100 * rank, dtype) for rank in range(ranks)]
+        for rank, flat in enumerate(flats):
+            slots[4].of(flat).zero_()
+            if step:  # a parameter without a gradient on some ranks and on all; numbers that are not finite
+                slots[2].of(flat)[: len(flat) * (rank > 0)].zero_()
+                slots[3].of(flat)[rank] = (float("nan"), float("inf"), 1.0)[rank % 3]
+        flats = [flat.to(device) for flat in flats]
+        factor = torch.full((), 0.7, device=device) if step else 1.0
+        for each, flat, kept in zip(made, flats, residuals, strict=True):
+            each.load(flat, kept, factor)
+        running = [mean_over_ranks(each) for each in made]
+        arrived = torch.stack([next(each).tensor for each in running]).transpose(0, 1).contiguous()
+        means = torch.stack([each.send(own).tensor for each, own in zip(running, arrived, strict=True)])
+        good = torch.ones((), dtype=torch.bool, device=device)
+        for each, flat, kept in zip(made, flats, residuals, strict=True):
+            each.store(Averaged(each.messages, means), flat, kept, factor, good)
+            found += [flat, each.messages.flags, *kept.values()]
+    return b"".join(_bits(each) for each in found)
+
+
+def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of very different sizes, with zeros of both signs, denormal and nearly the largest ones."""
+    numbers = library.fixed_numbers(numel, start, torch.float64)
+    info, places = torch.finfo(dtype), torch.arange(numel)
+    sizes = torch.tensor([1e-3, 1.0, 30.0, 0.1, 0.0], dtype=torch.float64)
+    numbers *= sizes[places % 5]
+    numbers[places % 97 == 5] *= info.tiny
+    numbers[places % 89 == 7] *= info.max / 8
+    return numbers.to(dtype)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    """A NaN is a NaN, whichever its bits."""
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,17 @@
+"""The areas of `make test-mutants` name tests that exist, and explain lines that are in the code."""
+
+import pytest
+
+from tests.stress.mutation_areas import AREAS, stale
+from tests.support.repository import TESTS
+
+
+def test_the_explained_lines_are_in_the_code() -> None:
+    assert stale() == []
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_the_tests_of_an_area_exist(area: str) -> None:
+    for test in {each for part in AREAS[area] for each in part.tests}:
+        file, _, name = test.partition("::")
+        assert f"def {name or 'test_'}" in (TESTS / f"{file}.py").read_text(), test

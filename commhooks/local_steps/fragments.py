@@ -386,7 +386,7 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait until the thread has ended. On an accelerator nothing needs to wait: the memory is kept for its stream."""
+        """Wait for the thread to end. On an accelerator nothing needs to wait: memory is kept for the stream."""
         if self._thread is not None:
             _join(self._thread, limit_s)
 

@@ -29,8 +29,9 @@ _WITH_REPLICAS = (
 
 def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
     """Override `prepare` of this one object: shard trained models within replicas, and attach the hook of `handler`.
+    Also attach it to the model of a machine with one process that has other machines as members.
 
-    Accelerate 1.15 never calls its handler for models that it shards.
+    Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
     """
     method = type(accelerator).prepare
 
@@ -38,14 +39,17 @@ def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> Non
     def prepare(*args: Any, **kwargs: Any) -> Any:
         models = [each for each in args if isinstance(each, torch.nn.Module)]
         trained = any(parameter.requires_grad for model in models for parameter in model.parameters())
-        shards = accelerator.distributed_type is DistributedType.FSDP and accelerator.ddp_handler is handler
-        if not (trained and shards):
+        kind = accelerator.distributed_type if accelerator.ddp_handler is handler else None
+        shards = kind is DistributedType.FSDP
+        alone = kind is DistributedType.NO and handler.members is not None and not handler.off
+        if not (trained and (shards or alone)):
             return method(accelerator, *args, **kwargs)
-        with contextlib.nullcontext() if handler.off else _one_replica(accelerator):
+        with _one_replica(accelerator) if shards and not handler.off else contextlib.nullcontext():
             prepared = method(accelerator, *args, **kwargs)
+        attach = handler.attach_to_replica if shards else handler.attach_alone
         for each in prepared if isinstance(prepared, (tuple, list)) else [prepared]:
             if isinstance(each, torch.nn.Module):
-                handler.attach_to_replica(accelerator, each)
+                attach(accelerator, each)
         return prepared
 
     accelerator.prepare = prepare

@@ -51,7 +51,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         save_residual: which residuals `save_state` saves. "per_rank" (the default): every rank's own residuals, in a
             separate file, without communication. "mean": their mean, in the shared file; all ranks must call
             `save_state`. "drop": none. With FSDP2 the default is "mean", over the replicas, and "per_rank" is an error.
-        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
+        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node, members: as in
+            `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the wrong type, or an
@@ -67,6 +68,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     total_steps: int | None = field(default=None, kw_only=True)
     check_every: int | None = field(default=None, kw_only=True)
     ranks_per_node: int | str | None = field(default=None, kw_only=True)
+    members: Any = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
         # Arguments override the environment even if they equal the default; __init__ cannot tell which were given.
@@ -229,9 +231,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             check_takes_hook(accelerator)
         accelerator.ddp_handler = self
         ensure_hook_saver(accelerator)
-        if shards:
+        if shards or self.members is not None:
             override_prepare(accelerator, self)
-        if accelerator.distributed_type is DistributedType.NO:
+        if accelerator.distributed_type is DistributedType.NO and self.members is None:
             self.warn_alone()
         return self
 
@@ -250,13 +252,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`): a
         # subclass is a KeyError. `type()` and `isinstance` still know the real class.
-        self._override_prepare_under_fsdp()
+        self._override_prepare()
         return DistributedDataParallelKwargs
 
-    def _override_prepare_under_fsdp(self) -> None:
-        # Accelerator.__init__ reads `handler.__class__`. Under FSDP it never calls the handler again, so this is the
-        # only chance to override `prepare`. Accelerator.__init__ has set the variable before.
-        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and (accelerator := _calling_accelerator()):
+    def _override_prepare(self) -> None:
+        # Accelerator.__init__ reads `handler.__class__`. Under FSDP and with one process it never calls the handler
+        # again, so this is the only chance to override `prepare`. Accelerator.__init__ has set the variable before.
+        shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        if (shards or self.members is not None) and (accelerator := _calling_accelerator()):
             override_prepare(accelerator, self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,6 +275,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Attach a hook to a model that has just been wrapped; `Accelerator.prepare_model` calls this on every rank."""
         # Accelerate 1.15 passes the model alone.
         self._attach(model, self.request, _calling_accelerator())
+
+    def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        """Attach a hook to a model of a machine with one process, which Accelerate does not wrap in DDP."""
+        if not self.is_attached(model):
+            self._attach(model, self.request, accelerator)
 
     def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. It replaces the

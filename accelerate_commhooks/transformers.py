@@ -58,7 +58,8 @@ class CommHookTrainerMixin(_Base):
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
             of steps that the Trainer computes for each `train()`.
-        hook_options, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
+        hook_options, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`. A machine that
+            comes (`members`) also takes the Trainer's global step and learning rate scheduler.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
@@ -78,6 +79,7 @@ class CommHookTrainerMixin(_Base):
         total_steps: int | None = None,
         check_every: int | None = None,
         ranks_per_node: int | str | None = None,
+        members: Any = None,
         **kwargs: Any,
     ) -> None:
         settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
@@ -154,6 +156,16 @@ class CommHookTrainerMixin(_Base):
             return {}
         return self._meter.read(self.comm_hook)
 
+    def _progress(self) -> dict[str, Any]:
+        """What a machine that comes takes from another one."""
+        scheduler: Any = self.lr_scheduler
+        return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
+
+    def _set_progress(self, progress: dict[str, Any]) -> None:
+        self.state.global_step = progress["global_step"]
+        scheduler: Any = self.lr_scheduler
+        scheduler.load_state_dict(progress["scheduler"])
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`, after the end of the hook's round: all ranks evaluate the same weights."""
         if self.comm_hook is not None and self._closed_hook is None:
@@ -224,6 +236,9 @@ class HookCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, handler = self.trainer, self.trainer._hook_handler
         if handler.is_attached(trainer.model_wrapped):
+            assert handler.attached is not None
+            if (members := handler.attached.members) is not None:
+                members.register("transformers", trainer._progress, trainer._set_progress)
             if trainer._resume_folder is not None:
                 ensure_hook_saver(trainer.accelerator).load(trainer._resume_folder)
         elif trainer.accelerator.num_processes == 1:

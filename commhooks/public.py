@@ -1,6 +1,7 @@
 """The public names. `commhooks` imports this module, and with it torch, when the first of them is used."""
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
+from commhooks.comm.membership import Torchft
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import (
     RESIDUAL,
@@ -66,6 +67,7 @@ __all__ = [
     "State",
     "StateField",
     "StepInfo",
+    "Torchft",
     "UnitPlan",
     "Verdict",
     "allreduce_hook",

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.membership import Torchft, torchft_of
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.adaptive import AdaptiveCompressor
@@ -22,6 +23,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
+from commhooks.local_steps.options import LocalSteps
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
@@ -83,6 +85,7 @@ ARGUMENTS = {
     "total_steps": Argument(int | None, expected=_STEPS),
     "check_every": Argument(int | None, expected=_STEPS),
     "ranks_per_node": Argument(int | str | None, expected="'auto', a number of ranks, 1 or more, or None"),
+    "members": Argument(str | None, choices=(None, "torchft")),
 }
 
 
@@ -151,6 +154,7 @@ class HookRequest:
     total_steps: int | None = None
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
+    members: Torchft | None = None
     distributed: bool = False
     """Whether `state_dict()` has the form for `torch.distributed.checkpoint`, as always for sharded models."""
     ignored: tuple[str, ...] = ()
@@ -165,14 +169,15 @@ class HookRequest:
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
-        common = check_arguments(common)
+        members = torchft_of(common.pop("members", None))
+        common = check_arguments(common) | {"members": members}
         given = plain("hook_options", hook_options)
         if not isinstance(given, Mapping | None):
             raise invalid("hook_options", given, "a dict of options")
         options = {str(name): plain(f"hook_options: {name}", each) for name, each in (given or {}).items()}
         if means_no_hook(hook):
             unused = {"hook_options": given, "hook_state": hook_state}
-            unused |= {name: common.pop(name, None) for name in ("wrapper", "check_every", "ranks_per_node")}
+            unused |= {name: common.pop(name, None) for name in ("wrapper", "check_every", "ranks_per_node", "members")}
             return cls(OFF, ignored=tuple(name for name, value in unused.items() if value is not None), **common)
         found, common["hook_state"] = _found(hook), hook_state
         if isinstance(found, type):
@@ -227,6 +232,25 @@ class HookRequest:
             raise HookConfigError(
                 f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
             )
+
+        if self.members is not None:
+            self._check_members(hook)
+
+    def _check_members(self, hook: str) -> None:
+        config = self.config
+        if not isinstance(config, LocalSteps):
+            raise HookConfigError(
+                f"members with {hook}, which averages gradients: machines can come and go only with hooks that average "
+                "weights, 'diloco' and 'local_sgd'"
+            )
+        if self.ranks_per_node is not None:
+            raise HookConfigError("members with ranks_per_node: the ranks of a machine are known; leave it out")
+        for name, value in {"start_iter": 0, "fragments": 1, "delay": 0}.items():
+            if getattr(config, name) != value:
+                raise HookConfigError(
+                    f"members with {name}={getattr(config, name)!r}; expected {value}, because all machines meet at "
+                    "the end of a round"
+                )
 
     @property
     def off(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import CommHook, HookConfigError, PayloadError
+from commhooks import CommHook, HookConfigError, PayloadError, Torchft
 from commhooks.hook.plugin_api import (
     HookRequest,
     arguments_in,
@@ -45,7 +45,8 @@ class CommHookDDP(DDPStrategy):
 
     Args:
         hook, save_residual: as in `lightning_commhooks.CommHookDDP`.
-        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
+        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node, members: as in
+            `commhooks.attach`.
         ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 
     Raises:
@@ -65,6 +66,7 @@ class CommHookDDP(DDPStrategy):
         total_steps: int | None = None,
         check_every: int | None = None,
         ranks_per_node: int | Literal["auto"] | None = None,
+        members: Torchft | Literal["torchft"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import CommHook, HookConfigError, PayloadError
+from commhooks import CommHook, HookConfigError, PayloadError, Torchft
 from commhooks.errors import WARNING_PREFIX, no_such
 from commhooks.hook.plugin_api import (
     COMPRESSORS,
@@ -155,6 +155,9 @@ class HookedStrategy(ParallelStrategy):
         request = _with_start(self._request, self._trainer)
         scale = loss_scale(self._trainer.precision_plugin, self.root_device)
         self._comm_hook = attach_request(model, request, loss_scale=scale, **groups)
+        if (members := self._comm_hook.members) is not None:
+            progress = _Progress(self._trainer)
+            members.register("lightning", progress.state_dict, progress.load_state_dict)
 
     def _prepare_callbacks(self, trainer: Any) -> None:
         """Check the callbacks and loggers, and insert the callback that ends rounds as the first."""
@@ -205,7 +208,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
     state of a hook.
 
     Args:
-        hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
+        hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`.
+            A machine that comes (`members`) also takes the Trainer's global step and learning rate schedulers.
         save_residual: which residuals checkpoints hold; see `CommHookCheckpoint`. Default "mean".
         ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 
@@ -228,6 +232,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
         strict: Optional[bool] = None,  # noqa: UP045
         check_every: Optional[int] = None,  # noqa: UP045
         ranks_per_node: Union[int, Literal["auto"], None] = None,  # noqa: UP007
+        members: Union[Torchft, Literal["torchft"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
         check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
@@ -348,6 +353,26 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
                 f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({self.world_size} ranks) into "
                 "every checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
             )
+
+
+class _Progress:
+    """The Trainer's global step and schedulers, for a machine that comes. Weak: the hook may outlive the Trainer."""
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer: pl.Trainer = weakref.proxy(trainer)
+
+    @property
+    def _parts(self) -> list[Any]:
+        loop = self._trainer.fit_loop.epoch_loop
+        steps = [loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress]
+        return [*steps, *(each.scheduler for each in self._trainer.lr_scheduler_configs)]
+
+    def state_dict(self) -> list[Any]:
+        return [each.state_dict() for each in self._parts]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        for part, saved in zip(self._parts, state, strict=True):
+            part.load_state_dict(saved)
 
 
 def warn(text: str, stacklevel: int = 5) -> None:

@@ -27,9 +27,19 @@ TAG = 2**30
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend for `device`: a group may have a backend per device type
     ("cpu:gloo,cuda:nccl")."""
+    if group in _ADOPTED:
+        return _ADOPTED[group]
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
     name: str = kinds.get(device.type, dist.get_backend(group))
     return name
+
+
+_ADOPTED: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
+
+def adopt(group: dist.ProcessGroup, backend: str) -> None:
+    """Make the backend of a group known that torch.distributed does not know, such as a group of torchft."""
+    _ADOPTED[group] = backend
 
 
 GLOO_INTERFACE = (
@@ -128,7 +138,7 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     Returns their numbers in the default group; empty if they are unknown, as on a rank that has gone on after an
     earlier failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three
     times `TIMED_OUT_LIMIT_S` after a timeout."""
-    if group.size() == 1 or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
+    if group.size() == 1 or group in _ADOPTED or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
     if group in _LOST:
         return _LOST[group]

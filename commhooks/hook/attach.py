@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes
+from commhooks.comm.membership import PROTOCOL, Membership, Torchft
+from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes, members_of, places_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
@@ -60,6 +62,7 @@ def attach(
     total_steps: int | None = None,
     check_every: int | None = None,
     ranks_per_node: RanksPerNode = None,
+    members: Torchft | str | None = None,
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
@@ -95,6 +98,9 @@ def attach(
             of the parameters. A number: that many consecutive ranks form a node. "auto": the ranks that one launcher
             has started, or that have one host name. None: compress between all ranks; the hook `auto` then tries the
             machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world size.
+        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and the ranks of `ddp_model`
+            are those of one machine. "torchft", or a `Torchft` with options; None: all ranks are there from the start.
+            Without a process group it makes one of this process alone.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
             that is, the ranks that hold the same shard, such as `mesh["replicate"]`.
@@ -151,6 +157,8 @@ def attach_request(
         )
     total_steps = request.total_steps if total_steps is None else total_steps
     unwrapped = isinstance(request.config, LocalSteps)
+    if request.members is not None and not dist.is_initialized():
+        _process_group_of_one(model)
     source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
     check_arrangement(request, source)
     if request.off and not source.averages_alone:
@@ -224,9 +232,11 @@ def _build_hook(
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        outer = FragmentSession(compressor, binding, sizes, nodes)
+        membership = None if request.members is None else _membership(request.members, source)
+        outer = FragmentSession(compressor, binding, sizes, nodes, membership)
         outer.consensus.compute_with(choice)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
+        signature = _signature(request, compressor, source)
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale, signature)
         return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
@@ -240,6 +250,39 @@ def _build_hook(
             session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
+
+
+def _process_group_of_one(model: torch.nn.Module) -> None:
+    """Make the default process group for a machine with one process, which nothing else needs."""
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _membership(options: Torchft, source: GradientSource) -> Membership:
+    """Let this machine come to the others. All ranks of the model must call this."""
+    local = source.group if source.shard_group is None else source.shard_group
+    machines = members_of(places_of(local, source.device))
+    if len(machines) > 1:
+        raise AttachError(
+            f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job of "
+            "its own, such as `torchrun --standalone`, and the hook connects them"
+        )
+    # The ranks of a machine have equal weights, unless these are sharded: one of them is enough.
+    return Membership(options, local, source.device, exchanges=source.shard_group is not None or local.rank() == 0)
+
+
+def _signature(request: HookRequest, compressor: Compressor[Any], source: GradientSource) -> dict[str, Any]:
+    """What must be equal on all machines: a description by name."""
+    shapes = source.described()
+    numbers = sum(each.numel() for each in source.names.named_parameters().values())
+    local = source.group if source.shard_group is None else source.shard_group
+    return {
+        "protocol between machines": PROTOCOL,
+        "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
+        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {agreement_key(shapes):x}",
+        "number of ranks": local.size(),
+    }
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:

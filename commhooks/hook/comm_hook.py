@@ -20,6 +20,8 @@ from commhooks.errors import (
 )
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource, HookCallbacks
+from commhooks.hook.local_steps_hook import LocalStepsHook
+from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
@@ -106,7 +108,7 @@ class CommHook:
         found, use, wrapper = self._hook.summary(), self._hook.status().use, self._request.wrapper
         about = f"{self.name} ({'; '.join(found.details)})" if found.details else self.name
         effect = ", ".join(each for each in (found.effect, wrapper and f"{wrapper} on the wire") if each)
-        if self._world_size == 1:
+        if self._world_size == 1 and self.members is None:
             unit = "rank" if self._source.shard_group is None else "replica"
             effect = f"there is one {unit}, so nothing is sent{found.alone}"
         elif use is not None and use.plain:
@@ -144,6 +146,11 @@ class CommHook:
         return self._hook.status().options
 
     @property
+    def members(self) -> Members | None:
+        """The machines, if they come and go (`attach(members=...)`); None otherwise."""
+        return self._hook.members if isinstance(self._hook, LocalStepsHook) else None
+
+    @property
     def run_number(self) -> int | None:
         """A random number, equal on all ranks, that identifies the files of this run. None before the first backward
         pass, and for hooks without learned state."""
@@ -164,6 +171,7 @@ class CommHook:
         - `chosen`, `chosen_at`: for "auto", the hook in use, and the step of the choice.
         - `step_in_round`: for hooks that average weights, the steps of the round so far. Their `step` and
           `nonfinite_steps` count the outer steps that were committed and discarded.
+        - `members`: with live membership, the number of machines that train the running round.
         - `outer_gradient_norm`, `outer_gradient_cosine`: of the latest outer step; the cosine with the outer gradient
           before, computed from every 64th number.
         - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives and for
@@ -183,6 +191,7 @@ class CommHook:
             "chosen_at": found.get("chosen_at"),
             "step": found["step"],
             "step_in_round": found.get("step_in_round"),
+            "members": found.get("members"),
             "outer_gradient_norm": found.get("outer_gradient_norm"),
             "outer_gradient_cosine": found.get("outer_gradient_cosine"),
             "backward_passes": c.backward_passes,

@@ -12,6 +12,7 @@ from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.compressors.state_field import StateField
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
+from commhooks.hook.members import Members
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
@@ -27,6 +28,7 @@ class LocalStepsHook:
         self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)
+        self.members = None if driver.members is None else Members(driver)
 
     def status(self) -> Status:
         compressor = self._outer.compressor
@@ -55,6 +57,7 @@ class LocalStepsHook:
             "step": self.checkpointer.step,
             "kernel": self._outer.consensus.choice.name,
             "step_in_round": self.driver.in_round,
+            "members": None if self.members is None else self.members.size,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
         }
@@ -66,6 +69,7 @@ class LocalStepsHook:
         assert consensus.choice is not None
         kernel = "native kernel" if consensus.choice.native else ""
         nodes = "" if self._outer.nodes is None else self._outer.nodes.description
+        nodes = nodes if self.members is None else "among machines that come and go"
         return Summary(
             [each for each in (compressor.summary, kernel, nodes) if each],
             f"{self.plan().summary()}{more}",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
@@ -61,16 +62,17 @@ class CommonState:
         self._source, self._optimizers, self._counters = source, optimizers, counters
 
     @torch.no_grad()
-    def share(self, *, optimizers: bool) -> list[str]:
+    def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
         """Copy the state of rank 0 to all ranks. Tensors that are equal on all ranks are not sent.
 
         Args:
             optimizers: share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
+            group: the ranks; None: the group of the model.
 
         Returns:
             Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
         """
-        group, device = self._source.group, self._source.device
+        group, device = self._source.group if group is None else group, self._source.device
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
         sums = self._checksums(tensors)
@@ -79,7 +81,7 @@ class CommonState:
         same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
         if same_form and same_bits:
             return []
-        first = described if same_form else self._of_first(described)
+        first = described if same_form else self._of_first(described, group)
         leaves, mine = (
             {path: leaf for label, node in each.items() for path, leaf in _leaves(node, label)}
             for each in (first, described)
@@ -90,7 +92,7 @@ class CommonState:
         ]
         rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
         wanted = (rows != rows[0]).any(0).any(1).tolist()
-        arrived = self._receive([leaf for leaf, each in zip(leaves.values(), wanted, strict=True) if each], tensors)
+        arrived = self._receive([x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group)
         differing = own.keys() ^ first.keys()
         for label, node in first.items() if group.rank() else ():
             value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
@@ -147,8 +149,8 @@ class CommonState:
                 sums[place] = value
         return sums
 
-    def _of_first(self, described: dict[str, Node]) -> dict[str, Node]:
-        group, device, file = self._source.group, self._source.device, io.BytesIO()
+    def _of_first(self, described: dict[str, Node], group: dist.ProcessGroup) -> dict[str, Node]:
+        device, file = self._source.device, io.BytesIO()
         torch.save(described, file)
         length = torch.tensor([file.tell()], device=device)
         broadcast_first(length, group, None, _WHAT)
@@ -160,22 +162,84 @@ class CommonState:
         first: dict[str, Node] = torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
         return first
 
-    def _receive(self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _receive(
+        self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> dict[int, torch.Tensor]:
         """Broadcast tensors of rank 0. Returns them by their numbers on rank 0, which sends them from `own`."""
         found: dict[int, torch.Tensor] = {}
         for piece in _messages(leaves):
             sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
             message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._source.device)
             parts = [part[: each.nbytes] for part, each in zip(message.split(sizes), piece, strict=True)]
-            if self._source.group.rank() == 0:
+            if group.rank() == 0:
                 for part, each in zip(parts, piece, strict=True):
                     part.copy_(own[each.number].contiguous().view(-1).view(torch.uint8))
-            broadcast_first(message, self._source.group, self._counters, _WHAT)
+            broadcast_first(message, group, self._counters, _WHAT)
             for part, each in zip(parts, piece, strict=True):
                 found[each.number] = part.view(each.dtype).view(each.shape)
         return found
 
+    # ---- for a machine that is behind --------------------------------------------------------------------------------
+
+    def described(self, more: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+        """Describe all state of this rank, and the values `more` by label. Returns the description and the tensors."""
+        tensors, file = list[torch.Tensor](), io.BytesIO()
+        values = {label: value for label, (value, _) in self._parts(optimizers=True).items()} | dict(more)
+        torch.save({label: _described(value, tensors) for label, value in values.items()}, file)
+        return file.getvalue(), tensors
+
+    def read(self, form: bytes, read: Callable[[int, torch.Tensor], None]) -> dict[int, torch.Tensor]:
+        """Read the tensors of a description into host memory, by their numbers."""
+        found = {}
+        for _, leaf in self._leaves_of(form):
+            found[leaf.number] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            read(leaf.number, found[leaf.number])
+        return found
+
+    def spread(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> tuple[bytes, Mapping[int, torch.Tensor]]:
+        """Give all ranks of the model what rank 0 has read."""
+        group, device = self._source.group, self._source.device
+        if group.size() == 1:
+            return form, arrived
+        form = collectives.gather_bytes(form, group, device, _WHAT)[0]
+        leaves = [leaf for _, leaf in self._leaves_of(form)]
+        own = [arrived[number] for number in range(len(leaves))] if arrived else []
+        return form, self._receive(leaves, own, group)
+
+    @torch.no_grad()
+    def take(
+        self, form: bytes, arrived: Mapping[int, torch.Tensor], more: Mapping[str, tuple[Any, Callable[[Any], None]]]
+    ) -> list[str]:
+        """Set all state of this rank from another rank's description and tensors.
+
+        Args:
+            more: the own values of the other rank's `more`, each with the function that sets it.
+
+        Returns:
+            Labels of the parts that only one of both ranks has.
+        """
+        parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
+        own = self._parts(optimizers=True) | dict(more)
+        differing = own.keys() ^ parts.keys()
+        for label, node in parts.items():
+            value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
+            try:
+                set_value(_rebuilt(value, node, arrived))
+                differing.discard(label)
+            except _CannotRebuild:
+                differing.add(label)
+        return sorted(differing)
+
+    @staticmethod
+    def _leaves_of(form: bytes) -> list[tuple[str, "_Leaf"]]:
+        parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
+        return [each for label, node in parts.items() for each in _leaves(node, label)]
+
     # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def digest(self, tensors: Sequence[torch.Tensor]) -> int:
+        """A number that differs if the bits of the tensors differ."""
+        return agreement_key(self._checksums(tensors))
 
     @torch.no_grad()
     def differing_weights(self) -> list[str]:

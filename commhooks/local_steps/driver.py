@@ -10,7 +10,7 @@ save, and `CommHook.synchronize`.
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
 
@@ -44,12 +45,15 @@ class LocalStepsDriver:
         loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
             step. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the round
             goes on.
+        signature: with machines that come and go: what must be equal on all of them.
 
     Attributes:
         in_round: passes of the running round.
         diverged: whether the ranks have trained since they had equal weights.
         averages: whether the running pass is one of the first `start_iter`, which average gradients.
         still_sent: messages about what DDP still sends in every pass.
+        members: runs the outer steps if machines come and go; None otherwise. The machines first meet after the first
+            step of the optimizers, so that a machine that comes can take their state.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class LocalStepsDriver:
         source: GradientSource,
         outer: FragmentSession,
         loss_scale: Callable[[], LossScale] | None,
+        signature: Mapping[str, Any] | None = None,
     ) -> None:
         self.outer = outer
         self.counters = outer.counters
@@ -81,6 +86,9 @@ class LocalStepsDriver:
             source.stepped(), weakref.WeakMethod(self._after_steps), weakref.WeakMethod(self._lr_factor)
         )
         self._common = CommonState(name, source, self._optimizers, loss_scale, self.counters, logs=self._logs)
+        self.members: MemberSteps | None = None
+        if outer.membership is not None:
+            self.members = MemberSteps(outer.membership, outer, self._common, source, signature or {})
         # Before torch's own hooks: the hook of fully_shard gathers the weights.
         self._before_forward = self.module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
@@ -98,6 +106,8 @@ class LocalStepsDriver:
         self.outer.forget()
         self._optimizers.close()
         self._before_forward.remove()
+        if self.members is not None:
+            self.members.membership.close()
         self.outer.close()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -108,12 +118,12 @@ class LocalStepsDriver:
             self._begin_pass(bucket)
         flat, group = bucket.flat, self._source.group
         self.counters.gradients(bucket.nbytes)
-        if self._scaled and not self.averages and self.outer.due(self.in_round + 1):
+        if self._scaled and not self.averages and self._is_due():
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
             future = reduce_immediately(self._exact, bucket, group, self.counters)
-        elif self.outer.nodes is not None:
-            future = reduce_immediately(self._exact, bucket, self.outer.nodes.intra_node, self.counters, "intra_node")
+        elif (own := self.outer.averaging_group) is not None:
+            future = reduce_immediately(self._exact, bucket, own, self.counters, "intra_node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)
@@ -145,7 +155,7 @@ class LocalStepsDriver:
         batch_norms = (each for each in self.module.modules() if isinstance(each, torch.nn.SyncBatchNorm))
         for what, communicates in {
             "find_unused_parameters=True": bool(self.still_sent),
-            "ranks_per_node": self.outer.nodes is not None,
+            "ranks_per_node": self.outer.averaging_group is not None,
             "start_iter": starting,
             "SyncBatchNorm": any(each.training for each in batch_norms),
         }.items():
@@ -175,10 +185,15 @@ class LocalStepsDriver:
         self.diverged = True
         if repeated:
             return
-        if self.outer.due(self.in_round + 1) and self._all_step():
+        if self._is_due() and self._all_step():
             self._due = True
             self._optimizers.expect()
         self.in_round += 1
+
+    def _is_due(self) -> bool:
+        """Whether the machines or ranks meet after this pass."""
+        first = self.members is not None and not self.members.joined
+        return first or self.outer.due(self.in_round + 1)
 
     def _all_step(self) -> bool:
         """Whether no rank will skip the step of this pass; the same on all ranks. Also true if the weights of a rank
@@ -198,7 +213,7 @@ class LocalStepsDriver:
         """Return the factor of the learning rate of `optimizer` in its next step, and log it once per class."""
         if self.averages:
             return 1.0
-        factor = self.outer.compressor.config.lr_factor_of(optimizer, self.outer.group.size())
+        factor = self.outer.compressor.config.lr_factor_of(optimizer, self.outer.apart)
         if factor != 1.0 and self._logs and (name := type(optimizer).__name__) not in self._logged:
             self._logged.add(name)
             log_summary(f"{self._name} multiplies the learning rate of {name} by {factor:.3g} in each step (lr_factor)")
@@ -233,17 +248,22 @@ class LocalStepsDriver:
             self._outer_step()
 
     @torch.no_grad()
-    def _outer_step(self, *, early: bool = False) -> None:
+    def _outer_step(self, *, early: bool = False, limit_s: float | None = None) -> None:
         """Run the outer step that is due, or with `early` end the round before its last pass. All ranks must call this
-        between the same two steps."""
+        between the same two steps. `limit_s`: how long to wait for other machines, if they come and go."""
         self._due = False
         self._optimizers.forget()
         self._source.before_weights_change()
         state = self.outer.state
         discarded = state.nonfinite_steps
-        if early:
+        if self.members is not None:
+            ended = self.members.run(self.members.joined, limit_s)
+        elif early:
             self.outer.end_round()
-        if early or self.outer.advance(self.in_round):
+            ended = True
+        else:
+            ended = self.outer.advance(self.in_round)
+        if ended:
             self.in_round, self.diverged = 0, not (early or self.outer.immediate)
             self._common.share(optimizers=False)
             self._shared_at[False] = self._passes
@@ -256,6 +276,21 @@ class LocalStepsDriver:
                 "finite. stats()['nonfinite_steps'] counts such rounds.",
                 self.counters.backward_passes,
             )
+
+    def leave(self, wait_s: float) -> bool:
+        """See `Members.leave`."""
+        assert self.members is not None
+        sent = False
+        if wait_s > 0 and self.members.joined and self.diverged:
+            try:
+                with torch.inference_mode(False):
+                    self._outer_step(limit_s=wait_s)
+                sent = True
+            except HookRunError as error:
+                if self._logs:
+                    logger.warning("members: this machine leaves without its part of the round: %s", error)
+        self.members.leave()
+        return sent
 
     def _go_to_anchor(self) -> None:
         self._source.before_weights_change()
@@ -331,7 +366,7 @@ class LocalStepsDriver:
         return failure is None
 
     def _share(self, optimizers: bool) -> None:
-        if self.diverged:
+        if self.diverged and self.members is None:  # machines meet at the ends of their rounds only
             self._outer_step(early=True)
         self._differences = self._common.share(optimizers=optimizers)
         self._shared_at[False] = self._passes

@@ -2,17 +2,19 @@
 section 2). Without fragments and delay, all weights take the outer step of the first paper at the end of a round."""
 
 import collections
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
+from commhooks.comm.collectives import Pending, PointToPoint, Send, broadcast_first, good_on_all
+from commhooks.comm.membership import Membership
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import StepInfo
@@ -48,6 +50,8 @@ class FragmentSession(ExchangeDriver):
         sizes: number of elements of each whole parameter, of which this rank may have a shard.
         nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages its
             weights with one rank of every other node. None: all ranks average their weights.
+        membership: the machines, which come and go; `MemberSteps` then runs the outer steps by `held_step`. The ranks
+            of a machine average gradients. None: the ranks of the model are all.
 
     Attributes:
         immediate: whether all weights are exchanged together while the training waits.
@@ -59,11 +63,12 @@ class FragmentSession(ExchangeDriver):
         binding: Binding,
         sizes: Mapping[str, int],
         nodes: Nodes | None,
+        membership: Membership | None = None,
     ) -> None:
         super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
         config = compressor.config
         self.immediate = config.fragments == 1 and config.delay == 0
-        self.nodes = nodes
+        self.nodes, self.membership = nodes, membership
         self._fragments = divided(sizes, config.fragments)
         self._distance, self._delay = config.sync_every // config.fragments, config.delay
         self._buffers: dict[int, list[OuterStepWorkspace]] = {}
@@ -81,7 +86,23 @@ class FragmentSession(ExchangeDriver):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that average their weights with this rank."""
+        if self.membership is not None:
+            assert self.membership.group is not None  # connected for this outer step
+            return self.membership.group
         return self.consensus.binding.group() if self.nodes is None else self.nodes.inter_node
+
+    @property
+    def apart(self) -> int:
+        """The number of ranks, nodes or machines that train apart."""
+        return self.group.size() if self.membership is None else max(1, len(self.membership.machines))
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        """The ranks that average their gradients in each pass; None: there are none beside this rank."""
+        if self.nodes is not None:
+            return self.nodes.intra_node
+        model = self.consensus.binding.group()
+        return model if self.membership is not None and model.size() > 1 else None
 
     def due(self, passes: int) -> bool:
         """Whether a fragment must be sent or applied after `passes` passes of the round."""
@@ -156,6 +177,15 @@ class FragmentSession(ExchangeDriver):
 
     def _issue(self, group: Any, send: Send) -> Pending:
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
+
+    def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
+        """Begin an outer step of all weights among the machines, without a commit.
+
+        Args:
+            weight: of this machine's differences in the mean.
+            exchanges: whether this rank exchanges them; else it gets the result from rank 0 of its model.
+        """
+        return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
     @torch.no_grad()
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -248,6 +278,68 @@ class FragmentSession(ExchangeDriver):
 
 def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
     return bool(good) if precision.is_host_readable(good.device) else good
+
+
+class HeldOuterStep:
+    """An outer step of all weights among the machines, which can be given up between `exchange` and `commit`: nothing
+    is written before."""
+
+    def __init__(
+        self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
+    ) -> None:
+        self._session, self._buffers = session, buffers
+        self._running: list[RunningExchange] = []
+        if not exchanges:
+            return
+        # So that all buffers are committed or none, each carries a NaN if any weight is not finite.
+        weights = [each.detach() for work in buffers for each in work.layout.parameters]
+        good = session._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
+        for work in buffers:
+            work.weight = weight
+            flat = packed(work.layout)
+            flat[:1].masked_fill_(~good, torch.nan)
+            self._running.append(session.new_exchange(work, flat))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the differences. The host waits until they have arrived."""
+        with self._measured():
+            for each in self._running:
+                each.advance()
+            finish_sends(self._running)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of the model must call
+        this."""
+        session, device = self._session, self._buffers[0].layout.device
+        good = torch.ones((), dtype=torch.bool, device=device)
+        if self._running:
+            good = session._on_all_parts(torch.stack([each.finite for each in self._running]).all())
+        model = session.consensus.binding.group()
+        if model.size() > 1:
+            shared = good.to(torch.int32)
+            broadcast_first(shared, model, session.counters, "the outer step")
+            good = shared == 1
+        with self._measured(), session.held.committing(device):
+            session.state.local_shared = False
+            for each in self._running:
+                each.advance(_verdict(good))
+            wait_for_copies(device)
+        session._count(good, self._buffers)
+        for place, work in enumerate(self._buffers):
+            flat = self._running[place].result if self._running else packed(work.layout)
+            if model.size() > 1:
+                broadcast_first(flat, model, session.counters, "the outer step")
+            for slot in work.layout.slots if not self._running else ():
+                session.state[ANCHOR.key][slot.name].copy_(slot.of(flat))
+            write_back(work.layout, flat)
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        device = self._buffers[0].layout.device
+        with precision.full_precision(device, products=False), self._session.counters.clocks.measure(device):
+            yield
 
 
 class _DelayedExchange:

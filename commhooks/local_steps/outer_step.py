@@ -44,6 +44,7 @@ class OuterStepWorkspace:
         plans: how the differences of each parameter are sent.
         wire: the compressor that averages the differences; None: float32.
         offloaded: whether anchor and momentum are kept in host memory, while the buffer is on an accelerator.
+        weight: of this rank's difference in the mean; 1 unless some ranks have not trained in the round.
         sample: every 64th element of delta in the latest outer step that was not discarded.
         measured: of the latest outer step: the squared norms of delta, of its sample and of the sample before, and the
             inner product of both samples.
@@ -53,6 +54,7 @@ class OuterStepWorkspace:
     plans: Sequence[UnitPlan]
     wire: Compressor[Any] | None
     offloaded: bool = False
+    weight: float = 1.0
     sample: torch.Tensor | None = None
     measured: torch.Tensor | None = None
 
@@ -92,6 +94,8 @@ def outer_step(
         wait_for_copies(flat.device)
     for name, part in slots:
         torch.sub(anchor[name], part, out=part)  # anchor - theta_i
+        if work.weight != 1.0:
+            part.mul_(work.weight)
     if work.wire is None:
         yield Send(flat.div_(step.world_size), what="differences", last=True)  # their sum over the ranks: delta
         good = yield Verdict(all_finite(flat))

@@ -49,11 +49,16 @@ it like the training, on every machine:
 
 Times are predicted for transformers with --params parameters. With --step-ms, the time of a step without a network, it
 recommends a hook."""
+LIGHTHOUSE = """\
+Runs torchft's lighthouse, through which the machines of a training with members="torchft" find each other. It needs no
+GPU and hardly any memory or network; run it on a machine that stays. Ends with Ctrl-C. Whoever reaches the port can
+take part: use it in a network that you trust."""
 COMMANDS = {
     "hooks": "list the hooks and their options",
     "plan": "show what a hook will compress in your model",
     "doctor": "measure on your own ranks and network which hook makes training faster, if any",
     "network": "measure the network between the ranks, and what a step of training spends on it",
+    "lighthouse": "run the lighthouse, through which the machines of a training find each other (members)",
 }
 
 
@@ -121,6 +126,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         "--params", nargs="+", default=["124M", "1.5B"], metavar="N", help="sizes of models: 350k, 124M, 7B (124M 1.5B)"
     )
     network.add_argument("--step-ms", type=float, metavar="MS", help="the time of a step without a network")
+
+    lighthouse = parsers["lighthouse"]
+    lighthouse.description = LIGHTHOUSE
+    lighthouse.add_argument("--port", type=int, default=29510, help="on all interfaces (29510)")
+    lighthouse.add_argument(
+        "--wait-s", type=float, default=60, help="seconds for which machines that are alive wait for another one (60)"
+    )
 
     for each, whose in ((plan, "the hook"), (doctor, "PowerSGD")):
         text = f"options of {whose}; values are YAML"

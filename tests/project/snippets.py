@@ -9,6 +9,7 @@
 A fence that needs more than `import torch` names what it needs in a comment above it, which no page shows:
 
     <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process group
+    <!-- snippet: members -->     as for `ddp`, with a lighthouse of torchft
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
     <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
     <!-- snippet: accelerate yaml --> the same with settings from outside, as from a YAML file
@@ -59,7 +60,7 @@ RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
 _ACCELERATE_NEEDS = ("accelerate", "accelerate yaml", "accelerate sharded")
 _OTHER_NEEDS = ("transformers", "transformers sharded", "continued", "output", "fabric ranks")
-NEEDS = ("", "ddp", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
+NEEDS = ("", "ddp", "members", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
 _FENCE = re.compile(r"^(\s*)(```+|~~~+)\s*(\S*)")
@@ -269,13 +270,16 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     sharded = needs.endswith(" sharded")
     needs = needs.removesuffix(" yaml").removesuffix(" sharded")
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(_DDP if needs in ("ddp", "attached", "accelerate") else "import torch", namespace)
+    exec(_DDP if needs in ("ddp", "members", "attached", "accelerate") else "import torch", namespace)
+    lighthouse = None if needs != "members" else _lighthouse()
     if needs == "attached":
         exec(_ATTACHED + _STEPS, namespace)
     before = os.getcwd()
     os.chdir(folder)
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, before)
+        if lighthouse is not None:
+            undo.enter_context(mock.patch.dict(os.environ, TORCHFT_LIGHTHOUSE=lighthouse[0]))
         undo.enter_context(_logging_as_before())
         undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
         undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
@@ -307,6 +311,15 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             exec(_TRAINED, namespace)
         if needs == "fabric ranks":
             assert namespace["fabric"].strategy.comm_hook.stats()["compressed_steps"] > 0, "nothing was compressed"
+
+
+def _lighthouse() -> tuple[str, Any]:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", 1) if dist.get_rank() == 0 else None
+    found = [None if server is None else server.address()]
+    dist.broadcast_object_list(found)
+    return f"http://127.0.0.1:{str(found[0]).rpartition(':')[2]}", server
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def test_wheel_metadata(wheel, imported):
     assert metadata["Name"] == "commhooks"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["License-File"] == "LICENSE"
-    for_users = {"lightning", "accelerate", "transformers", "cli", "completion"}
+    for_users = {"lightning", "accelerate", "transformers", "members", "cli", "completion"}
     for_us = {"dev", "demo", "bench", "docs"}
     assert for_users <= set(metadata.get_all("Provides-Extra")) <= for_users | for_us
     unconditional = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}

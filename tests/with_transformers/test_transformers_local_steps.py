@@ -22,7 +22,7 @@ HOOK = {"hook": "diloco", "hook_options": {"sync_every": 3, "outer_momentum": 0.
 
 @launched
 def _run(folder: Path, resume: Any = None, seed: int = 3) -> dict[str, Any]:
-    trainer = make_trainer(folder, seed=seed, hook=HOOK, max_steps=6)  # ends in mid-round, without a save
+    trainer = make_trainer(folder, seed=seed, hook=HOOK)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 

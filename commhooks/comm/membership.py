@@ -1,0 +1,456 @@
+"""Live membership: machines that join and leave a training while it runs, found by a lighthouse of torchft.
+
+Each machine runs a job of its own. Rank 0 of a machine sends heartbeats to the lighthouse, and `Membership.ask` waits
+until the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and each
+rank connects to one rank of every other machine (`connect`). A machine that is behind reads its state from another
+machine over HTTP (`StateServer`, `fetch`).
+
+torchft 0.2: `torchft.coordination` is its public low-level interface. Its `Manager` is not used, because it sends the
+state of a machine that joins while the others wait, and gives up the work of a step that failed.
+"""
+
+import contextlib
+import gc
+import hashlib
+import http.server
+import importlib.util
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collectives import gather_rows, gather_texts
+from commhooks.comm.groups import adopt
+from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid, logger_of
+
+logger = logger_of(__name__)
+
+PROTOCOL = 1
+"""Changes with what machines send each other, so that another version of commhooks is refused if it must be."""
+VARIABLE = "TORCHFT_LIGHTHOUSE"
+_HEARTBEAT_S = 0.5  # torchft's lighthouse takes a machine for dead after 5 s without
+_LINE_EVERY_S = 10.0
+_PIECE_BYTES = 16 * 2**20
+_WHAT = "the list of machines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchft:
+    """Machines join and leave the training while it runs; see docs/members.md.
+
+    Args:
+        lighthouse: address of the lighthouse, such as "http://host:29510". None: the environment variable
+            TORCHFT_LIGHTHOUSE.
+        min_machines: with fewer machines an outer step waits for more.
+        timeout_s: seconds after which a machine that does not answer is left out.
+        name: name of this machine, different on every machine. None: the host name.
+    """
+
+    lighthouse: str | None = None
+    min_machines: int = 1
+    timeout_s: float = 60.0
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.min_machines) is not int or self.min_machines < 1:
+            raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
+            raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
+        for option in ("lighthouse", "name"):
+            value = getattr(self, option)
+            if not isinstance(value, str | None) or value == "":
+                raise invalid(f"Torchft: {option}", value, "a text, or None")
+
+
+def torchft_of(given: object) -> Torchft | None:
+    """Check the argument `members` of the front ends."""
+    if given is None or isinstance(given, Torchft):
+        return given
+    if given == "torchft":
+        return Torchft()
+    raise invalid("members", given, "'torchft', commhooks.Torchft(...), or None", ["torchft"])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that has asked for the list.
+
+    Attributes:
+        id: the name with a random number, so that a machine that has restarted is another one.
+        step: committed outer steps.
+        record: what else it has passed to `Membership.ask`.
+    """
+
+    id: str
+    step: int
+    record: Mapping[str, Any]
+    store: str
+    servers: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        return self.id.rpartition(":")[0]
+
+
+class Membership:
+    """This machine among the machines of a training. All ranks of the machine must call each method together.
+
+    Args:
+        local: the ranks of this machine.
+        device: of this rank's model.
+        exchanges: whether this rank connects to the other machines.
+
+    Attributes:
+        machines: that train the running round, sorted by name; set by `MemberSteps`.
+        connected: the machines of the latest `connect`, in the order of their ranks.
+        group: connects this rank with the same rank of each machine in `connected`; None before the first `connect`,
+            and on ranks that do not exchange.
+
+    Raises:
+        HookConfigError: torchft is missing, or no lighthouse is given.
+        AttachError: the lighthouse cannot be reached within `timeout_s`.
+    """
+
+    def __init__(self, options: Torchft, local: dist.ProcessGroup, device: torch.device, *, exchanges: bool) -> None:
+        self.options, self.exchanges = options, exchanges
+        self.machines: list[Machine] = []
+        self.connected: list[Machine] = []
+        self.group: dist.ProcessGroup | None = None
+        self._local, self._device = local, device
+        self._key = ""
+        self._torchft_group: Any = None
+        self._lighthouse: _Lighthouse | None = None
+        failure = ""
+        address = options.lighthouse or os.environ.get(VARIABLE, "")
+        try:
+            check_torchft()
+            if not address:
+                raise HookConfigError(
+                    f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that `commhooks "
+                    "lighthouse` prints, or give commhooks.Torchft(lighthouse=...)"
+                )
+            host = _own_address(address)
+            self.server = StateServer(host)
+            if local.rank() == 0:
+                self._lighthouse = _Lighthouse(address, options, host)
+        except (HookConfigError, AttachError) as error:
+            failure = json.dumps([type(error).__name__, str(error)])
+        failures = gather_texts(failure, local, device, _WHAT)
+        if found := next(filter(None, failures), ""):
+            kind, text = json.loads(found)
+            raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
+        self.servers = gather_texts(self.server.address, local, device, _WHAT)
+        self.id = gather_texts("" if self._lighthouse is None else self._lighthouse.id, local, device, _WHAT)[0]
+
+    @property
+    def name(self) -> str:
+        return self.id.rpartition(":")[0]
+
+    @property
+    def logs(self) -> bool:
+        return self._lighthouse is not None
+
+    def ask(self, step: int, limit_s: float | None = None, **record: Any) -> list[Machine]:
+        """Wait until all machines that are alive have asked. Returns them, sorted by name; the same list on all.
+
+        Args:
+            step: committed outer steps.
+            limit_s: None: wait as long as it takes, with a line every 10 s.
+            record: further content of `Machine.record`, for JSON. Rank 0's counts.
+
+        Raises:
+            HookRunError: `limit_s` is over.
+        """
+        began, answer, waiting = time.monotonic(), "", None
+        while not answer:
+            if self._lighthouse is not None:
+                if waiting is None:
+                    waiting = _Waiting(self._lighthouse, step, {**record, "servers": self.servers})
+                answer = waiting.answer(_LINE_EVERY_S if limit_s is None else min(_LINE_EVERY_S, limit_s))
+                waited = time.monotonic() - began
+                if not answer and limit_s is not None and waited >= limit_s:
+                    answer = "[]"
+                elif not answer:
+                    logger.warning("members: %s waits for %s since %.0f s", self.name, waiting.reason, waited)
+            answer = gather_texts(answer, self._local, self._device, _WHAT)[0]
+        found = [Machine(**each) for each in json.loads(answer)]
+        if not found:
+            raise HookRunError(f"members: no other machine has come within {limit_s:g} s")
+        return sorted(found, key=lambda machine: machine.id)
+
+    def connect(self, machines: Sequence[Machine]) -> None:
+        """Connect with the same ranks of `machines`, this machine among them, unless the connections exist. Machines
+        that report another number of failures in their records than at the latest call are connected anew.
+
+        Raises:
+            Exception: of torchft or torch, if the connections fail.
+        """
+        key = json.dumps([(each.id, each.record.get("failures")) for each in machines])
+        self.connected = list(machines)
+        if not self.exchanges or key == self._key:
+            return
+        self.disconnect()
+        limit = timedelta(seconds=self.options.timeout_s)
+        made = _group_class(self._device)(timeout=limit)
+        rank = [each.id for each in machines].index(self.id)
+        # A machine that leaves and comes back: the same machines may connect twice, but not after the same step.
+        prefix = hashlib.sha256(f"{key} {machines[0].step}".encode()).hexdigest()[:16]
+        store = f"{machines[0].store}/commhooks/{prefix}/{self._local.rank()}"
+        made.configure(store, self.id, rank, len(machines))
+        self._torchft_group, self.group, self._key = made, made.parent, key
+        adopt(self.group, "gloo" if self._device.type == "cpu" else dist.get_default_backend_for_device(self._device))
+
+    def confirm(self) -> None:
+        """Tell all connected machines that everything has arrived here. It ends only after all of them have begun it.
+
+        Raises:
+            HookRunError: a machine is gone.
+        """
+        assert self.group is not None
+        gather_rows(torch.ones(1, device=self._device), self.group, None, "the confirmation")
+
+    def disconnect(self) -> None:
+        """Close the connections, so that the next `connect` makes new ones."""
+        made, self._torchft_group, self.group, self._key = self._torchft_group, None, None, ""
+        if made is not None:
+            made.abort(errored=False)
+            del made
+            # gloo closes connections when nothing refers to the group; until then the other machines wait for this one.
+            gc.collect()
+
+    def close(self) -> None:
+        """Leave: the other machines no longer wait for this one."""
+        if self._lighthouse is not None:
+            self._lighthouse.close()
+        self.server.close()
+        self.disconnect()
+
+
+# ---- the lighthouse --------------------------------------------------------------------------------------------------
+
+
+def check_torchft() -> None:
+    """Raise HookConfigError if torchft is missing or too old."""
+    if importlib.util.find_spec("torchft") is None:
+        raise HookConfigError('members="torchft" needs torchft: pip install "commhooks[members]"')
+    try:
+        from torchft.coordination import LighthouseClient  # noqa: F401
+    except ImportError as error:
+        raise HookConfigError(
+            f'members="torchft" needs torchft 0.2 or newer ({error}): pip install "commhooks[members]"'
+        ) from error
+
+
+def _own_address(lighthouse: str) -> str:
+    """Return the address of the interface through which this machine reaches the lighthouse."""
+    parts = urlsplit(lighthouse if "//" in lighthouse else f"//{lighthouse}")
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise AttachError(f"members: the lighthouse {lighthouse} cannot be found: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        host: str = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
+
+
+class _Lighthouse:
+    """The connection of a machine to the lighthouse. A thread sends heartbeats."""
+
+    def __init__(self, address: str, options: Torchft, host: str) -> None:
+        from torchft.coordination import LighthouseClient
+
+        self.address, self.limit = address, timedelta(seconds=options.timeout_s)
+        self.id = f"{options.name or socket.gethostname()}:{uuid.uuid4().hex[:8]}"
+        # The store in which the ranks of a new group find each other; that of the first machine is used.
+        store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
+        self.store, self._store = f"{host}:{store.port}", store
+        try:
+            self._new_client: Callable[[], Any] = lambda: LighthouseClient(address, self.limit)
+            self.client = self._new_client()
+        except Exception as error:  # torchft raises RuntimeError and TimeoutError
+            raise AttachError(
+                f"members: the lighthouse at {address} did not answer within {options.timeout_s:g} s; start it by "
+                f"`commhooks lighthouse`, or correct {VARIABLE} ({error})"
+            ) from error
+        self.reached = True
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="commhooks heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        client: Any = self.client
+        while not self._closed.wait(_HEARTBEAT_S):
+            try:
+                client = client or self._new_client()
+                client.heartbeat(self.id, timedelta(seconds=5))
+                self.reached = True
+            except Exception:
+                self.reached, client = False, None
+
+    def quorum(self, step: int, record: Mapping[str, Any]) -> Any:
+        """Return the quorum of torchft. Waits until there is one, and connects again if the lighthouse restarts."""
+        while not self._closed.is_set():
+            try:
+                return self.client.quorum(
+                    self.id,
+                    timedelta(days=1),  # a request that ends too early would leave the others with a list of the dead
+                    address=self.id,
+                    store_address=self.store,
+                    step=step,
+                    world_size=1,
+                    data=record,
+                )
+            except Exception:
+                self._closed.wait(_HEARTBEAT_S)
+                with contextlib.suppress(Exception):
+                    self.client = self._new_client()
+        raise HookRunError("members: this machine has left the training")
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class _Waiting:
+    """A request for the list of machines, in a thread."""
+
+    def __init__(self, lighthouse: _Lighthouse, step: int, record: Mapping[str, Any]) -> None:
+        self._lighthouse, self._found = lighthouse, ""
+        self._thread = threading.Thread(target=self._ask, args=(step, record), name="commhooks quorum", daemon=True)
+        self._thread.start()
+
+    def _ask(self, step: int, record: Mapping[str, Any]) -> None:
+        with contextlib.suppress(HookRunError):
+            quorum = self._lighthouse.quorum(step, record)
+            self._found = json.dumps(
+                [
+                    {
+                        "id": each.replica_id,
+                        "step": each.step,
+                        "record": {name: value for name, value in each.data.items() if name != "servers"},
+                        "store": each.store_address,
+                        "servers": each.data["servers"],
+                    }
+                    for each in quorum.participants
+                ]
+            )
+
+    def answer(self, limit_s: float) -> str:
+        self._thread.join(limit_s)
+        return self._found
+
+    @property
+    def reason(self) -> str:
+        if not self._lighthouse.reached:
+            return f"the lighthouse at {self._lighthouse.address}, which does not answer"
+        return "the other machines, which have not reached their outer step"
+
+
+def _group_class(device: torch.device) -> Any:
+    from torchft import process_group
+
+    return process_group.ProcessGroupGloo if device.type == "cpu" else process_group.ProcessGroupNCCL
+
+
+# ---- the state for a machine that is behind --------------------------------------------------------------------------
+
+
+class StateServer:
+    """Serves a copy of this rank's state to ranks of machines that are behind, from a thread.
+
+    GET /step/form returns the description, and /step/i the bytes of tensor i; 404 as long as there is no state of that
+    step. Whoever reaches the port can read the weights.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._state: tuple[int, bytes, list[torch.Tensor]] | None = None
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            timeout = 60
+
+            def do_GET(self) -> None:
+                server._answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        self._server = Server((host.strip("[]"), 0), Handler)
+        self.address = f"{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="commhooks state", daemon=True).start()
+
+    def serve(self, step: int, form: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Serve copies of `tensors`, described by `form`, from now on, in place of the state before."""
+        self._state = None  # free its memory first
+        self._state = step, form, [each.detach().to("cpu", copy=True).contiguous() for each in tensors]
+
+    def _answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        state, (step, _, part) = self._state, request.path.strip("/").partition("/")
+        if state is None or step != str(state[0]):
+            request.send_error(404)
+            return
+        content = memoryview(state[1]) if part == "form" else _bytes_of(state[2][int(part)])
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        for start in range(0, len(content), _PIECE_BYTES):
+            request.wfile.write(content[start : start + _PIECE_BYTES])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._state = None
+
+
+def fetch(server: str, step: int, limit_s: float) -> tuple[bytes, Callable[[int, torch.Tensor], None]]:
+    """Wait for the state of `step` at a `StateServer`.
+
+    Returns:
+        The description, and a function that reads the tensor with a number into a contiguous tensor on the CPU.
+
+    Raises:
+        OSError: the server is gone, or has no state of this step within `limit_s`.
+    """
+
+    def get(part: object) -> Any:
+        return urllib.request.urlopen(f"http://{server}/{step}/{part}", timeout=limit_s)
+
+    def read(number: int, into: torch.Tensor) -> None:
+        view, done = _bytes_of(into), 0
+        with get(number) as answer:
+            while done < len(view):
+                count = answer.readinto(view[done : done + _PIECE_BYTES])
+                if not count:
+                    raise OSError(f"{server} has ended the transfer of its state")
+                done += count
+
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            with get("form") as answer:
+                return answer.read(), read
+        except urllib.error.HTTPError as error:
+            if error.code != 404 or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    found: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
+    return memoryview(found)

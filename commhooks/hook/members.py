@@ -1,0 +1,56 @@
+"""`CommHook.members`: the machines of a training with live membership."""
+
+from collections.abc import Callable
+from typing import Any
+
+from commhooks.errors import HookConfigError
+from commhooks.local_steps.driver import LocalStepsDriver
+
+
+class Members:
+    """The machines of a training: `CommHook.members`.
+
+    All ranks of a machine must call `leave` together. The other methods do not communicate.
+    """
+
+    def __init__(self, driver: LocalStepsDriver) -> None:
+        assert driver.members is not None
+        self._driver, self._steps = driver, driver.members
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the machines that train the running round, in the order of their ranks; at least this one."""
+        return [each.name for each in self._steps.membership.machines] or [self._steps.membership.name]
+
+    @property
+    def size(self) -> int:
+        """The number of machines that train the running round."""
+        return len(self.names)
+
+    @property
+    def rank(self) -> int:
+        """The number of this machine among them, 0 to size - 1. It changes when machines come and go."""
+        return self.names.index(self._steps.membership.name)
+
+    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+        """Give a machine that comes further state, such as that of a learning rate scheduler or the position of a
+        loader. Call this before the first backward pass, on every machine.
+
+        Args:
+            name: the same on every machine.
+            get: returns the state: numbers, texts, tensors, and lists and dicts of them. Called on a machine after an
+                outer step.
+            set: sets the state, on the machine that comes, after its first step of the optimizers.
+
+        Raises:
+            HookConfigError: the name is registered.
+        """
+        if name in self._steps.registered:
+            raise HookConfigError(f"members.register({name!r}): the name is registered already")
+        self._steps.registered[name] = get, set
+
+    def leave(self, wait_s: float = 0.0) -> bool:
+        """Leave the training, between two steps: end the round early and send this machine's part, if the others come
+        to their outer step within `wait_s` seconds. They no longer wait for this machine. Returns whether its part was
+        sent. A later outer step raises HookRunError."""
+        return self._driver.leave(wait_s)

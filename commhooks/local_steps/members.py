@@ -1,0 +1,332 @@
+"""Outer steps among machines that join and leave while the training runs.
+
+All machines that are alive meet before an outer step (`Membership.ask`), and each reports its number of committed outer
+steps and a digest of its anchor. Those with the latest anchor exchange their differences; the others take the state of
+one of them, and train the next round with them.
+
+An outer step is committed on all machines or on none:
+
+1. All buffers are exchanged, and nothing is written.
+2. All machines confirm, in one small collective, that everything has arrived. It ends only if all have begun it.
+3. A machine whose confirmation ends writes the new anchor.
+
+If the exchange or the confirmation fails, because a machine has died, nothing is lost: the machines meet again at once,
+and each reports whether everything had arrived there. If it has arrived on all of them, they write the new anchor: a
+machine that is not here may have done so, and will have the same one. If something is missing on one of them, then
+no machine can have confirmed, so they exchange the same differences again, among those who are left.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from commhooks.comm import collectives
+from commhooks.comm.collectives import gather_rows
+from commhooks.comm.membership import Machine, Membership, fetch
+from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary, logger_of
+from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.flat_weights import set_weights
+from commhooks.local_steps.fragments import FragmentSession, HeldOuterStep
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+
+logger = logger_of(__name__)
+
+_MOST_FAILURES = 5
+_SAME_NAME_S = 10.0
+_LINE_EVERY_S = 10.0
+_WHAT = "whether all ranks of the machine have exchanged"
+
+
+class MemberSteps:
+    """Runs the outer steps of a machine.
+
+    Args:
+        signature: what must be equal on all machines, by name.
+
+    Attributes:
+        joined: whether this machine has met the others.
+        registered: further state for a machine that comes: name -> functions that return and set it.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        outer: FragmentSession,
+        common: CommonState,
+        source: GradientSource,
+        signature: Mapping[str, Any],
+    ) -> None:
+        self.membership, self.joined = membership, False
+        self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._outer, self._common, self._source = outer, common, source
+        self._signature = dict(signature)
+        self._failures = 0
+        self._left = False
+
+    # ---- an outer step -----------------------------------------------------------------------------------------------
+
+    def run(self, trained: bool, limit_s: float | None = None) -> bool:
+        """Meet the other machines, and take an outer step with them or the state of one of them. All ranks of the
+        machine must call this between the same two steps.
+
+        Args:
+            trained: whether this machine has trained the running round, and not only begun.
+            limit_s: how long to wait for the other machines.
+
+        Returns:
+            Whether a new round begins; False if nobody had trained, and the weights stay.
+
+        Raises:
+            AttachError: before the first outer step, if this machine does not fit to the others.
+            HookRunError: the exchange fails again and again, or `limit_s` is over.
+        """
+        if self._left:
+            raise HookRunError("members: this machine has left the training (members.leave)")
+        changed, failures, held = False, 0, None
+        attempt: str | None = None
+        while True:
+            machines = self._meet(trained, attempt, held is not None, limit_s)
+            if any(each.record["attempt"] is not None for each in machines):
+                if held is not None and all(
+                    each.record["complete"] for each in machines if each.record["attempt"] == attempt
+                ):
+                    held.commit()
+                    trained, changed = False, True
+                held = attempt = None
+                continue  # the number of steps may have changed, here or elsewhere
+            latest = _with_latest(machines)
+            here = next((place for place, each in enumerate(latest) if each.id == self.membership.id), None)
+            steps = latest[0].step + any(each.record["trained"] for each in latest)
+            behind = [each for each in machines if each not in latest]
+            if here is None:
+                own = [each.id for each in behind].index(self.membership.id)
+                if self._take(latest[own % len(latest)], steps):
+                    self._begin_round(machines)
+                    return True
+                continue
+            serves = [each.name for place, each in enumerate(behind) if place % len(latest) == here]
+            if steps == latest[0].step:  # nobody has trained
+                self._serve(steps, serves)
+                self._begin_round(machines)
+                return changed
+            attempt = _name_of(latest)
+            held, failure = self._exchange(latest, here)
+            if not failure:
+                assert held is not None
+                held.commit()
+                self._serve(steps, serves)
+                self._begin_round(machines)
+                return True
+            failures += 1
+            self._failures += 1
+            if self.membership.logs:
+                logger.warning("members: an outer step among %s failed, and is repeated: %s", _names(latest), failure)
+            if failures >= _MOST_FAILURES:
+                raise HookRunError(f"members: the outer step failed {failures} times in turn: {failure}")
+
+    def leave(self) -> None:
+        """End this machine's part in the training; `run` then raises HookRunError."""
+        self._left = True
+        self.membership.close()
+
+    def _begin_round(self, machines: Sequence[Machine]) -> None:
+        self.joined, self.membership.machines = True, list(machines)
+
+    def _meet(self, trained: bool, attempt: str | None, complete: bool, limit_s: float | None) -> list[Machine]:
+        """Return the machines that fit to this one, when there are enough of them."""
+        began, said = time.monotonic(), 0.0
+        while True:
+            state = self._outer.state
+            anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
+            own = torch.tensor([self._common.digest(anchors)])
+            if self._shards:
+                own = gather_rows(own.to(self._source.device), self._local, None, _WHAT)
+            digest = collectives.agreement_key(own.flatten().tolist())
+            machines = self.membership.ask(
+                state.step,
+                limit_s,
+                digest=digest,
+                trained=trained,
+                attempt=attempt,
+                complete=complete,
+                failures=self._failures,
+                joined=self.joined,
+                signature=self._signature,
+            )
+            fitting = self._fitting(machines, began)
+            least = self.membership.options.min_machines
+            if fitting is not None and len(fitting) >= least:
+                return fitting
+            if fitting is not None and self.membership.logs and time.monotonic() - said > _LINE_EVERY_S:
+                said = time.monotonic()
+                logger.warning(
+                    "members: there are %s machines, and an outer step needs min_machines=%s: waiting for more",
+                    len(fitting),
+                    least,
+                )
+            time.sleep(1.0)
+
+    def _fitting(self, machines: Sequence[Machine], began: float) -> list[Machine] | None:
+        """Return the machines with this machine's signature; None: ask again.
+
+        Raises:
+            AttachError: this machine is new and does not fit.
+        """
+        own = next(each for each in machines if each.id == self.membership.id)
+        if not self.joined:
+            # Machines that have begun stay; of machines that begin together, the first.
+            elders = [m for m in machines if m.record["joined"] or m.id < own.id]
+            for each in elders:
+                for what, mine in self._signature.items():
+                    if (theirs := each.record["signature"].get(what)) != mine:
+                        raise AttachError(
+                            f"members: machine {own.name} has another {what} than machine {each.name} "
+                            f"({mine} and {theirs}): start it as the others"
+                        )
+                if each.name == own.name:
+                    # It may be this machine before a restart: then the lighthouse will soon take it for dead.
+                    if time.monotonic() - began > _SAME_NAME_S:
+                        raise AttachError(
+                            f"members: two machines have the name {own.name}: give each a name of its own "
+                            "(commhooks.Torchft(name=...))"
+                        )
+                    return None
+        known = {each.name for each in machines if each.record["joined"]}  # a newcomer of the same name is refused
+        return [
+            each
+            for each in machines
+            if each.record["signature"] == self._signature and (each.record["joined"] or each.name not in known)
+        ]
+
+    def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[HeldOuterStep | None, str]:
+        """Exchange the differences with `machines`. Returns what has arrived, if everything has, and what failed: a
+        text, because an exception would hold the connections, and the other machines wait until they are closed."""
+        held: HeldOuterStep | None = None
+        failure = ""
+        count = sum(each.record["trained"] for each in machines)
+        weight = len(machines) / count if machines[here].record["trained"] else 0.0
+        try:
+            self.membership.connect(machines)
+            held = self._outer.held_step(weight, exchanges=self.membership.exchanges)
+            held.exchange()
+            if self.membership.exchanges:
+                self._common.share(optimizers=False, group=self.membership.group)
+        except _ERRORS as error:
+            failure = _not_ours(error)
+        if not self._all_ranks(not failure):
+            held, failure = None, failure or "another rank of this machine has failed"
+        else:
+            try:
+                if self.membership.exchanges:
+                    self.membership.confirm()
+            except _ERRORS as error:
+                failure = _not_ours(error)
+            if not self._all_ranks(not failure):
+                failure = failure or "another rank of this machine has failed"
+        if failure:
+            self.membership.disconnect()
+        return held, failure
+
+    def _all_ranks(self, good: bool) -> bool:
+        if self._local.size() == 1:
+            return good
+        own = torch.tensor([good], dtype=torch.int32, device=self._source.device)
+        return bool(gather_rows(own, self._local, None, _WHAT).all())
+
+    @property
+    def _local(self) -> Any:
+        return self._source.shard_group or self._source.group
+
+    @property
+    def _shards(self) -> bool:
+        return self._source.shard_group is not None
+
+    # ---- machines that are behind ------------------------------------------------------------------------------------
+
+    def _serve(self, step: int, names: Sequence[str]) -> None:
+        """Serve the state of this machine for the machines `names`, while the training goes on."""
+        if not names or not self.membership.exchanges:
+            return
+        state = self._outer.state
+        more = {
+            "anchor": dict(state[ANCHOR.key]),
+            "momentum": dict(state[MOMENTUM.key]),
+            "counts": [state.step, state.nonfinite_steps],
+            **{f"registered {name}": get() for name, (get, _) in self.registered.items()},
+        }
+        self.membership.server.serve(step, *self._common.described(more))
+        if self.membership.logs:
+            log_summary(f"members: {', '.join(names)} takes the state of outer step {step} from this machine")
+
+    def _take(self, source: Machine, step: int) -> bool:
+        """Take the state of `source` after outer step `step`. Returns False if it cannot be had."""
+        form, failure = b"", None
+        arrived: Mapping[int, torch.Tensor] = {}
+        if self.membership.exchanges:
+            try:
+                server = source.servers[self._local.rank()]
+                form, read = fetch(server, step, self.membership.options.timeout_s)
+                arrived = self._common.read(form, read)
+            except OSError as error:
+                failure = error
+        if not self._all_ranks(failure is None):
+            if self.membership.logs:
+                logger.warning("members: the state of machine %s cannot be had: %s", source.name, failure)
+            return False
+        if not self._shards:
+            form, arrived = self._common.spread(form, arrived)
+        state, counts = self._outer.state, [0, 0]
+        own: dict[str, tuple[Any, Callable[[Any], None]]] = {
+            "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
+            "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
+            "counts": (counts, lambda value: None),
+            **{f"registered {name}": (get(), set_value) for name, (get, set_value) in self.registered.items()},
+        }
+        self._source.before_weights_change()
+        with self._outer.held.settled():
+            differing = self._common.take(form, arrived, own)
+            state.step, state.nonfinite_steps = counts
+            state.drop_local()
+        self._outer.place_state()
+        set_weights(self._source.names.named_parameters(), state[ANCHOR.key])
+        if self.membership.logs:
+            log_summary(f"members: {self.membership.name} goes on from outer step {step} of {source.name}")
+            if differing:
+                logger.warning("members: %s has no counterpart of: %s", self.membership.name, ", ".join(differing))
+        return True
+
+
+_ERRORS = (RuntimeError, ValueError, OSError)
+"""With which a lost connection ends: torch 2.13 raises ValueError where it cannot name the group of a failed
+collective, because torch.distributed does not know it."""
+
+
+def _not_ours(error: Exception) -> str:
+    """Return the text of `error`, or raise it if another attempt would not help."""
+    if isinstance(error, (torch.OutOfMemoryError, HookConfigError)):
+        raise error
+    return str(error) or type(error).__name__
+
+
+def _with_latest(machines: Sequence[Machine]) -> list[Machine]:
+    """The machines with the largest number of steps and the same anchor as the first of them."""
+    most = max(each.step for each in machines)
+    first = next(each for each in machines if each.step == most)
+    return [each for each in machines if (each.step, each.record["digest"]) == (most, first.record["digest"])]
+
+
+def _replace(kept: dict[str, torch.Tensor], value: dict[str, torch.Tensor]) -> None:
+    kept.clear()
+    kept.update(value)
+
+
+def _names(machines: Sequence[Machine]) -> str:
+    return ", ".join(each.name for each in machines)
+
+
+def _name_of(machines: Sequence[Machine]) -> str:
+    """A name of this attempt, equal on all machines."""
+    return str(collectives.agreement_key([(each.id, each.step, each.record["failures"]) for each in machines]))

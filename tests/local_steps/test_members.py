@@ -1,0 +1,384 @@
+"""Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths everywhere."""
+
+import contextlib
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.engine.state import LearnedState
+from commhooks.local_steps.compressor import DiLoCoCompressor
+from commhooks.local_steps.outer_step import ANCHOR
+from tests.support import warm
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.member_job import new_model, new_optimizer, train_step, weights_of
+from tests.support.simulation import SimulatedRanks
+
+pytestmark = pytest.mark.timeout(120)
+JOB = Path(__file__).parents[1] / "support" / "member_job.py"
+MACHINE = {"every": 5, "wire": "int4", "steps": 10_000}
+LIGHTHOUSE = """
+import sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(sys.argv[1], 1, join_timeout_ms=2000, quorum_tick_ms=50, heartbeat_timeout_ms=1500)
+print(server.address(), flush=True)
+time.sleep(600)
+"""
+
+
+class Machine:
+    """A job on one machine. `lines`: what its ranks have printed so far."""
+
+    def __init__(self, lighthouse: str, folder: Path, given: dict[str, Any]) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.name, world = given["name"], given.get("world", 1)
+        self._news = threading.Condition()
+        environ = os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off"}
+        python = warm.python("torchft.coordination", "torchft.process_group")
+        self.ranks = []
+        for rank in range(world):
+            text = json.dumps({**given, "rank": rank, "store": str(folder / f"store-{self.name}")})
+            errors = (folder / f"{self.name}-{rank}.log").open("w")
+            started = subprocess.Popen(
+                [python, str(JOB), text], env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            self.ranks.append(started)
+            threading.Thread(target=self._read, args=(started,), daemon=True).start()
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with self._news:
+                self.lines.append(json.loads(line))
+                self._news.notify_all()
+
+    def wait_for(self, met: Callable[[dict[str, Any]], Any], limit_s: float = 60.0) -> dict[str, Any]:
+        """Wait for a line for which `met` is true."""
+        with self._news:
+            assert self._news.wait_for(lambda: any(map(met, self.lines)), limit_s), self.lines
+        return next(filter(met, self.lines))
+
+    def round(self, step: int) -> dict[str, Any]:
+        """Wait for a round that begins after outer step `step` or later."""
+        return self.wait_for(lambda line: line["what"] == "round" and line["step"] >= step)
+
+    def end(self) -> dict[str, Any]:
+        return self.wait_for(lambda line: line["what"] in ("end", "error"))
+
+    def signal(self, number: int) -> None:
+        for line in list(self.lines):
+            if line["what"] == "process":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(line["pid"], number)
+
+    @property
+    def rounds(self) -> dict[int, dict[str, Any]]:
+        return {line["step"]: line for line in list(self.lines) if line["what"] == "round"}
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    with _lighthouse("127.0.0.1:0") as (address, _):
+        yield address
+
+
+class _lighthouse:
+    def __init__(self, bind: str) -> None:
+        self._process = subprocess.Popen(
+            [warm.python("torchft.coordination", "torchft.process_group"), "-c", LIGHTHOUSE, bind],
+            env=os.environ | {"RUST_LOG": "off"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().strip().rpartition(":")[2]
+        self.address = f"http://127.0.0.1:{port}"
+
+    def __enter__(self) -> tuple[str, "_lighthouse"]:
+        return self.address, self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def start(lighthouse: str, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """Starts the machine `name`: every 5 steps, int4, 10,000 steps, unless `given` says otherwise."""
+    started: list[Machine] = []
+
+    def new(name: str, **given: Any) -> Machine:
+        started.append(
+            Machine(lighthouse, tmp_path, {"name": name, "every": 5, "wire": "int4", "steps": 10_000} | given)
+        )
+        return started[-1]
+
+    yield new
+    for each in started:
+        each.signal(signal.SIGKILL)
+        for rank in each.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def assert_equal_weights(*machines: Machine) -> None:
+    """All machines have the same weights after each outer step that they have taken together."""
+    compared = 0
+    for step in {step for each in machines for step in each.rounds}:
+        there = [each.rounds[step] for each in machines if step in each.rounds]
+        together = [line for line in there if line["names"] == there[0]["names"]]
+        assert len({(line["weights"], line["seen"]) for line in there}) == 1, there
+        compared += len(together) > 1
+    assert compared > 2
+
+
+def test_machines_come_and_go(start: Callable[..., Machine]) -> None:
+    """Three machines, of which one begins with other weights; one is killed, another one comes. No step of the others
+    is lost, and all outer steps are those of an oracle in one process."""
+    a = start("a")
+    a.round(2)
+    b, c = start("b"), start("c", seed=1)
+    a.wait_for(lambda line: line.get("names") == ["a", "b", "c"])
+    a.round(max(a.rounds) + 3)
+    c.signal(signal.SIGKILL)
+    a.wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > max(c.rounds) + 2)
+    d = start("d", seed=2)
+    a.wait_for(lambda line: line.get("names") == ["a", "b", "d"])
+    a.round(max(a.rounds) + 3)
+    for each in (a, b, d):
+        each.signal(signal.SIGTERM)
+        assert each.end()["what"] == "end"
+    assert_equal_weights(a, b, c, d)
+    # Every round of a is whole: it has lost no step.
+    counts = [line["count"] for line in a.rounds.values()]
+    assert {later - before for before, later in zip(counts[1:], counts[2:], strict=False)} == {5}
+    compare_with_oracle([a, b, c, d], "int4")
+
+
+class _Simulated:
+    """A machine in the process of the test. `source`: the machine whose state it takes."""
+
+    def __init__(self, name: str, fields: Any, source: "_Simulated | None" = None) -> None:
+        self.name, self.count, self.model = name, 0, new_model(0)
+        self.optimizer, self.state = new_optimizer(self.model), LearnedState.of(fields)
+        anchor = {name: each.detach().flatten().clone() for name, each in self.model.named_parameters()}
+        if source is not None:
+            anchor = {name: each.clone() for name, each in source.state[ANCHOR.key].items()}
+            self.model.load_state_dict(source.model.state_dict())
+            self.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+            self.count = 1  # the step before it has met the others
+        self.state[ANCHOR.key].update(anchor)
+
+    def train(self) -> None:
+        train_step(self.model, self.optimizer, self.name, self.count)
+        self.count += 1
+
+
+class _Oracle:
+    """Machines in the process of the test, with rounds of 5 steps."""
+
+    def __init__(self, wire: str, first: str) -> None:
+        config = commhooks.DiLoCo(sync_every=5, wire=wire)
+        self._new: Callable[[], Any] = lambda: DiLoCoCompressor(config)
+        self.machines = {first: _Simulated(first, self._new().state_fields)}
+
+    def outer_step(self, names: list[str], counts: dict[str, int]) -> None:
+        """Train a round, and average. A machine that is new takes the state from before the round. A machine that has
+        made no step by `counts` was not sure whether the outer step before was taken, and has missed the round."""
+        source = self.machines[min(self.machines)]
+        new = {name: _Simulated(name, self._new().state_fields, source) for name in names if name not in self.machines}
+        self.machines = {name: each for name, each in (self.machines | new).items() if name in names}
+        missed = [name for name, each in self.machines.items() if name not in new and counts.get(name) == each.count]
+        for name, each in self.machines.items():
+            for _ in range(0 if name in missed else 5):
+                each.train()
+        there = [self.machines[name] for name in names]
+        parameters = dict(reversed(list(there[0].model.named_parameters())))
+        ranks = SimulatedRanks(self._new, len(names), parameters)
+        ranks.states = [each.state for each in there]
+        for work, name in zip(ranks._works, names, strict=True):
+            work.weight = 0.0 if name in missed else len(names) / (len(names) - len(missed))
+        flats = []
+        for each in there:
+            own = dict(each.model.named_parameters())
+            flats.append(torch.cat([own[name].detach().flatten() for name in parameters]))
+        assert ranks.step(flats)
+        for each, flat in zip(there, flats, strict=True):
+            parts = flat.split([p.numel() for p in parameters.values()])
+            for name, part in zip(parameters, parts, strict=True):
+                own = each.model.get_parameter(name)
+                own.data.copy_(part.view_as(own))
+
+
+def compare_with_oracle(machines: list[Machine], wire: str) -> None:
+    """Play the rounds of all machines in one process, and compare the weights after each outer step, bit by bit."""
+    oracle, compared = _Oracle(wire, "a"), 0
+    for step in sorted({step for each in machines for step in each.rounds}):
+        lines = {each.name: each.rounds[step] for each in machines if step in each.rounds}
+        if not any(line["part"] for line in lines.values()):
+            continue  # the beginning of the first machine
+        names = next(line["part"] for line in lines.values() if line["count"] > 1)
+        oracle.outer_step(names, {name: line["count"] for name, line in lines.items()})
+        for name, line in lines.items():
+            each = oracle.machines.get(name) or next(iter(oracle.machines.values()))  # new machines have their weights
+            assert line["count"] in (1, each.count)
+            assert line["weights"] == weights_of(each.model), (step, name)
+            compared += 1
+    assert compared > 20
+
+
+FAULTS = ["before", "exchanged", "unsure", "refused"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_outer_step_fails(start: Callable[..., Machine], tmp_path: Path, fault: str) -> None:
+    """A machine dies before the exchange or after it, or believes that the confirmation has failed: the others take the
+    same outer step again, or all take the one that has arrived; none loses a step, and the weights stay equal."""
+    a = start("a", timeout_s=3.0)
+    a.round(1)
+    b, c = start("b", timeout_s=3.0), start("c", fault=[fault, 5], timeout_s=3.0)
+    a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
+    a.round(max(a.rounds) + 12)
+    for each in (a, b):
+        each.signal(signal.SIGTERM)
+        assert each.end()["what"] == "end"
+    assert_equal_weights(a, b, c)
+    if fault in ("before", "exchanged"):
+        assert c.ranks[0].wait(10) == -signal.SIGKILL
+    else:
+        assert len(c.rounds) > 8  # it goes on
+        assert "failed, and is repeated" in (tmp_path / "c-0.log").read_text()
+    counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
+    for name, each in counts.items():
+        assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {5}, name
+    if fault in ("before", "exchanged", "refused"):
+        compare_with_oracle([a, b, c], "int4")
+
+
+def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
+    """It is left out, finds itself behind when it wakes, and goes on with the state of the others."""
+    a = start("a")
+    a.round(1)
+    b = start("b")
+    b.round(max(a.rounds) + 3)
+    b.signal(signal.SIGSTOP)
+    a.wait_for(lambda line: line.get("names") == ["a"] and line["step"] > max(b.rounds) + 3)
+    stopped = max(b.rounds)
+    b.signal(signal.SIGCONT)
+    a.wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > stopped + 4)
+    b.round(max(a.rounds) + 3)
+    assert_equal_weights(a, b)
+    missed = set(a.rounds) - set(b.rounds)
+    assert any(step > stopped for step in missed)
+    took = [line for line in b.lines if line["what"] == "took"]
+    assert [line["of"] for line in took] == ["a", "a"]
+    # Registered state comes with the state of the others.
+    together = [step for step in a.rounds if step in b.rounds and step > stopped]
+    assert all(a.rounds[step]["position"] == b.rounds[step]["position"] for step in together)
+
+
+def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
+    """Training waits at the next outer step, and goes on when the lighthouse is back at its address."""
+    with _lighthouse("127.0.0.1:0") as (address, _):
+        both = [Machine(address, tmp_path, MACHINE | {"name": name}) for name in "ab"]
+        both[0].wait_for(lambda line: line.get("names") == ["a", "b"])
+    try:
+        before = max(both[0].rounds)
+        time.sleep(1.5)
+        assert max(both[0].rounds) <= before + 1
+        with _lighthouse(address.removeprefix("http://")):
+            for each in both:
+                each.round(before + 5)
+            both[0].wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > before + 2)
+            assert_equal_weights(*both)
+    finally:
+        for each in both:
+            each.signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"width": 9}, r"machine b has another model than machine a \(4 parameters, .* and 4 parameters, "),
+        ({"wire": "int8"}, r"machine b has another hook than machine a \(diloco with .*'int8'.* and .*'int4'"),
+        ({"name": "a"}, r"two machines have the name a: give each a name of its own"),
+    ],
+)
+def test_a_machine_that_does_not_fit(start: Callable[..., Machine], given: dict[str, Any], sentence: str) -> None:
+    """It is refused, and the others go on."""
+    a = start("a")
+    a.round(1)
+    end = start(**({"name": "b"} | given)).end()
+    assert end["what"] == "error" and end["type"] == "AttachError" and re.search(sentence, end["text"]), end
+    a.round(max(a.rounds) + 3)
+    assert {name for line in a.rounds.values() for name in line["names"]} == {"a"}
+    assert all(len(line["names"]) == 1 for line in a.rounds.values())
+
+
+def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
+    """The ranks of a machine train as one by DDP; one rank of each exchanges."""
+    a = start("a", world=2)
+    a.round(1)
+    b = start("b", world=2, seed=1)
+    a.wait_for(lambda line: line.get("names") == ["a", "b"])
+    a.round(max(a.rounds) + 3)
+    b.signal(signal.SIGKILL)
+    gone = max(b.rounds)
+    c = start("c", world=2, seed=2)
+    a.wait_for(lambda line: line.get("names") == ["a", "c"] and line["step"] > gone + 1)
+    c.round(max(a.rounds) + 3)
+    by_step: dict[int, set[tuple[str, float]]] = {}
+    for each in (a, b, c):
+        for line in each.lines:
+            if line["what"] == "round":
+                by_step.setdefault(line["step"], set()).add((line["weights"], line["seen"]))
+    assert len(by_step) > 6 and all(len(found) == 1 for found in by_step.values()), by_step
+
+
+def test_min_machines(start: Callable[..., Machine]) -> None:
+    """One machine of two waits for the other one."""
+    a = start("a", least=2)
+    time.sleep(3)
+    assert not a.rounds
+    start("b", least=2)
+    a.round(2)
+    assert {tuple(line["names"]) for line in a.rounds.values()} == {("a", "b")}
+
+
+@pytest.mark.parametrize(
+    "members, hook, sentence",
+    [
+        ("torch", "diloco", "members='torch'; expected 'torchft', commhooks.Torchft"),
+        ("torchft", "int8_compress", "members with hook 'int8_compress', which averages gradients"),
+        ("torchft", commhooks.DiLoCo(start_iter=5), "members with start_iter=5; expected 0"),
+        ("torchft", commhooks.DiLoCo(sync_every=4, delay=1), "members with delay=1; expected 0"),
+        ("torchft", "diloco", "members without a lighthouse: set TORCHFT_LIGHTHOUSE="),
+        (
+            commhooks.Torchft(lighthouse="http://127.0.0.1:1", timeout_s=0.5),
+            "diloco",
+            "the lighthouse at http://127.0.0.1:1 did not answer within 0.5 s; start it by `commhooks lighthouse`",
+        ),
+    ],
+)
+def test_bad_input(members: Any, hook: Any, sentence: str) -> None:
+    with process_group_of_one(), pytest.raises(commhooks.CommHookError) as caught:
+        commhooks.attach(new_model(0), hook, members=members)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("option, value", [("min_machines", 0), ("min_machines", 1.5), ("timeout_s", 0), ("name", "")])
+def test_bad_options(option: str, value: object) -> None:
+    with pytest.raises(commhooks.HookConfigError, match=f"Torchft: {option}={value!r}; expected"):
+        commhooks.Torchft(**{option: value})

@@ -59,7 +59,7 @@ def _new(hook: str, **more: Any) -> Run:
 
 
 HOST_WAITS = {
-    "powerSGD, cold": {"state.py", "accelerator.py"},  # each step draws its own Q, by the number of the step
+    "powerSGD, cold": {"state.py"},  # each step draws its own Q, by the number of the step
     "random_k": {"state.py"},  # each step draws its own elements
     # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made anew.
     "diloco": {"state.py", "common_state.py"},

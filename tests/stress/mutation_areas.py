@@ -232,8 +232,8 @@ EXPLAINED = {
     ): "`load` sets it before it is read",
     (
         "commhooks/compressors/quantized/kernels.py",
-        "sent.scales.copy_(buffers.scales.index_select(0, order).view_as(sent.scales))",
-        "sent.scales.copy_(buffers.scales.index_select( -1, order).view_as(sent.scales))",
+        "sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))",
+        "sent.scales.copy_(self.scales.index_select( -1, order).view_as(sent.scales))",
     ): "a 1-D tensor",
     (
         "commhooks/compressors/powersgd/accelerator.py",

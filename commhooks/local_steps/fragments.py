@@ -386,10 +386,8 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait for the exchange of which nobody needs the result. On an accelerator the current stream waits."""
-        if self._thread is None:
-            wait_for_background(self.device)
-        else:
+        """Wait for the thread to end. On an accelerator nothing needs to wait: memory is kept for the stream."""
+        if self._thread is not None:
             _join(self._thread, limit_s)
 
     def finite(self) -> torch.Tensor:

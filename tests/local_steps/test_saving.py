@@ -104,6 +104,8 @@ def test_the_state_of_another_hook_is_refused_or_left_out(run_ranks):
 def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     run = Run.new(hook="diloco", hook_options={"sync_every": every}).train(every)
     anchor = run.weights()
+    run.hook.synchronize(optimizers=True)
+    assert run.hook.state_dict(joint=False)["exact"] is True, "nothing has been trained since all ranks were equal"
     run.train(1)
     content = {"model": run.ddp.module.state_dict(), "hook": run.hook.state_dict(joint=False)}
     assert content["hook"]["exact"] is False

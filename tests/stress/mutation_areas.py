@@ -119,6 +119,7 @@ AREAS = {
                 "checkpoint/test_resumed",
                 "checkpoint/test_golden_payloads",
                 "checkpoint/test_changed_surroundings",
+                "checkpoint/test_fully_shard_checkpoints::test_a_resumed_run_is_bit_equal",
                 "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
                 "engine/test_hierarchy::test_resume_is_bit_equal",
             ),
@@ -195,6 +196,11 @@ AREAS = {
 
 EXPLAINED = {
     (
+        "commhooks/local_steps/fragments.py",
+        "buffers = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)",
+        "buffers = self._fragment(0) if len(self._fragments) == 0 else self._made(parameters)",
+    ): "the buffers of the only fragment are kept; made anew they are the same",
+    (
         "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
@@ -226,8 +232,8 @@ EXPLAINED = {
     ): "`load` sets it before it is read",
     (
         "commhooks/compressors/quantized/kernels.py",
-        "sent.scales.copy_(buffers.scales.index_select(0, order).view_as(sent.scales))",
-        "sent.scales.copy_(buffers.scales.index_select( -1, order).view_as(sent.scales))",
+        "sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))",
+        "sent.scales.copy_(self.scales.index_select( -1, order).view_as(sent.scales))",
     ): "a 1-D tensor",
     (
         "commhooks/compressors/powersgd/accelerator.py",

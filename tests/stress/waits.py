@@ -4,8 +4,8 @@
 
 Each mutant is a copy of the repository without one statement that waits for a stream, records an event or keeps memory
 for a stream. Prints a table: the place, and what found the mutant: "clocks" (an access that nothing orders),
-"allocator" (memory freed too early), or an assertion of the test. A mutant that no test finds makes the exit status 1,
-unless EXPLAINED has a reason. `make test-waits` runs this: some minutes.
+"allocator" (memory freed too early), "late execution" (other numbers), or an assertion of the test. A mutant that no
+test finds makes the exit status 1, unless EXPLAINED has a reason. `make test-waits` runs this: some minutes.
 """
 
 import ast
@@ -56,6 +56,17 @@ EXPLAINED = {
         "overwrite",
         "stream.wait_stream(torch.accelerator.current_stream(device))",
     ): "the host has waited for the copy to the device",
+    ("local_steps/fragments.py", "end_round", "wait_for_background(device)"): "the host has waited for the outcome",
+    (
+        "local_steps/fragments.py",
+        "_arrive",
+        "wait_for_background(exchange.device)",
+    ): "the host has waited for the outcome",
+}
+LAYERS = {
+    "clocks": ("nothing orders them", "not have written yet"),
+    "allocator": ("is freed while",),
+    "late execution": ("late operators give other numbers",),
 }
 LIMIT_S = 900
 
@@ -94,14 +105,8 @@ def found_by(pytest: str) -> str | None:
     test = re.search(r"^(?:FAILED|ERROR) \S+::(.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if test is None:
         sys.exit(done.stdout + done.stderr)
-    for text, layer in (
-        ("nothing orders them", "clocks"),
-        ("not have written yet", "clocks"),
-        ("is freed while", "allocator"),
-    ):
-        if text in done.stdout:
-            return f"{layer}: {test[1]}"
-    return f"assertion: {test[1]}"
+    layers = [layer for layer, texts in LAYERS.items() if any(text in done.stdout for text in texts)]
+    return f"{' and '.join(layers) or 'assertion'}: {test[1]}"
 
 
 def main(wanted: list[str]) -> int:

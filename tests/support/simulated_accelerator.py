@@ -30,16 +30,28 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from commhooks.comm.collectives import ALL_GATHER, PointToPoint, new_future
 from commhooks.engine import backward_pass, immediate
 from commhooks.local_steps import driver
 from tests.support.cuda_stand_ins import Clock, Cuda, Stream, cuda_stand_ins
 from tests.support.kernels import computing_with
+from tests.support.late_execution import (
+    LateExecution,
+    can_be_late,
+    collective,
+    is_view,
+    spoil,
+    write_later,
+    writes,
+    written,
+)
 
 COLLECTIVES = ("all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor")
 FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
 READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
+COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
 WHOLE = 1 << 62
 _TO = torch.Tensor.to
@@ -85,13 +97,16 @@ class Accelerator:
         cuda: its streams and events.
         faults: sentences.
         host_waits: what the host waited for in the packages, with the line.
+        late: runs operators late; None: they run at once.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda = cuda
+    def __init__(self, cuda: Cuda, late: LateExecution | None) -> None:
+        self.cuda, self.late = cuda, late
         self.faults: list[str] = []
         self.host_waits: list[str] = []
         self.running = True
+        self.at_once = False
+        """Nothing is late now."""
         self._memory: dict[int, Memory] = {}
         self._numbers = itertools.count(1)
         self._groups: dict[str, Stream] = {}
@@ -150,11 +165,13 @@ class Accelerator:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         stream: Stream | None = None,
-    ) -> None:
-        """Queue work. `stream`: of a collective, which keeps its tensors itself; None: the current one."""
+    ) -> tuple[Stream, int, Clock]:
+        """Queue work. `stream`: of a collective, which keeps its tensors itself; None: the current one. Returns its
+        stream, its number, and the work that it comes after."""
         with self._lock:
             on, number = stream or self.cuda.current(), next(self._numbers)
             on.see(self.cuda.host)
+            after = dict(on.clock)
             for tensors, writing in ((reads, False), (writes, True)):
                 for tensor in itertools.chain.from_iterable(map(_parts, tensors)):
                     memory = self.memory(tensor)
@@ -164,6 +181,7 @@ class Accelerator:
                     if stream is None:
                         memory.used[on] = number
             on.clock[on] = number
+            return on, number, after
 
     def _access(self, memory: Memory, tensor: torch.Tensor, new: Access, writing: bool) -> None:
         for earlier, kind in ((memory.writes, "writes"), (memory.reads if writing else [], "reads")):
@@ -198,11 +216,18 @@ class Accelerator:
 
     def wait_on_host(self, why: str, clock: Clock | None = None) -> None:
         """The host waits for this work, by default for the current stream."""
+        clock = self.cuda.current().clock if clock is None else clock
+        self.force(clock)
         with self._lock:
-            self.cuda.host_sees(self.cuda.current().clock if clock is None else clock)
+            self.cuda.host_sees(clock)
             place, in_packages = _place()
             if in_packages:
                 self.host_waits.append(f"{why} {place}")
+
+    def force(self, clock: Clock | None = None) -> None:
+        """Run late work, by default that of the current stream."""
+        if self.late is not None:
+            self.late.force(self.cuda.current().clock if clock is None else clock)
 
     def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """The host reads the numbers: what is on the device when it is ready, what is on the host at once."""
@@ -220,12 +245,64 @@ class Accelerator:
 
     # ---------------------------------------------------------------------------------------------------- operators
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator has run."""
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.late is not None and (found := self._begin(self.late, func, args, kwargs)) is not None:
+            return found[0]
+        result = func(*args, **kwargs)
+        self.note(func, args, kwargs, result)
+        return result
+
+    def _begin(self, late: LateExecution, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """Queue an operator for later, and return its result. None: it must run now; what it comes after has run."""
+        name, given = func._schema.name, _tensors([*args, *kwargs.values()])
+        short, to = name.partition("::")[2], getattr(self.local, "to", None)
+        hosts = [self.is_on_host(each) for each in given]
+        plain = all(_parts(each) == [each] for each in given)
+        if self.at_once or not given or (all(hosts) and to != "device"):
+            return None
+        if is_view(func) or METADATA_ONLY.match(name):
+            return None
+        crosses = short in COPIES and (len(set(hosts)) == 2 or (to is not None and (to == "host") != hosts[0]))
+        if name.startswith("c10d::") and plain and getattr(self.local, "started", None) is not None:
+            self.force()
+            answers = _tensors(args[0])
+            result, run = collective(func, args, kwargs, answers)
+            work = self._collective(name, args, kwargs)
+            spoil(answers)
+        elif (
+            name.startswith("c10d::")
+            or not can_be_late(func)
+            or not plain
+            or (crosses and not _is_non_blocking(short, args, kwargs))
+        ):
+            self.force()
+            return None
+        else:
+            later = (args, kwargs)
+            if not crosses:  # the host's numbers are those of now
+                later = tree_map(
+                    lambda e: e.clone() if isinstance(e, torch.Tensor) and self.is_on_host(e) else e, later
+                )
+            if writes(func):
+                result, new = written(func, args, kwargs), []
+            else:
+                result = func(*args, **kwargs)  # of numbers that may not be there yet: only the shapes count
+                new = _tensors(result)
+            work = self.note(func, args, kwargs, result)
+            storages = {each.untyped_storage()._cdata for each in given}
+            if any(each.untyped_storage()._cdata in storages for each in new):
+                return (result,)
+            spoil(new)
+            run = write_later(func, *later, new)
+        assert work is not None
+        late.queue(*work, run)
+        return (result,)
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Stream, int, Clock]:
+        """An operator has run. Returns what `launch` returns."""
         name = func._schema.name
         if name.startswith("c10d::"):
-            self._collective(name, args, kwargs)
-            return
+            return self._collective(name, args, kwargs)
         reads, writes, given = [], [], []
         for place, argument, kind in self._kinds_of(func):
             value = args[place] if place < len(args) else kwargs.get(argument)
@@ -239,7 +316,7 @@ class Accelerator:
         hosts = [self.is_on_host(each) for each in given]
         for tensor in new:
             self.allocate(tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host")
-        self.launch(name, reads, [*writes, *new])
+        work = self.launch(name, reads, [*writes, *new])
         ready = self.cuda.current().clock if not all(map(self.is_on_host, [*writes, *new])) else self.cuda.host
         if any(number > ready.get(stream, 0) for each in reads for stream, number in self.memory_on_host(each).items()):
             self._fault(f"{name} reads on the host what a copy may not have written yet")
@@ -248,8 +325,9 @@ class Accelerator:
             self.read_by_host(short, given)
         elif short == "index" and any(each.dtype == torch.bool for each in given[1:]) and not all(hosts):
             self.wait_on_host("an index by a mask reads")
-        elif short in ("copy_", "_to_copy", "_foreach_copy_"):
-            self._between(reads, [*writes, *new], bool(kwargs.get("non_blocking", short == "copy_" and args[2:])))
+        elif short in COPIES:
+            self._between(reads, [*writes, *new], _is_non_blocking(short, args, kwargs))
+        return work
 
     def _between(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool) -> None:
         """A copy, perhaps between host and device."""
@@ -277,7 +355,7 @@ class Accelerator:
                     found.append((place, argument.name, "nothing"))
         return found
 
-    def _collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Stream, int, Clock]:
         group = next((str(_group_name(each)) for each in [*args, *kwargs.values()] if _group_name(each)), "")
         stream = self._groups.setdefault(group, Stream(name=f"the stream of group {group!r}"))
         tensors = [_tensors(each) for each in args]
@@ -286,13 +364,14 @@ class Accelerator:
             reads, writes = writes, []
         current, read, written = self.cuda.current(), [*itertools.chain(*reads)], [*itertools.chain(*writes)]
         stream.see(current.clock)
-        self.launch(name, read, written, stream)
+        work = self.launch(name, read, written, stream)
         started = getattr(self.local, "started", None)
         if started is None:
             current.see(stream.clock)
             self.use([*read, *written])
         else:
-            started.append((dict(stream.clock), [*read, *written]))
+            started.append((dict(stream.clock), [*written, *read]))
+        return work
 
 
 class Work:
@@ -315,6 +394,8 @@ class Work:
     def get_future(self) -> Any:
         future: Any = torch.futures.Future(devices=[DEVICE])
         value = self._work.get_future().wait()
+        if self._accelerator.late is not None:
+            value = self._tensors[: len(value)]  # not the copies
         future.complete(value, self._clock)
         return future
 
@@ -378,9 +459,7 @@ class _Operators(TorchDispatchMode):
         self.accelerator = accelerator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.accelerator.note(func, args, kwargs or {}, result)
-        return result
+        return self.accelerator.run(func, args, kwargs or {})
 
 
 def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
@@ -431,12 +510,17 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
 
 
 @contextlib.contextmanager
-def simulated_accelerator() -> Iterator[Accelerator]:
-    """In the body, of this process and its threads. Models are made, moved to `DEVICE` and wrapped inside."""
+def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
+    """In the body, of this process and its threads. Models are made, moved to `DEVICE` and wrapped inside.
+
+    Args:
+        late: the seed of an order in which operators run late; None: each runs when it is called.
+    """
     with contextlib.ExitStack() as patches:
         cuda = patches.enter_context(cuda_stand_ins())
-        accelerator = Accelerator(cuda)
+        accelerator = Accelerator(cuda, None if late is None else LateExecution(late))
         run, register = threading.Thread.run, DistributedDataParallel.register_comm_hook
+        make = DistributedDataParallel.__init__
 
         def run_thread(thread: threading.Thread) -> None:
             with _Operators(accelerator):
@@ -455,6 +539,11 @@ def simulated_accelerator() -> Iterator[Accelerator]:
 
             return begin
 
+        def wrap(model: Any, *args: Any, **kwargs: Any) -> None:
+            accelerator.force()  # the constructor reads memory
+            with mock.patch.object(accelerator, "at_once", True):
+                make(model, *args, **kwargs)
+
         def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
             def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
                 future = hook(state, bucket)
@@ -468,6 +557,7 @@ def simulated_accelerator() -> Iterator[Accelerator]:
             (torch.Tensor, "record_stream", lambda tensor, stream: accelerator.keep(tensor, stream)),
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
+            (DistributedDataParallel, "__init__", wrap),
             (DistributedDataParallel, "register_comm_hook", register_comm_hook),
             (cuda, "wait_for", lambda event: accelerator.wait_on_host("an event", event.clock)),
             # The device of a future decides whether it has an event.
@@ -483,6 +573,10 @@ def simulated_accelerator() -> Iterator[Accelerator]:
         patches.enter_context(computing_with("torch"))
         patches.enter_context(_Operators(accelerator))
         patches.callback(setattr, accelerator, "running", False)
+        if accelerator.late is not None:
+            save = torch.save
+            patches.enter_context(mock.patch.object(torch, "save", lambda *given: (accelerator.force(), save(*given))))
+            patches.callback(accelerator.late.run_all)
         yield accelerator
 
 
@@ -493,6 +587,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _is_non_blocking(copy: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking", copy == "copy_" and args[2:]))
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

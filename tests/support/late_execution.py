@@ -1,0 +1,169 @@
+"""Runs what a training queues on the simulated accelerator late, and in a random order that its waits allow.
+
+An operator that needs no number on the host returns at once. What it writes is NaN, or zero in integers, until it has
+run; it runs when the host waits for something that comes after it. Then the streams take turns at random, or one stream
+is as late as its waits allow. So a missing wait becomes a wrong number: compare with the same training in the order of
+its calls.
+
+A collective reads its tensors when it is issued, when all that it comes after has run, and its answer is written late.
+So a write into what a collective still reads is not seen here, nor is memory that is freed too early: the clocks see
+both. Sparse and random operators, and those whose shapes depend on numbers, run at once, after what they come after.
+"""
+
+import functools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.support.cuda_stand_ins import Clock, Stream
+
+_NOT_LATE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_BELOW_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+@dataclass(eq=False)
+class Work:
+    """`number` is its place on its stream; it comes after all work in `after`."""
+
+    number: int
+    after: Clock
+    run: Callable[[], None]
+
+
+class LateExecution:
+    """The queues of all streams.
+
+    Args:
+        seed: of the order. With an even one only what must run runs.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._others = 0.5 if seed % 2 else 0.0
+        self._queues: dict[Stream, deque[Work]] = {}
+        self._lock = threading.RLock()
+        self.count = 0
+
+    def queue(self, stream: Stream, number: int, after: Clock, run: Callable[[], None]) -> None:
+        with self._lock:
+            self.count += 1
+            self._queues.setdefault(stream, deque()).append(Work(number, after, run))
+
+    def force(self, clock: Clock) -> None:
+        """Run what somebody waits for."""
+        with self._lock, _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+            with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD), torch._C._DisableAutocast():
+                for stream, number in self._shuffled(clock):
+                    self._run_until(stream, number)
+
+    def run_all(self) -> None:
+        self.force({stream: queue[-1].number for stream, queue in self._queues.items() if queue})
+
+    def _run_until(self, stream: Stream, number: int) -> None:
+        queue = self._queues.get(stream, deque())
+        while queue and queue[0].number <= number:
+            work = queue[0]
+            for other, needed in self._shuffled(work.after):
+                self._run_until(other, needed)
+            if queue and queue[0] is work:  # `_run_another` may have been faster
+                queue.popleft().run()
+            if self._random.random() < self._others:
+                self._run_another()
+
+    def _run_another(self) -> None:
+        ready = [queue for queue in self._queues.values() if queue and self._is_ready(queue[0])]
+        if ready:
+            self._random.choice(ready).popleft().run()
+
+    def _is_ready(self, work: Work) -> bool:
+        return all(not (q := self._queues.get(each)) or q[0].number > n for each, n in work.after.items())
+
+    def _shuffled(self, clock: Clock) -> list[tuple[Stream, int]]:
+        return self._random.sample(list(clock.items()), len(clock))
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether an operator computes nothing: its result is a view of its argument, or it changes shape or storage."""
+    if torch.Tag.inplace_view in func.tags:
+        return True
+    return not writes(func) and any(each.alias_info is not None for each in func._schema.returns)
+
+
+@functools.cache
+def writes(func: Any) -> bool:
+    return any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+
+
+@functools.cache
+def can_be_late(func: Any) -> bool:
+    """Whether an operator only writes into its arguments, or only makes tensors."""
+    if set(func.tags) & _NOT_LATE:
+        return False
+    returns = func._schema.returns
+    if not writes(func):
+        return bool(returns) and all("Tensor" in str(each.type) for each in returns)
+    return all(each.alias_info is not None for each in returns)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator returns that only writes into its arguments."""
+    schema = func._schema
+    given = {
+        str(argument.alias_info.before_set): args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    }
+    found = [given[str(each.alias_info.before_set)] for each in schema.returns]
+    return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def spoil(tensors: Iterable[torch.Tensor]) -> None:
+    for each in tensors:
+        each.fill_(torch.nan if each.is_floating_point() or each.is_complex() else 0)
+
+
+def write_later(func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """The work of an operator, which has made the tensors `new`."""
+
+    def run() -> None:
+        result = func(*args, **kwargs)
+        if new:
+            values = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            for each, value in zip(new, values, strict=True):
+                each.copy_(value)
+
+    return run
+
+
+def collective(func: Any, args: Any, kwargs: Any, answers: Sequence[torch.Tensor]) -> tuple[Any, Callable[[], None]]:
+    """Begin a collective with copies of its tensors. Returns what the operator returns, and what writes the answers."""
+    copies: dict[int, torch.Tensor] = {}
+    originals: dict[int, torch.Tensor] = {}
+
+    def copy(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        if id(each) not in copies:
+            copies[id(each)] = each.clone()
+            originals[id(copies[id(each)])] = each
+        return copies[id(each)]
+
+    result = func(*tree_map(copy, args), **tree_map(copy, kwargs))
+    works = [each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject)]
+
+    def run() -> None:
+        for each in works:
+            dist.Work.unbox(each).wait()
+        for each in answers:
+            each.copy_(copies[id(each)])
+
+    return tree_map(lambda each: originals.get(id(each), each), result), run

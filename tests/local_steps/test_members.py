@@ -1,13 +1,8 @@
 """Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths everywhere."""
 
-import contextlib
 import copy
-import json
-import os
 import re
 import signal
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,117 +15,30 @@ import commhooks
 from commhooks.engine.state import LearnedState
 from commhooks.local_steps.compressor import DiLoCoCompressor
 from commhooks.local_steps.outer_step import ANCHOR
-from tests.support import warm
 from tests.support.ddp_steps import process_group_of_one
+from tests.support.machines import Machine, lighthouse
 from tests.support.member_job import new_model, new_optimizer, train_step, weights_of
 from tests.support.simulation import SimulatedRanks
 
 pytestmark = pytest.mark.timeout(120)
 JOB = Path(__file__).parents[1] / "support" / "member_job.py"
 MACHINE = {"every": 5, "wire": "int4", "steps": 10_000}
-LIGHTHOUSE = """
-import sys, time
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(sys.argv[1], 1, join_timeout_ms=2000, quorum_tick_ms=50, heartbeat_timeout_ms=1500)
-print(server.address(), flush=True)
-time.sleep(600)
-"""
-
-
-class Machine:
-    """A job on one machine. `lines`: what its ranks have printed so far."""
-
-    def __init__(self, lighthouse: str, folder: Path, given: dict[str, Any]) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self.name, world = given["name"], given.get("world", 1)
-        self._news = threading.Condition()
-        environ = os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off"}
-        python = warm.python("torchft.coordination", "torchft.process_group")
-        self.ranks = []
-        for rank in range(world):
-            text = json.dumps({**given, "rank": rank, "store": str(folder / f"store-{self.name}")})
-            errors = (folder / f"{self.name}-{rank}.log").open("w")
-            started = subprocess.Popen(
-                [python, str(JOB), text], env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-            self.ranks.append(started)
-            threading.Thread(target=self._read, args=(started,), daemon=True).start()
-
-    def _read(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with self._news:
-                self.lines.append(json.loads(line))
-                self._news.notify_all()
-
-    def wait_for(self, met: Callable[[dict[str, Any]], Any], limit_s: float = 60.0) -> dict[str, Any]:
-        """Wait for a line for which `met` is true."""
-        with self._news:
-            assert self._news.wait_for(lambda: any(map(met, self.lines)), limit_s), self.lines
-        return next(filter(met, self.lines))
-
-    def round(self, step: int) -> dict[str, Any]:
-        """Wait for a round that begins after outer step `step` or later."""
-        return self.wait_for(lambda line: line["what"] == "round" and line["step"] >= step)
-
-    def end(self) -> dict[str, Any]:
-        return self.wait_for(lambda line: line["what"] in ("end", "error"))
-
-    def signal(self, number: int) -> None:
-        for line in list(self.lines):
-            if line["what"] == "process":
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(line["pid"], number)
-
-    @property
-    def rounds(self) -> dict[int, dict[str, Any]]:
-        return {line["step"]: line for line in list(self.lines) if line["what"] == "round"}
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[str]:
-    with _lighthouse("127.0.0.1:0") as (address, _):
-        yield address
-
-
-class _lighthouse:
-    def __init__(self, bind: str) -> None:
-        self._process = subprocess.Popen(
-            [warm.python("torchft.coordination", "torchft.process_group"), "-c", LIGHTHOUSE, bind],
-            env=os.environ | {"RUST_LOG": "off"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        port = self._process.stdout.readline().strip().rpartition(":")[2]
-        self.address = f"http://127.0.0.1:{port}"
-
-    def __enter__(self) -> tuple[str, "_lighthouse"]:
-        return self.address, self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@pytest.fixture
-def start(lighthouse: str, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     """Starts the machine `name`: every 5 steps, int4, 10,000 steps, unless `given` says otherwise."""
     started: list[Machine] = []
+    with lighthouse() as address:
 
-    def new(name: str, **given: Any) -> Machine:
-        started.append(
-            Machine(lighthouse, tmp_path, {"name": name, "every": 5, "wire": "int4", "steps": 10_000} | given)
-        )
-        return started[-1]
+        def new(name: str, **given: Any) -> Machine:
+            started.append(Machine(JOB, address, tmp_path, name, **MACHINE | given))
+            return started[-1]
 
-    yield new
-    for each in started:
-        each.signal(signal.SIGKILL)
-        for rank in each.ranks:
-            rank.kill()
-            rank.wait()
+        yield new
+        for each in started:
+            each.signal(signal.SIGCONT)
+            each.kill()
 
 
 def assert_equal_weights(*machines: Machine) -> None:
@@ -243,7 +151,7 @@ FAULTS = ["before", "exchanged", "unsure", "refused"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_outer_step_fails(start: Callable[..., Machine], tmp_path: Path, fault: str) -> None:
+def test_an_outer_step_fails(start: Callable[..., Machine], fault: str) -> None:
     """A machine dies before the exchange or after it, or believes that the confirmation has failed: the others take the
     same outer step again, or all take the one that has arrived; none loses a step, and the weights stay equal."""
     a = start("a", timeout_s=3.0)
@@ -256,10 +164,10 @@ def test_an_outer_step_fails(start: Callable[..., Machine], tmp_path: Path, faul
         assert each.end()["what"] == "end"
     assert_equal_weights(a, b, c)
     if fault in ("before", "exchanged"):
-        assert c.ranks[0].wait(10) == -signal.SIGKILL
+        assert c.processes[0].wait(10) == -signal.SIGKILL
     else:
         assert len(c.rounds) > 8  # it goes on
-        assert "failed, and is repeated" in (tmp_path / "c-0.log").read_text()
+        assert "failed, and is repeated" in c.log.read_text()
     counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
     for name, each in counts.items():
         assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {5}, name
@@ -291,21 +199,21 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
 
 def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
     """Training waits at the next outer step, and goes on when the lighthouse is back at its address."""
-    with _lighthouse("127.0.0.1:0") as (address, _):
-        both = [Machine(address, tmp_path, MACHINE | {"name": name}) for name in "ab"]
+    with lighthouse() as address:
+        both = [Machine(JOB, address, tmp_path, name, **MACHINE) for name in "ab"]
         both[0].wait_for(lambda line: line.get("names") == ["a", "b"])
     try:
         before = max(both[0].rounds)
         time.sleep(1.5)
         assert max(both[0].rounds) <= before + 1
-        with _lighthouse(address.removeprefix("http://")):
+        with lighthouse(address.removeprefix("http://")):
             for each in both:
                 each.round(before + 5)
             both[0].wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > before + 2)
             assert_equal_weights(*both)
     finally:
         for each in both:
-            each.signal(signal.SIGKILL)
+            each.kill()
 
 
 @pytest.mark.parametrize(

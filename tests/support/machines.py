@@ -26,10 +26,10 @@ _TORCHFT = ("torchft.coordination", "torchft.process_group")
 
 
 @contextlib.contextmanager
-def lighthouse() -> Iterator[str]:
+def lighthouse(bind: str = "127.0.0.1:0") -> Iterator[str]:
     """A lighthouse that runs in the body. Its address."""
     process = subprocess.Popen(
-        [warm.python(*_TORCHFT), "-c", _LIGHTHOUSE, "127.0.0.1:0"],
+        [warm.python(*_TORCHFT), "-c", _LIGHTHOUSE, bind],
         env=os.environ | {"RUST_LOG": "off"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -44,34 +44,36 @@ def lighthouse() -> Iterator[str]:
 
 
 class Machine:
-    """A job of one process: `script` with the JSON of `given`, in which `name` and `folder` are added.
+    """A job: `script` with the JSON of `given`, in which `name`, `folder` and `rank` are added.
 
     Attributes:
-        lines: what it has printed so far.
-        log: the file of its standard error.
+        lines: what its processes have printed so far; first {"what": "process", "pid": ...} of each, if it is to be
+            stopped (the process of a warm interpreter is another one than the one started here).
+        processes: one per rank of the machine; `world` in `given`, 1 by default.
+        log: the file of the standard error.
     """
 
     def __init__(self, script: Path, lighthouse: str, folder: Path, name: str, *modules: str, **given: Any) -> None:
         self.name, self.lines, self.log = name, list[dict[str, Any]](), folder / f"{name}.log"
         self._news = threading.Condition()
-        with self.log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [
-                    warm.python(*modules, *_TORCHFT),
-                    str(script),
-                    json.dumps(given | {"name": name, "folder": str(folder)}),
-                ],
-                env=os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"},
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        threading.Thread(target=self._read, daemon=True).start()
+        self.processes = []
+        for rank in range(given.get("world", 1)):
+            text = json.dumps(given | {"name": name, "folder": str(folder), "rank": rank})
+            with self.log.open("a") as errors:
+                started = subprocess.Popen(
+                    [warm.python(*modules, *_TORCHFT), str(script), text],
+                    env=os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"},
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            self.processes.append(started)
+            threading.Thread(target=self._read, args=(started,), daemon=True).start()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
             if line.startswith('{"'):  # the Trainer prints dicts
                 with self._news:
                     self.lines.append(json.loads(line))
@@ -81,7 +83,7 @@ class Machine:
         """Wait for a line for which `met` is true."""
         with self._news:
             arrived = self._news.wait_for(
-                lambda: any(map(met, self.lines)) or self._process.poll() is not None, limit_s
+                lambda: any(map(met, self.lines)) or self.processes[0].poll() is not None, limit_s
             )
         found = next(filter(met, self.lines), None)
         assert arrived and found is not None, f"{self.lines[-5:]}\n{self.log.read_text()[-4000:]}"
@@ -97,13 +99,20 @@ class Machine:
 
     def end(self) -> dict[str, Any]:
         """Wait for the last line and the end of the process."""
-        found = self.wait_for(lambda line: line["what"] == "end")
-        assert self._process.wait(60) == 0
+        found = self.wait_for(lambda line: line["what"] in ("end", "error"))
+        assert self.processes[0].wait(60) == 0
         return found
 
+    def signal(self, number: int) -> None:
+        for line in list(self.lines):
+            if line["what"] == "process":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(line["pid"], number)
+
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        for each in self.processes:
+            each.send_signal(signal.SIGKILL)
+            each.wait()
 
 
 def assert_equal(*machines: Machine) -> None:

@@ -47,12 +47,14 @@ def weights_of(model: nn.Module) -> str:
 
 
 def main(given: dict) -> None:
-    name, rank, world = given["name"], given.get("rank", 0), given.get("world", 1)
+    name, rank, world = given["name"], given["rank"], given.get("world", 1)
     print(json.dumps({"what": "process", "pid": os.getpid()}), flush=True)
     model = module = new_model(given.get("seed", 0), given.get("width", 8))
     module.register_buffer("seen", torch.zeros(()))
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{given['store']}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{given['folder']}/store-{name}", rank=rank, world_size=world
+        )
         model = nn.parallel.DistributedDataParallel(module)
     options = commhooks.DiLoCo(sync_every=given["every"], wire=given["wire"], lr_factor=1.0)
     members = commhooks.Torchft(name=name, timeout_s=given.get("timeout_s", 20.0), min_machines=given.get("least", 1))

@@ -1,8 +1,8 @@
 """Live membership: machines that join and leave a training while it runs, found by a lighthouse of torchft.
 
 Each machine runs a job of its own. Rank 0 of a machine sends heartbeats to the lighthouse, and `Membership.ask` waits
-until the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and each
-rank connects to one rank of every other machine (`connect`). A machine that is behind reads its state from another
+until the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and rank 0
+connects to those of the other machines (`connect`). A machine that is behind reads its state from another
 machine over HTTP (`StateServer`, `fetch`).
 
 torchft 0.2: `torchft.coordination` is its public low-level interface. Its `Manager` is not used, because it sends the
@@ -91,13 +91,14 @@ class Machine:
         id: the name with a random number, so that a machine that has restarted is another one.
         step: committed outer steps.
         record: what else it has passed to `Membership.ask`.
+        store, server: addresses of its `TCPStore` and its `StateServer`.
     """
 
     id: str
     step: int
     record: Mapping[str, Any]
     store: str
-    servers: Sequence[str]
+    server: str
 
     @property
     def name(self) -> str:
@@ -108,23 +109,22 @@ class Membership:
     """This machine among the machines of a training. All ranks of the machine must call each method together.
 
     Args:
-        local: the ranks of this machine.
+        local: the ranks of this machine. They have equal weights, so that rank 0 alone connects to other machines.
         device: of this rank's model.
-        exchanges: whether this rank connects to the other machines.
 
     Attributes:
+        exchanges: whether this rank connects to other machines.
         machines: that train the running round, sorted by name; set by `MemberSteps`.
         connected: the machines of the latest `connect`, in the order of their ranks.
-        group: connects this rank with the same rank of each machine in `connected`; None before the first `connect`,
-            and on ranks that do not exchange.
+        group: connects the machines in `connected`; None before the first `connect`, and on ranks that do not exchange.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
         AttachError: the lighthouse cannot be reached within `timeout_s`.
     """
 
-    def __init__(self, options: Torchft, local: dist.ProcessGroup, device: torch.device, *, exchanges: bool) -> None:
-        self.options, self.exchanges = options, exchanges
+    def __init__(self, options: Torchft, local: dist.ProcessGroup, device: torch.device) -> None:
+        self.options, self.exchanges = options, local.rank() == 0
         self.machines: list[Machine] = []
         self.connected: list[Machine] = []
         self.group: dist.ProcessGroup | None = None
@@ -151,7 +151,6 @@ class Membership:
         if found := next(filter(None, failures), ""):
             kind, text = json.loads(found)
             raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
-        self.servers = gather_texts(self.server.address, local, device, _WHAT)
         self.id = gather_texts("" if self._lighthouse is None else self._lighthouse.id, local, device, _WHAT)[0]
 
     @property
@@ -177,7 +176,7 @@ class Membership:
         while not answer:
             if self._lighthouse is not None:
                 if waiting is None:
-                    waiting = _Waiting(self._lighthouse, step, {**record, "servers": self.servers})
+                    waiting = _Waiting(self._lighthouse, step, {**record, "server": self.server.address})
                 answer = waiting.answer(_LINE_EVERY_S if limit_s is None else min(_LINE_EVERY_S, limit_s))
                 waited = time.monotonic() - began
                 if not answer and limit_s is not None and waited >= limit_s:
@@ -191,7 +190,7 @@ class Membership:
         return sorted(found, key=lambda machine: machine.id)
 
     def connect(self, machines: Sequence[Machine]) -> None:
-        """Connect with the same ranks of `machines`, this machine among them, unless the connections exist. Machines
+        """Connect with `machines`, this machine among them, unless the connections exist. Machines
         that report another number of failures in their records than at the latest call are connected anew.
 
         Raises:
@@ -207,8 +206,7 @@ class Membership:
         rank = [each.id for each in machines].index(self.id)
         # A machine that leaves and comes back: the same machines may connect twice, but not after the same step.
         prefix = hashlib.sha256(f"{key} {machines[0].step}".encode()).hexdigest()[:16]
-        store = f"{machines[0].store}/commhooks/{prefix}/{self._local.rank()}"
-        made.configure(store, self.id, rank, len(machines))
+        made.configure(f"{machines[0].store}/commhooks/{prefix}", self.id, rank, len(machines))
         self._torchft_group, self.group, self._key = made, made.parent, key
         adopt(self.group, "gloo" if self._device.type == "cpu" else dist.get_default_backend_for_device(self._device))
 
@@ -339,9 +337,9 @@ class _Waiting:
                     {
                         "id": each.replica_id,
                         "step": each.step,
-                        "record": {name: value for name, value in each.data.items() if name != "servers"},
+                        "record": {name: value for name, value in each.data.items() if name != "server"},
                         "store": each.store_address,
-                        "servers": each.data["servers"],
+                        "server": each.data["server"],
                     }
                     for each in quorum.participants
                 ]

@@ -160,6 +160,10 @@ def attach_request(
         )
     total_steps = request.total_steps if total_steps is None else total_steps
     unwrapped = isinstance(request.config, LocalSteps)
+    if request.members is not None and isinstance(model, FSDPModule):
+        raise HookConfigError(
+            "members with a model sharded by fully_shard: wrap it in DistributedDataParallel on each machine instead"
+        )
     if request.members is not None and not dist.is_initialized():
         _process_group_of_one(model)
     source = source_of(model, process_group, replicate_group, unwrapped=unwrapped, accumulates=accumulates)
@@ -264,27 +268,24 @@ def _process_group_of_one(model: torch.nn.Module) -> None:
 
 def _membership(options: Torchft, source: GradientSource) -> Membership:
     """Let this machine come to the others. All ranks of the model must call this."""
-    local = source.group if source.shard_group is None else source.shard_group
-    machines = members_of(places_of(local, source.device))
+    machines = members_of(places_of(source.group, source.device))
     if len(machines) > 1:
         raise AttachError(
             f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job of "
             "its own, such as `torchrun --standalone`, and the hook connects them"
         )
-    # The ranks of a machine have equal weights, unless these are sharded: one of them is enough.
-    return Membership(options, local, source.device, exchanges=source.shard_group is not None or local.rank() == 0)
+    return Membership(options, source.group, source.device)
 
 
 def _signature(request: HookRequest, compressor: Compressor[Any], source: GradientSource) -> dict[str, Any]:
     """What must be equal on all machines: a description by name."""
     shapes = source.described()
     numbers = sum(each.numel() for each in source.names.named_parameters().values())
-    local = source.group if source.shard_group is None else source.shard_group
     return {
         "protocol between machines": PROTOCOL,
         "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
         "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {agreement_key(shapes):x}",
-        "number of ranks": local.size(),
+        "number of ranks": source.group.size(),
     }
 
 

@@ -141,14 +141,10 @@ class MemberSteps:
         while True:
             state = self._outer.state
             anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
-            own = torch.tensor([self._common.digest(anchors)])
-            if self._shards:
-                own = gather_rows(own.to(self._source.device), self._local, None, _WHAT)
-            digest = collectives.agreement_key(own.flatten().tolist())
             machines = self.membership.ask(
                 state.step,
                 limit_s,
-                digest=digest,
+                digest=self._common.digest(anchors),
                 trained=trained,
                 attempt=attempt,
                 complete=complete,
@@ -231,18 +227,8 @@ class MemberSteps:
         return held, failure
 
     def _all_ranks(self, good: bool) -> bool:
-        if self._local.size() == 1:
-            return good
         own = torch.tensor([good], dtype=torch.int32, device=self._source.device)
-        return bool(gather_rows(own, self._local, None, _WHAT).all())
-
-    @property
-    def _local(self) -> Any:
-        return self._source.shard_group or self._source.group
-
-    @property
-    def _shards(self) -> bool:
-        return self._source.shard_group is not None
+        return bool(gather_rows(own, self._source.group, None, _WHAT).all())
 
     # ---- machines that are behind ------------------------------------------------------------------------------------
 
@@ -267,8 +253,7 @@ class MemberSteps:
         arrived: Mapping[int, torch.Tensor] = {}
         if self.membership.exchanges:
             try:
-                server = source.servers[self._local.rank()]
-                form, read = fetch(server, step, self.membership.options.timeout_s)
+                form, read = fetch(source.server, step, self.membership.options.timeout_s)
                 arrived = self._common.read(form, read)
             except OSError as error:
                 failure = error
@@ -276,8 +261,7 @@ class MemberSteps:
             if self.membership.logs:
                 logger.warning("members: the state of machine %s cannot be had: %s", source.name, failure)
             return False
-        if not self._shards:
-            form, arrived = self._common.spread(form, arrived)
+        form, arrived = self._common.spread(form, arrived)
         state, counts = self._outer.state, [0, 0]
         own: dict[str, tuple[Any, Callable[[Any], None]]] = {
             "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.engine.state import LearnedState
@@ -284,6 +285,11 @@ def test_bad_input(members: Any, hook: Any, sentence: str) -> None:
     with process_group_of_one(), pytest.raises(commhooks.CommHookError) as caught:
         commhooks.attach(new_model(0), hook, members=members)
     assert sentence in str(caught.value)
+
+
+def test_sharded_models_are_refused() -> None:
+    with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match="members with a model sharded by"):
+        commhooks.attach(fully_shard(new_model(0)), "diloco", members="torchft")
 
 
 @pytest.mark.parametrize("option, value", [("min_machines", 0), ("min_machines", 1.5), ("timeout_s", 0), ("name", "")])

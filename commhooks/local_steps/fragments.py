@@ -185,6 +185,7 @@ class FragmentSession(ExchangeDriver):
             weight: of this machine's differences in the mean.
             exchanges: whether this rank exchanges them; else it gets the result from rank 0 of its model.
         """
+        self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
     @torch.no_grad()
@@ -219,12 +220,17 @@ class FragmentSession(ExchangeDriver):
         good = good & exchange.finite
         if self.nodes is not None:  # their weights stay equal
             good = good_on_all(good, self.nodes.intra_node, "the node")
-        with self.held.committing(good.device):
-            self.state.local_shared = False
-            exchange.advance(_verdict(good))
-            wait_for_copies(good.device)
+        self.write_anchor([exchange], good)
         write_back(work.layout, exchange.result)
         return good
+
+    def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
+        """Let exchanges write what they have learned, if `good`."""
+        with self.held.committing(good.device):
+            self.state.local_shared = False
+            for each in exchanged:
+                each.advance(_verdict(good))
+            wait_for_copies(good.device)
 
     def _arrive(self) -> None:
         """Finish the exchange in flight, and commit it on all ranks or on none."""
@@ -321,11 +327,8 @@ class HeldOuterStep:
             shared = good.to(torch.int32)
             broadcast_first(shared, model, session.counters, "the outer step")
             good = shared == 1
-        with self._measured(), session.held.committing(device):
-            session.state.local_shared = False
-            for each in self._running:
-                each.advance(_verdict(good))
-            wait_for_copies(device)
+        with self._measured():
+            session.write_anchor(self._running, good)
         session._count(good, self._buffers)
         for place, work in enumerate(self._buffers):
             flat = self._running[place].result if self._running else packed(work.layout)

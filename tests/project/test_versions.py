@@ -17,13 +17,20 @@ from tests.versions import version_sets as sets
 
 DOCS = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-BOUNDS = re.findall(r'"(torch|omegaconf|lightning|accelerate|transformers)>=([\d.]+)', PYPROJECT)
+BOUNDS = re.findall(r'"(torchft|torch|omegaconf|lightning|accelerate|transformers)>=([\d.]+)', PYPROJECT)
 IN_THE_TABLE = ("torch", "lightning", "accelerate", "transformers")
 
 
 def test_the_bounds_are_the_oldest_versions_that_were_run():
     oldest = sets.SETS[sets.OLDEST]
-    assert {package for package, _ in BOUNDS} == {"torch", "omegaconf", "lightning", "accelerate", "transformers"}
+    assert {package for package, _ in BOUNDS} == {
+        "torch",
+        "omegaconf",
+        "lightning",
+        "accelerate",
+        "transformers",
+        "torchft",
+    }
     assert all(version == oldest[package] for package, version in BOUNDS)
     assert {package.replace("_", "-"): version for package, version in OLDEST.items()}.items() <= oldest.items()
     reasons = dict(re.findall(r"^\| (\w+)[^|]* \| ([\d.]+) \|", DOCS.partition("## Why not older")[2], re.MULTILINE))

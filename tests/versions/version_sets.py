@@ -20,6 +20,7 @@ SETS: dict[str, dict[str, str]] = {
         "accelerate": "1.10.0",
         "transformers": "5.3.0",
         "omegaconf": "2.3.0",
+        "torchft": "0.2.0",
     },
     "2.11": {
         "torch": "2.11.0",

@@ -1,6 +1,5 @@
 """The native library if all ranks have the same build of it, else torch, and a line that says why."""
 
-import itertools
 import platform
 import re
 from contextlib import ExitStack, nullcontext
@@ -141,8 +140,8 @@ def test_no_compiler_is_asked_for_where_the_library_is_not_wanted(monkeypatch: p
     monkeypatch.setattr(library, "load", mock.Mock(side_effect=AssertionError("compiled")))
     with process_group_of_one(), computing_with("torch"):
         assert [_trained(hook)[0] for hook in OPTIONS] == ["torch"] * len(OPTIONS)
-    for config, dtype in itertools.product((commhooks.PowerSGD(), commhooks.Int8Compress()), (torch.float32,)):
-        assert compressor_of(config)(config).native_build(torch.device("cuda"), dtype) == ""
+    for config, device in ((commhooks.PowerSGD(), "cuda"), (commhooks.Int8Compress(), "meta")):
+        assert compressor_of(config)(config).native_build(torch.device(device), torch.float32) == ""
 
 
 def test_simulated_ranks_use_the_kernel_of_this_machine() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -231,3 +232,13 @@ def test_other_errors_of_the_script_pass_through(folder: Path) -> None:
     (folder / "script_of_this_test.py").write_text(SCRIPT.format("raise KeyError('mine')"))
     with pytest.raises(KeyError, match="mine"):
         call("script_of_this_test:build")
+
+
+def test_lighthouse_prints_its_address_and_ends_with_ctrl_c() -> None:
+    command = [warm.python("torchft.coordination"), "-m", "commhooks", "lighthouse", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert re.fullmatch(r"export TORCHFT_LIGHTHOUSE=http://\S+:[1-9]\d+\n", process.stdout.readline())
+        assert "Ctrl-C ends it" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(30), process.communicate()[1].count("Traceback")) == (0, 0)

@@ -32,13 +32,17 @@ MACHINES = 3
 EVERY = 10
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.add_argument("--seconds", type=float, default=120)
     made.add_argument("--kill-every", type=float, nargs="+", default=[0, 30])
     made.add_argument("--step-ms", type=float, default=100)
     made.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parse(made, seconds=12, kill_every=[6])
+    return made
+
+
+def main() -> None:
+    args = parse(arguments(), seconds=12, kill_every=[6])
     if args.worker is not None:
         work(**json.loads(args.worker))
         return

@@ -131,6 +131,7 @@ class Membership:
         self._local, self._device = local, device
         self._key = ""
         self._torchft_group: Any = None
+        self.server: StateServer | None = None  # on the rank that exchanges
         self._lighthouse: _Lighthouse | None = None
         failure = ""
         address = options.lighthouse or os.environ.get(VARIABLE, "")
@@ -141,14 +142,18 @@ class Membership:
                     f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that `commhooks "
                     "lighthouse` prints, or give commhooks.Torchft(lighthouse=...)"
                 )
-            host = _own_address(address)
-            self.server = StateServer(host)
-            if local.rank() == 0:
+            if self.exchanges:
+                host = _own_address(address)
+                self.server = StateServer(host)
                 self._lighthouse = _Lighthouse(address, options, host)
         except (HookConfigError, AttachError) as error:
             failure = json.dumps([type(error).__name__, str(error)])
+        except (OSError, RuntimeError) as error:  # of sockets
+            failure = json.dumps(["", f"members: this machine cannot listen for the other machines: {error}"])
         failures = gather_texts(failure, local, device, _WHAT)
         if found := next(filter(None, failures), ""):
+            if self.server is not None:
+                self.server.close()
             kind, text = json.loads(found)
             raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
         self.id = gather_texts("" if self._lighthouse is None else self._lighthouse.id, local, device, _WHAT)[0]
@@ -176,7 +181,9 @@ class Membership:
         while not answer:
             if self._lighthouse is not None:
                 if waiting is None:
-                    waiting = _Waiting(self._lighthouse, step, {**record, "server": self.server.address})
+                    waiting = _Waiting(
+                        self._lighthouse, step, {**record, "server": "" if self.server is None else self.server.address}
+                    )
                 answer = waiting.answer(_LINE_EVERY_S if limit_s is None else min(_LINE_EVERY_S, limit_s))
                 waited = time.monotonic() - began
                 if not answer and limit_s is not None and waited >= limit_s:
@@ -190,8 +197,8 @@ class Membership:
         return sorted(found, key=lambda machine: machine.id)
 
     def connect(self, machines: Sequence[Machine]) -> None:
-        """Connect with `machines`, this machine among them, unless the connections exist. Machines
-        that report another number of failures in their records than at the latest call are connected anew.
+        """Connect with `machines`, this machine among them, unless the connections exist. They are made anew if a
+        machine reports another number of failures in its record than at the latest call.
 
         Raises:
             Exception: of torchft or torch, if the connections fail.
@@ -232,7 +239,8 @@ class Membership:
         """Leave: the other machines no longer wait for this one."""
         if self._lighthouse is not None:
             self._lighthouse.close()
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
         self.disconnect()
 
 
@@ -256,7 +264,7 @@ def _own_address(lighthouse: str) -> str:
     parts = urlsplit(lighthouse if "//" in lighthouse else f"//{lighthouse}")
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise AttachError(f"members: the lighthouse {lighthouse} cannot be found: {error}") from error
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -400,7 +408,8 @@ class StateServer:
 
     def _answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         state, (step, _, part) = self._state, request.path.strip("/").partition("/")
-        if state is None or step != str(state[0]):
+        known = state is not None and step == str(state[0])
+        if state is None or not known or not (part == "form" or part.isdecimal() and int(part) < len(state[2])):
             request.send_error(404)
             return
         content = memoryview(state[1]) if part == "form" else _bytes_of(state[2][int(part)])

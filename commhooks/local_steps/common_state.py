@@ -93,14 +93,7 @@ class CommonState:
         rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
         wanted = (rows != rows[0]).any(0).any(1).tolist()
         arrived = self._receive([x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group)
-        differing = own.keys() ^ first.keys()
-        for label, node in first.items() if group.rank() else ():
-            value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
-            try:
-                set_value(_rebuilt(value, node, arrived))
-                differing.discard(label)
-            except _CannotRebuild:
-                differing.add(label)
+        differing = self._set(own, first, arrived) if group.rank() else set()
         if same_form:
             return []
         found = gather_texts("\n".join(differing if group.rank() else ()), group, device, _WHAT)
@@ -129,6 +122,23 @@ class CommonState:
         if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
             found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
         return found
+
+    def _set(
+        self,
+        own: Mapping[str, tuple[Any, Callable[[Any], None]]],
+        parts: Mapping[str, Node],
+        arrived: Mapping[int, torch.Tensor],
+    ) -> set[str]:
+        """Set the parts of this rank's state to those described. Returns the labels that only one side has."""
+        differing = set(own.keys() ^ parts.keys())
+        for label, node in parts.items():
+            value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
+            try:
+                set_value(_rebuilt(value, node, arrived))
+                differing.discard(label)
+            except _CannotRebuild:
+                differing.add(label)
+        return differing
 
     def _set_new(self, label: str, value: Any) -> None:
         kind, _, name = label.partition(" ")
@@ -216,19 +226,12 @@ class CommonState:
             more: the own values of the other rank's `more`, each with the function that sets it.
 
         Returns:
-            Labels of the parts that only one of both ranks has.
+            Labels of the parts that only one of both ranks has, and of those in `more` with an object in them that
+            cannot be sent, of which this rank keeps its own.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
-        own = self._parts(optimizers=True) | dict(more)
-        differing = own.keys() ^ parts.keys()
-        for label, node in parts.items():
-            value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
-            try:
-                set_value(_rebuilt(value, node, arrived))
-                differing.discard(label)
-            except _CannotRebuild:
-                differing.add(label)
-        return sorted(differing)
+        differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
+        return sorted(differing | {label for label in more if label in parts and _keeps_own(parts[label])})
 
     @staticmethod
     def _leaves_of(form: bytes) -> list[tuple[str, "_Leaf"]]:
@@ -238,7 +241,7 @@ class CommonState:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def digest(self, tensors: Sequence[torch.Tensor]) -> int:
-        """A number that differs if the bits of the tensors differ."""
+        """Return a number that differs if the bits of the tensors differ."""
         return agreement_key(self._checksums(tensors))
 
     @torch.no_grad()
@@ -350,6 +353,14 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
     elif kind not in ("value", "own"):
         for key, each in inner.items() if isinstance(inner, dict) else enumerate(inner):
             yield from _leaves(each, f"{path}/{key}")
+
+
+def _keeps_own(node: Node) -> bool:
+    """Return whether a description leaves out a value."""
+    kind, inner = node
+    if kind in ("tensor", "value", "own"):
+        return kind == "own"
+    return any(map(_keeps_own, inner.values() if isinstance(inner, dict) else inner))
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:

@@ -44,10 +44,13 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
     return found
 
 
-def packed(layout: BucketLayout) -> torch.Tensor:
+def packed(layout: BucketLayout, good: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy the weights into a new buffer, with a NaN in it unless `good` (0-dim bool tensor; None: true)."""
     flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
     for slot in layout.slots:
         slot.of(flat).copy_(to_memory(slot.parameter.detach(), slot.parameter))
+    if good is not None:
+        flat[:1].masked_fill_(~good, torch.nan)
     return flat
 
 

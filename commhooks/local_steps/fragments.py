@@ -198,14 +198,11 @@ class FragmentSession(ExchangeDriver):
         self.held.settle()  # a save may have written the residuals on another stream
         # A buffer is committed before the next but one is sent. So that all are committed or none, each carries a NaN
         # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
-        weights = [each.detach() for work in buffers for each in work.layout.parameters]
-        good = self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
+        good = self.weights_finite(buffers)
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
         with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
             for work in buffers:
-                flat = packed(work.layout)
-                flat[:1].masked_fill_(~good, torch.nan)
-                started.append((work, self.new_exchange(work, flat)))
+                started.append((work, self.new_exchange(work, packed(work.layout, good))))
                 started[-1][1].advance()
                 if len(started) > 1:
                     good = self._commit(*started.popleft(), good)
@@ -223,6 +220,11 @@ class FragmentSession(ExchangeDriver):
         self.write_anchor([exchange], good)
         write_back(work.layout, exchange.result)
         return good
+
+    def weights_finite(self, buffers: Sequence[OuterStepWorkspace]) -> torch.Tensor:
+        """Return whether all weights are finite here, and on the ranks with other parts of the weights."""
+        weights = [each.detach() for work in buffers for each in work.layout.parameters]
+        return self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
         """Let exchanges write what they have learned, if `good`."""
@@ -298,13 +300,10 @@ class HeldOuterStep:
         if not exchanges:
             return
         # So that all buffers are committed or none, each carries a NaN if any weight is not finite.
-        weights = [each.detach() for work in buffers for each in work.layout.parameters]
-        good = session._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
+        good = session.weights_finite(buffers)
         for work in buffers:
             work.weight = weight
-            flat = packed(work.layout)
-            flat[:1].masked_fill_(~good, torch.nan)
-            self._running.append(session.new_exchange(work, flat))
+            self._running.append(session.new_exchange(work, packed(work.layout, good)))
 
     @torch.no_grad()
     def exchange(self) -> None:

@@ -18,6 +18,7 @@ no machine can have confirmed, so they exchange the same differences again, amon
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 
 import torch
@@ -243,6 +244,7 @@ class MemberSteps:
             "counts": [state.step, state.nonfinite_steps],
             **{f"registered {name}": get() for name, (get, _) in self.registered.items()},
         }
+        assert self.membership.server is not None
         self.membership.server.serve(step, *self._common.described(more))
         if self.membership.logs:
             log_summary(f"members: {', '.join(names)} takes the state of outer step {step} from this machine")
@@ -255,7 +257,7 @@ class MemberSteps:
             try:
                 form, read = fetch(source.server, step, self.membership.options.timeout_s)
                 arrived = self._common.read(form, read)
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 failure = error
         if not self._all_ranks(failure is None):
             if self.membership.logs:
@@ -279,7 +281,7 @@ class MemberSteps:
         if self.membership.logs:
             log_summary(f"members: {self.membership.name} goes on from outer step {step} of {source.name}")
             if differing:
-                logger.warning("members: %s has no counterpart of: %s", self.membership.name, ", ".join(differing))
+                logger.warning("members: %s keeps its own: %s", self.membership.name, ", ".join(differing))
         return True
 
 
@@ -296,7 +298,7 @@ def _not_ours(error: Exception) -> str:
 
 
 def _with_latest(machines: Sequence[Machine]) -> list[Machine]:
-    """The machines with the largest number of steps and the same anchor as the first of them."""
+    """Return the machines with the largest number of steps and the same anchor as the first of them."""
     most = max(each.step for each in machines)
     first = next(each for each in machines if each.step == most)
     return [each for each in machines if (each.step, each.record["digest"]) == (most, first.record["digest"])]

@@ -169,11 +169,24 @@ def test_an_outer_step_fails(start: Callable[..., Machine], fault: str) -> None:
     else:
         assert len(c.rounds) > 8  # it goes on
         assert "failed, and is repeated" in c.log.read_text()
+        assert sum(line["what"] == "took" for line in c.lines) == 1  # only when it has come: nothing was lost
     counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
     for name, each in counts.items():
         assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {5}, name
     if fault in ("before", "exchanged", "refused"):
         compare_with_oracle([a, b, c], "int4")
+
+
+def test_a_machine_dies_while_another_one_takes_its_state(start: Callable[..., Machine]) -> None:
+    a, b = start("a", fault=["asked", 1]), start("b")
+    a.wait_for(lambda line: line.get("part") == ["a", "b"])
+    c = start("c", seed=1)
+    b.wait_for(lambda line: line.get("part") == ["b", "c"])
+    b.round(max(b.rounds) + 3)
+    assert a.processes[0].wait(10) == -signal.SIGKILL
+    assert "the state of machine a cannot be had" in c.log.read_text()
+    assert "keeps its own: registered object" in c.log.read_text()  # an object that cannot be sent
+    assert_equal_weights(a, b, c)
 
 
 def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
@@ -238,14 +251,14 @@ def test_a_machine_that_does_not_fit(start: Callable[..., Machine], given: dict[
 
 def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
     """The ranks of a machine train as one by DDP; one rank of each exchanges."""
-    a = start("a", world=2)
+    a = start("a", world=2, buffer_bytes=64)
     a.round(1)
-    b = start("b", world=2, seed=1)
+    b = start("b", world=2, seed=1, buffer_bytes=64)
     a.wait_for(lambda line: line.get("names") == ["a", "b"])
     a.round(max(a.rounds) + 3)
     b.signal(signal.SIGKILL)
     gone = max(b.rounds)
-    c = start("c", world=2, seed=2)
+    c = start("c", world=2, seed=2, buffer_bytes=64)
     a.wait_for(lambda line: line.get("names") == ["a", "c"] and line["step"] > gone + 1)
     c.round(max(a.rounds) + 3)
     by_step: dict[int, set[tuple[str, float]]] = {}
@@ -259,7 +272,10 @@ def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
 def test_min_machines(start: Callable[..., Machine]) -> None:
     """One machine of two waits for the other one."""
     a = start("a", least=2)
-    time.sleep(3)
+    deadline = time.monotonic() + 60
+    while "an outer step needs min_machines=2: waiting for more" not in a.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert not a.rounds
     start("b", least=2)
     a.round(2)
@@ -273,6 +289,7 @@ def test_min_machines(start: Callable[..., Machine]) -> None:
         ("torchft", "int8_compress", "members with hook 'int8_compress', which averages gradients"),
         ("torchft", commhooks.DiLoCo(start_iter=5), "members with start_iter=5; expected 0"),
         ("torchft", commhooks.DiLoCo(sync_every=4, delay=1), "members with delay=1; expected 0"),
+        (commhooks.Torchft(lighthouse="http://host:x"), "diloco", "the lighthouse http://host:x cannot be found: Port"),
         ("torchft", "diloco", "members without a lighthouse: set TORCHFT_LIGHTHOUSE="),
         (
             commhooks.Torchft(lighthouse="http://127.0.0.1:1", timeout_s=0.5),

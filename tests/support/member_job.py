@@ -2,7 +2,8 @@
 
 Prints a line of JSON at the start of each round. `fault`: what happens at which exchange or confirmation. "before": the
 process dies before this exchange; "exchanged": it dies after it; "refused": the exchange seems to fail, as if the
-connection had been lost; "unsure": the confirmation seems to fail, though it has ended everywhere.
+connection had been lost; "unsure": the confirmation seems to fail, though it has ended everywhere. "asked": the process
+dies while another machine takes its state.
 """
 
 import hashlib
@@ -11,13 +12,15 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks.comm.membership import Membership
+from commhooks.comm.membership import Membership, StateServer
+from commhooks.local_steps import flat_weights
 from commhooks.local_steps.fragments import HeldOuterStep
 
 
@@ -49,6 +52,8 @@ def weights_of(model: nn.Module) -> str:
 def main(given: dict) -> None:
     name, rank, world = given["name"], given["rank"], given.get("world", 1)
     print(json.dumps({"what": "process", "pid": os.getpid()}), flush=True)
+    if "buffer_bytes" in given:  # several buffers
+        flat_weights.BUFFER_BYTES = given["buffer_bytes"]
     model = module = new_model(given.get("seed", 0), given.get("width", 8))
     module.register_buffer("seen", torch.zeros(()))
     if world > 1:
@@ -65,6 +70,7 @@ def main(given: dict) -> None:
         position = [0]
         hook.members.register("position", lambda: list(position), lambda value: position.__setitem__(0, value[0]))
         hook.members.register("rank", lambda: {"of": name}, lambda value: said("took", of=value["of"]))
+        hook.members.register("object", lambda: [object()], lambda value: None)
         stopping: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
         inject(*given["fault"]) if "fault" in given else None
@@ -94,6 +100,7 @@ def main(given: dict) -> None:
 
 def inject(what: str, number: int) -> None:
     exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
+    answer = StateServer._answer
 
     def new_exchange(held: HeldOuterStep) -> None:
         exchanged[0] += 1
@@ -112,7 +119,12 @@ def inject(what: str, number: int) -> None:
         if what == "unsure" and confirmed[0] == number:
             raise RuntimeError("the connection was lost (a test)")
 
-    HeldOuterStep.exchange, Membership.confirm = new_exchange, new_confirm
+    def new_answer(server: StateServer, request: Any) -> None:
+        if what == "asked" and request.path.endswith("/2"):  # in the middle of the state
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer(server, request)
+
+    HeldOuterStep.exchange, Membership.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
 
 
 if __name__ == "__main__":

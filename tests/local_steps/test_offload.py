@@ -116,9 +116,9 @@ def _alive_at_once(wire: str) -> tuple[int, int]:
     made: list[Any] = []
     most, packed = 0, flat_weights.packed
 
-    def counted(layout: Any) -> torch.Tensor:
+    def counted(*given: Any) -> torch.Tensor:
         nonlocal most
-        flat = packed(layout)
+        flat = packed(*given)
         made.append(weakref.ref(flat))
         most = max(most, sum(each() is not None for each in made))
         return flat

@@ -78,7 +78,7 @@ class Watch:
         self.phase, self.step = phase, self.step if step is None else step
         death = self.death
         if self._reached and death is not None:  # by the timer: it is not to get far until it has died
-            time.sleep(60 if death.kind in ("all", "truncated") else 0.05)
+            time.sleep(60 if death.kind in ("all", "truncated") else 0.3)
         elif death is not None and self.step >= death.step:
             if phase == death.moment:
                 self._wait_for_message(death)

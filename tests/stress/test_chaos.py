@@ -63,7 +63,7 @@ def test_all_are_killed(run_ranks: Any, tmp_path: Path) -> None:
 @trainer_resumes_on_cpu
 @pytest.mark.timeout(240)
 def test_the_job_gets_sigterm(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = _dies(run_ranks, tmp_path, "trainer nodes int4", Death("sigterm", "backward", 8))
+    outcome = _dies(run_ranks, tmp_path, "trainer nodes int4", Death("sigterm", "backward", 6))
     assert outcome.resumed_at == 5 and "SIGTERM" in outcome.output
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import commhooks.public  # noqa: F401 - all modules, before a test replaces a name in one that another one imports from
 from tests.support.registries import registries_as_before
 
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks

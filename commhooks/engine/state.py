@@ -36,7 +36,8 @@ class LearnedState:
             tensor until the host reads it.
         local_missing: this rank has lost its local tensors; at the next comparison all ranks drop their local tensors.
         missing_was_said: a warning about `local_missing` was logged.
-        local_shared: the local tensors are equal on every rank: the mean that was just saved or loaded, or no tensor.
+        local_shared: the local tensors of rank 0 are those of all ranks: the mean that was just saved or loaded, or no
+            tensor; or rank 0 alone has them, because it alone exchanges.
     """
 
     step: int = 0

@@ -23,14 +23,10 @@ from commhooks.engine.backward_pass import RunningExchange, finish_sends
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
-from commhooks.engine.streams import (
-    in_background,
-    keep_for_current_stream,
-    wait_for_background,
-    wait_for_copies,
-)
+from commhooks.engine.streams import in_background, wait_for_background, wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
 from commhooks.local_steps.offload import to_host

@@ -7,7 +7,8 @@ its calls.
 
 A collective reads its tensors when it is issued, when all that it comes after has run, and its answer is written late.
 So a write into what a collective still reads is not seen here, nor is memory that is freed too early: the clocks see
-both. Sparse and random operators, and those whose shapes depend on numbers, run at once, after what they come after.
+both. Sparse and random operators, collectives of DTensor, and what has a shape that depends on numbers run at once,
+after what they come after.
 """
 
 import functools

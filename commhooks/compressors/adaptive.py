@@ -35,8 +35,6 @@ class ObservedPass:
 
     Attributes:
         step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
-        layouts: the layouts of its buckets.
-        names: the names of the parameters.
         memory_plan: returns the bytes that a compressor needs on this rank, given its plans by bucket.
     """
 
@@ -50,7 +48,6 @@ class ObservedPass:
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
-        """Return the plans that `compressor` makes for each bucket."""
         config = compressor.config
         return [
             compressor.plan(
@@ -93,13 +90,8 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that measures steps and decides what to do.
-
-    Attributes:
-        ranks_per_node: 1 without nodes.
-    """
-
     ranks_per_node: int = 1
+    """1 without nodes."""
 
     @property
     def between_nodes(self) -> bool:

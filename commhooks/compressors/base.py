@@ -53,8 +53,6 @@ class State(Protocol):
 
 @dataclass(slots=True)
 class StepInfo:
-    """Describes the current step to an exchange."""
-
     number: int
     """Number of committed steps before this one. On an accelerator it is a lower bound unless `needs_exact_step` is
     True."""
@@ -79,8 +77,8 @@ class Compressor(ABC, Generic[ConfigT]):
         transactional: if True, the engine waits for all collectives and commits all buckets of a backward pass or none.
             If False (no learned state), hook calls return at once and DDP waits; with nodes the engine waits.
         selective: whether the compressor decides per parameter. Plans then show the reasons.
-        collectives: the operations in one exchange, for predicting its time. The counted bytes are divided equally
-            among them.
+        collectives: the operations in one exchange, for predicting its time; each sends an equal part of the counted
+            bytes.
         wrappers: whether the fp16 and bf16 wrappers may construct it with a `wire_dtype`.
     """
 
@@ -135,8 +133,9 @@ class Compressor(ABC, Generic[ConfigT]):
     # ---- rarely needed -----------------------------------------------------------------------------------------------
 
     def allocate(self, work: Any, step: StepInfo) -> None:
-        """Allocate what depends on the number of ranks. Called right after `workspace`, so that a device without enough
-        memory fails in the first backward pass and not when compression begins, perhaps a thousand steps later."""
+        """Allocate what depends on the number of ranks. The engine calls this right after `workspace`, so that a device
+        without enough memory fails in the first backward pass and not a thousand steps later, when compression
+        begins."""
 
     stats_every: int | None = None
     """Number of steps between two log lines with compression statistics; None: log none."""

@@ -36,9 +36,8 @@ def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: Step
 
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State) -> None:
-    """Store `left` as the residual of one parameter if `good` is true, else keep the old residual.
-
-    Call this after the `Verdict`, for every compressed parameter.
+    """Store `left` as the residual of one parameter if `good` is true, else keep the old residual. Call this after the
+    `Verdict`, for every compressed parameter.
 
     Args:
         left: what was not sent, in the shape and dtype that `with_residual` returns.

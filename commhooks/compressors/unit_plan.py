@@ -18,7 +18,6 @@ class ParameterInfo:
     name: str
     parameter: torch.Tensor
     sparse: bool = False
-    """Whether its gradient is sparse."""
     excluded_by: str | None = None
     """The glob in the option `exclude` that matches the name, or None."""
 
@@ -36,10 +35,8 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Describes what happens to one unit: a parameter, or a whole bucket for a compressor of whole buckets.
-
-    Subclass it to add data.
-    """
+    """Describes what happens to one unit: a parameter, or a whole bucket for a compressor of whole buckets. Subclass it
+    to add data."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +44,6 @@ class UnitPlan:
     dtype: torch.dtype
     compressed: bool = False
     reason: str = ""
-    """Why the unit is not compressed."""
     numel_compressed: int = 0
     """Elements sent per rank and step once compression has begun."""
     flags: int = 0
@@ -113,7 +109,6 @@ class MemoryPlan:
     factors: int = 0
     """Learned state other than residuals, and working buffers."""
     packed: int = 0
-    """Messages of the collectives."""
     factors_are: str = "other state"
     """The name of `factors` in messages."""
     copies: int = 0

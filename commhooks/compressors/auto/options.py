@@ -44,7 +44,6 @@ class Candidate:
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
-    """Return a PowerSGD candidate. Higher ranks change the gradients less."""
     options = {"matrix_approximation_rank": rank, **options}
     return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
 
@@ -95,7 +94,6 @@ class Auto(HookConfig):
         return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
 
     def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
-        """Return the candidates, plain all-reduce first. `ranks_per_node` is 1 without nodes."""
         return [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
 
 

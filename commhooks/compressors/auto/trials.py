@@ -42,7 +42,6 @@ class Decision:
     """The current candidate, and the state of the measurements.
 
     Attributes:
-        candidate: the current candidate.
         watch: the steps of this phase to measure; None: never measure again.
         others: the other candidates.
         since: number of committed steps when the candidate became current; None before the first decision.
@@ -83,14 +82,13 @@ class Decision:
 
     @property
     def message(self) -> str:
-        """The message that rank 0 logs after a choice."""
         sent = self.counted_bytes.get(self.candidate.label)
         sender = "rank" if self.ranks_per_node == 1 else "node"
         size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and {sender}"
         return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Convert to dicts, lists, strings and numbers. NaN becomes None, because JSON has no NaN."""
+        """Convert to plain types. NaN becomes None, because JSON has no NaN."""
         return {
             "label": self.candidate.label,
             "candidates": [

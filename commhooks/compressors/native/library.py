@@ -136,8 +136,7 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
 
 
 def source_text() -> bytes:
-    """Return the contents of the sources and headers, ignoring files that editors leave beside them."""
-    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
+    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]  # no files left behind by editors
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 

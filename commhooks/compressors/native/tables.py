@@ -35,7 +35,6 @@ class Table:
         fields: the members of the struct, in order.
         pointers: the fields that `point` writes, each with the indices of two fields whose product is the number of
             elements at that address.
-        sizes: the argument `rows`.
         rows: `rows x fields`, int64.
     """
 
@@ -55,7 +54,6 @@ class Table:
 
     @staticmethod
     def elements_of(row: Sequence[int]) -> int:
-        """Estimate from its sizes how many elements are processed for a row."""
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:

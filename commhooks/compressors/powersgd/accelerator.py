@@ -177,7 +177,6 @@ class AcceleratorKernel:
         return self._residual_of
 
     def _new_residuals(self) -> NamedViews:
-        """Allocate the residuals of all matrices, with one flat entry per parameter."""
         names, begin = [], 0
         for x in self.work.matrices:
             names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
@@ -192,7 +191,6 @@ class AcceleratorKernel:
         return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
 
     def _new_learned_q(self) -> NamedViews:
-        """Allocate the learned Q of all matrices, packed, with one entry `r x m` per matrix."""
         names, begin = [], 0
         for x in self.work.matrices:
             names.append((x.name, begin, (x.rank, x.m)))
@@ -234,14 +232,13 @@ class PackedFactors:
     """P or Q of all matrices, transposed, so that a few kernels process all of them.
 
     Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
-    one shape, so the factors are padded with zeros, which change no product.
+    one shape, so factors of similar length form a group and are padded with zeros, which change no product.
 
     Args:
         shapes: `(r, length)` of each matrix.
         refill: random rows, `r x length`, on the CPU, to replace zero and dependent rows of each matrix.
 
     Attributes:
-        numel: number of elements of all factors.
         flat: the packed factors, in the compute dtype.
         matrix_of: the index of the matrix to which each element of `flat` belongs.
     """
@@ -300,7 +297,6 @@ class PackedFactors:
         self._pack()
 
     def _padded(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return a padded tensor `k x r x length` per group."""
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
@@ -319,15 +315,12 @@ def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 @dataclass(frozen=True)
 class _Group:
-    """Matrices whose factors share one padded tensor."""
-
     members: list[int]
     shape: tuple[int, int, int]
     """`k x r x length` of the padded tensor, with the largest r and length in the group."""
 
 
 def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
-    """Group factors of similar length, in order of length."""
     groups: list[_Group] = []
     filled = 0
     for i in sorted(range(len(shapes)), key=lambda i: (shapes[i][1], i)):

@@ -21,8 +21,6 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 
 class BucketQ(FactorField):
-    """The Q of a bucket, saved without conversion."""
-
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
 

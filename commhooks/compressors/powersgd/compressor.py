@@ -66,7 +66,7 @@ class FactorField(StateField):
 
 
 class ParameterQ(FactorField):
-    """The Q of a parameter. Saved as `r x (the other dimensions in logical order)`."""
+    """Saved as `r x (the other dimensions in logical order)`."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rest = memory_order(parameter)[1:]
@@ -90,13 +90,6 @@ class ParameterQ(FactorField):
 
 
 class LowRankCompressor(Compressor[AnyPowerSGD]):
-    """Base of PowerSGD and batched PowerSGD, which run two all-reduces per bucket.
-
-    Attributes:
-        q: the field of the learned Q.
-        Cpu, Accelerator: the kernel classes.
-    """
-
     title = "PowerSGD"
     collectives = ("sum", "sum")
     exchange = staticmethod(low_rank_exchange)

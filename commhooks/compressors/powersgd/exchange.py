@@ -100,7 +100,6 @@ class BucketPass:
         self.first, self.last = work.first, work.last
 
     def put_uncompressed(self) -> None:
-        """Write uncompressed gradients into the first message, and clear the flags of unused parameters."""
         if self.step.unused:
             clear_flags_of_unused(self.work.slots, self.first.flags, self.step)
         if self.plain:
@@ -132,10 +131,10 @@ class Message:
         factors: the shape of each matrix's factor, `r x length`.
         plain: number of uncompressed elements.
         flags: number of flags: one per parameter in the matrices, or 0 in the message with Q.
-        buffer: 1-D memory for all of it.
+        buffer: 1-D memory for all of it. Holds this rank's numbers divided by the world size before the all-reduce, the
+            means afterwards.
 
     Attributes:
-        buffer: this rank's numbers divided by the world size before the all-reduce, the means afterwards.
         packed: the factors of all matrices, 1-D.
         factors: a view of `packed` per matrix, `r x length`.
         plain: uncompressed gradients, 1-D, in the order of the bucket.
@@ -151,11 +150,7 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The matrices of one bucket layout, and the memory of their messages.
-
-    Args:
-        matrices: in the order in which they are sent.
-        wire_dtype: the dtype of the messages.
+    """The matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
 
     Attributes:
         dtype: the compute dtype.
@@ -163,7 +158,6 @@ class PowerSGDWorkspace:
         flags_of: a slice of `slots` per matrix.
         in_bucket: whether delta can be computed in the bucket, because it has the compute dtype and no matrix is
             padded.
-        first, last: the messages; see `BucketPass`.
         buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.
     """
 
@@ -218,7 +212,6 @@ def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torc
 
 
 def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return the intervals of 0..numel that `spans` (sorted, disjoint) leave out."""
     gaps, at = [], 0
     for begin, end in [*spans, (numel, numel)]:
         if begin > at:

@@ -8,11 +8,9 @@ import torch
 
 
 class ReferenceMatrix:
-    """Simulates one parameter on `world_size` ranks.
+    """Simulates one parameter on `world_size` ranks, from the initial Q `q` (m x r).
 
     Args:
-        q: the initial Q, m x r.
-        error_feedback: whether to add the compression error to the next gradient.
         torch_residual: compute the residual as torch's hook does, `delta - P Q^T` with the averaged Q.
     """
 

@@ -57,17 +57,12 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
 
 
 class QuantizedWorkspace:
-    """The compressed parameters of one bucket layout, and their kernel.
+    """The compressed parameters of one bucket layout (`slots`), and their kernel.
 
     Args:
         plans: one per slot of the layout, in order.
         wire_dtype: the dtype in which uncompressed elements are sent.
         natively: compute with the native kernel: C on the CPU, Triton on CUDA.
-
-    Attributes:
-        slots: the compressed parameters.
-        sizes: number of elements of each parameter in the bucket.
-        place_of_plain: indices of the uncompressed parameters.
     """
 
     def __init__(
@@ -121,7 +116,6 @@ class QuantizedWorkspace:
 
 
 def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Return the id of the native kernel for tensors on `device`; see `Compressor.native_build`."""
     if not runs_triton(device):
         return library.build(device, results_of)
     if library.is_switched_off():
@@ -221,12 +215,9 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         work.kernel(step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Return the bytes needed; see `Compressor.memory_plan`.
-
-        With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it counts delta if the
+        """With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it counts delta if the
         gradients have 16 bits. `packed` counts the codes and scales sent and received in both collectives, and with
-        torch also those computed, without the padding of shares.
-        """
+        torch also those computed, without the padding of shares."""
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]

@@ -85,9 +85,6 @@ class BlockBuffers:
     """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks. It holds learned
     state.
 
-    Args:
-        slots: the tensors whose blocks are averaged.
-
     Attributes:
         delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last block is zero, too.
         residuals: the residuals of `slots`, in blocks; None without error feedback.
@@ -114,7 +111,6 @@ class BlockBuffers:
 
     @property
     def of_slots(self) -> torch.Tensor:
-        """`delta` without its last row."""
         return self.delta[:-1]
 
     def put_gradients(self, flat: torch.Tensor) -> None:
@@ -230,12 +226,7 @@ class TorchKernel:
 
 class NativeKernel:
     """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer, or in a copy if the
-    buffer has 16 bits, block by block, and leaves the rounding error there.
-
-    Args:
-        slots: the tensors, in the order of the blocks.
-        dtype: the dtype of the buffer.
-    """
+    buffer has 16 bits, block by block, and leaves the rounding error there."""
 
     def __init__(
         self, messages: ShareMessages, rank: int, slots: Sequence[Slot], dtype: torch.dtype, *, error_feedback: bool

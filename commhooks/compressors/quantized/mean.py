@@ -103,15 +103,13 @@ class BlockCode:
 
 
 class Piece(NamedTuple):
-    """Consecutive blocks of one tensor with the same owner."""
+    """Consecutive blocks of one tensor with the same owner, the rank that averages them."""
 
     tensor: int
-    """Index of the tensor."""
     first: int
     """Index of the first block in the tensor."""
     blocks: int
     owner: int
-    """The rank that averages the blocks."""
     place: int
     """Index of the first block in the owner's share."""
 
@@ -175,14 +173,12 @@ class ShareMessages:
         dtype: the dtype of blocks and scales.
         largest: clamp larger numbers to this; the excess is a rounding error.
         plain: number and wire dtype of the elements that are not quantised.
-        flags: number of flags.
 
     Attributes:
         plain: 1-D; write numbers here to get their sum over the ranks.
         flags: uint8, 1-D; write flags here to get their maximum over the ranks.
         sent: uint8, one message for each rank.
         mean: uint8, one message for all ranks, with the averages of this rank's share.
-        in_sent, in_mean: the sections of `sent` and `mean`.
         most: the largest scale.
         size: bytes of a message.
         scales_at, codes_at: the offsets of these sections, in bytes.
@@ -267,8 +263,7 @@ class Averaged:
 
     Attributes:
         finite: 0-dim bool tensor: whether all scales and plain numbers are finite.
-        plain: the sums of the plain numbers, 1-D.
-        flags: the maxima of the flags, uint8, 1-D.
+        plain, flags: the sums of the plain numbers and the maxima of the flags, 1-D.
     """
 
     def __init__(self, messages: ShareMessages, means: torch.Tensor) -> None:

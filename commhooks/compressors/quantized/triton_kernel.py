@@ -363,7 +363,6 @@ def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor, with one bit pattern for every NaN."""
     if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the bits of NaN may differ
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

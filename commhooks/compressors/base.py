@@ -53,6 +53,8 @@ class State(Protocol):
 
 @dataclass(slots=True)
 class StepInfo:
+    """Describes the current step to an exchange."""
+
     number: int
     """Number of committed steps before this one. On an accelerator it is a lower bound unless `needs_exact_step` is
     True."""
@@ -234,6 +236,7 @@ class Compressor(ABC, Generic[ConfigT]):
         return self.title or self.name
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the wire dtype of a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
@@ -242,6 +245,7 @@ class Compressor(ABC, Generic[ConfigT]):
         return [True] * len(infos) if any(plan.state_name for plan in plans) else [plan.compressed for plan in plans]
 
     def with_start(self, start: int) -> Any:
+        """Return a copy with another start step."""
         made = copy.copy(self)  # a subclass may have a constructor with other arguments
         made.config = self.config.with_start(start)
         return made

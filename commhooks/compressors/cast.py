@@ -39,8 +39,10 @@ class BF16Compress(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Noop(HookConfig):
-    """Options of the hook noop, which does not communicate. It shows how fast training would be without a network;
-    replicas drift apart."""
+    """Options of the hook noop, which does not communicate.
+
+    It shows how fast training would be without a network. Replicas drift apart.
+    """
 
     hook_name: ClassVar[str] = "noop"
     sends: ClassVar[bool] = False

@@ -18,6 +18,7 @@ class ParameterInfo:
     name: str
     parameter: torch.Tensor
     sparse: bool = False
+    """Whether its gradient is sparse."""
     excluded_by: str | None = None
     """The glob in the option `exclude` that matches the name, or None."""
 
@@ -44,6 +45,7 @@ class UnitPlan:
     dtype: torch.dtype
     compressed: bool = False
     reason: str = ""
+    """Why the unit is not compressed."""
     numel_compressed: int = 0
     """Elements sent per rank and step once compression has begun."""
     flags: int = 0
@@ -66,6 +68,7 @@ class UnitPlan:
 
     @property
     def numel_sent(self) -> int:
+        """Elements sent per rank and step, without flags."""
         return self.numel_compressed if self.compressed else self.numel
 
     @property
@@ -80,6 +83,7 @@ class UnitPlan:
 
     @classmethod
     def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
+        """Return the plan of a parameter that is not compressed."""
         p = info.parameter
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)
 
@@ -109,6 +113,7 @@ class MemoryPlan:
     factors: int = 0
     """Learned state other than residuals, and working buffers."""
     packed: int = 0
+    """Messages of the collectives."""
     factors_are: str = "other state"
     """The name of `factors` in messages."""
     copies: int = 0

@@ -50,10 +50,9 @@ class Int8Compress(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Compress(Quantized):
-    """Options of the hook int4_compress, which works as int8_compress with 4-bit integers, two per byte, and smaller
-    blocks.
+    """Options of the hook int4_compress, which sends gradients as 4-bit integers, two per byte, in smaller blocks.
 
-    It sends about a seventh of the bytes, and rounds more coarsely.
+    It sends about a seventh of the bytes, and rounds more coarsely than int8_compress.
     """
 
     hook_name: ClassVar[str] = "int4_compress"

@@ -277,9 +277,10 @@ class LocalStepsDriver:
                 self.counters.backward_passes,
             )
 
-    def leave(self, wait_s: float) -> bool:
+    def leave(self, wait_s: float | None) -> bool:
+        """See `Members.leave`."""
         assert self.members is not None
-        sent = False
+        sent, wait_s = False, self.members.membership.options.leave_s if wait_s is None else wait_s
         if wait_s > 0 and self.members.joined and self.diverged:
             try:
                 with torch.inference_mode(False):
@@ -288,6 +289,8 @@ class LocalStepsDriver:
             except HookRunError as error:
                 if self._logs:
                     logger.warning("members: this machine leaves without its part of the round: %s", error)
+        if sent and self._logs:
+            log_summary("members: this machine leaves, and has sent its part of the round")
         self.members.leave()
         return sent
 

@@ -114,12 +114,10 @@ class PointToPoint:
 
     @classmethod
     def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
-        """Return the messages of all sessions in `group` for which nobody has waited yet."""
         return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
     def applies_to(group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Return whether `group` exchanges tensors on `device` as messages."""
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
     def exchange(
@@ -142,8 +140,7 @@ class PointToPoint:
 
     def forget_abandoned(self) -> None:
         """Release the messages of this session's groups for which nobody waits. Call this only after later messages
-        have arrived on all ranks: messages between two ranks arrive in order, so the released ones have arrived,
-        too."""
+        have arrived on all ranks: messages between two ranks arrive in order."""
         for group in self._groups:
             self.in_flight(group).clear()
 
@@ -168,10 +165,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
-
-        Raises:
-            HookRunError: another rank has failed, or did not take part within the process group's timeout.
-        """
+        Raises HookRunError if another rank has failed, or did not take part within the process group's timeout."""
         counters, device = self._counters, self.answer.device
         try:
             with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
@@ -181,8 +175,7 @@ class Pending:
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the backend's future, for callers that do not `wait`. Messages have no future."""
-        assert not isinstance(self._work, MessageWork)
+        assert not isinstance(self._work, MessageWork)  # messages have no future
         return self._work.get_future()
 
     def writes(self, buffer: torch.Tensor) -> bool:
@@ -225,14 +218,12 @@ def start(
     where: str = "",
     messages: PointToPoint | None = None,
 ) -> Pending:
-    """Issue the collective `send`. All ranks of `group` must call this in the same order.
+    """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises HookRunError if the
+    backend refuses the collective.
 
     Args:
         where: the bucket and the step, for error messages and `counters.last_issued`.
         messages: the session's messages; None for a caller that needs the collective's future.
-
-    Raises:
-        HookRunError: the backend refuses the collective.
     """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
@@ -284,7 +275,7 @@ def start(
 
 
 def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-    """Gather the contiguous tensors `own` of all ranks into `rows`. Return torch's work, or None without `async_op`."""
+    # Returns torch's work, or None without `async_op`. `own` is contiguous.
     if type(group) is dist.ProcessGroup:
         return getattr(dist, ALL_GATHER)(rows.view(-1), own.view(-1), group=group, async_op=async_op)
     # torchft's groups have no all-gather into one tensor.
@@ -294,11 +285,10 @@ def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGrou
 def _gather_different(
     own: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work | MessageWork:
-    """Start to gather tensors of different sizes, `own` on each rank, into `parts`. Allocates nothing."""
     if backend_of(group, own.device) != "gloo":
         work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
         return work
-    # gloo gathers equal sizes only.
+    # gloo only gathers equal sizes.
     broadcasts = MessageWork(set())
     parts[group.rank()].copy_(own)
     for rank, part in enumerate(parts):
@@ -317,11 +307,8 @@ def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> No
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
     """Gather the small tensor `own` of every rank, one row per rank. All ranks of `group` must call this with equal
-    shapes and dtypes.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    shapes and dtypes. Raises HookRunError if another rank has failed, or did not take part within the process group's
+    timeout."""
     own = own.contiguous()
     rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
@@ -350,11 +337,8 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
     """Broadcast the contiguous `tensor` from rank 0 of `group`. All ranks of `group` must call this with equal shapes
-    and dtypes. Counted as the all-reduce that puts as many bytes on the network, which has half of the tensor's bytes.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    and dtypes. Raises HookRunError as `gather_rows` does. Counted as the all-reduce that puts as many bytes on the
+    network, of half of the tensor's bytes."""
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -371,11 +355,9 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
-
-    Integer arithmetic modulo 2**64 is exact and equal in all processes. The checksums of two tensors that differ in
-    exactly one element always differ.
-    """
+    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order. Integer
+    arithmetic modulo 2**64 is exact and equal in all processes. Tensors that differ in exactly one element have
+    different checksums."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -396,8 +378,8 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang.
-    Finding them takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed on this rank. Finding the ranks that have ended or hang, which
+    it names, takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
@@ -421,8 +403,7 @@ T = TypeVar("T")
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
     """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`, the shards of a replica or the ranks
-    of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
-    bytes."""
+    of a node. All of them must call this. The host does not wait for an accelerator. The bytes are not counted."""
     bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
@@ -434,18 +415,11 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group`, so that all of them succeed or all of them raise. All must call this.
+    """Run `work` on all ranks of `shard_group` (None: not sharded), so that all of them succeed or all of them raise.
+    All must call this. Return the result of `work` on this rank, and the `numbers` of all ranks.
 
     The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups finds out by
     itself whether it can attach and which step it has reached. Here the groups exchange the results.
-
-    Args:
-        numbers: exchanged between the ranks.
-        shard_group: None if nothing is sharded.
-        otherwise: the error to raise on ranks that have not failed if another rank has failed.
-
-    Returns:
-        The result of `work` on this rank, and the numbers of all ranks.
 
     Raises:
         CommHookError: `work` has failed, with its own error on the ranks where it failed and `otherwise` on the others.

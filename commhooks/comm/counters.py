@@ -49,8 +49,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Count the time of the body as codec time. With `waiting`, in a nested body, count it as waiting time
-        instead."""
+        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting time instead."""
         begin = mark(device)
         try:
             yield
@@ -58,8 +57,7 @@ class Clocks:
             self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Record that a hook has returned a future for which DDP waits. Call the returned function when the future
-        completes."""
+        """Record that a hook has returned a future for which DDP waits. Call the result when the future completes."""
         this_pass = self.last_pass
 
         def count(seconds: float) -> None:  # replaces the value of the previous future
@@ -104,7 +102,6 @@ class Clocks:
 
 
 def has_clock(device: torch.device) -> bool:
-    """Return whether times on `device` can be measured."""
     return precision.is_host_readable(device) or precision.has_streams(device)
 
 
@@ -165,8 +162,7 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not included in
-    `bytes_sent`."""
+    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not in `bytes_sent`."""
     bytes_uncompressed: int = 0
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0

@@ -26,8 +26,7 @@ TAG = 2**30
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for `device`. A group may have a backend per device type
-    ("cpu:gloo,cuda:nccl")."""
+    """Return the name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
     if group in _ADOPTED:
         return _ADOPTED[group]
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
@@ -91,11 +90,8 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
 
 
 def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that collectives of `group` have futures, which DDP needs. All ranks of `group` must call this.
-
-    Raises:
-        AttachError: they have none, as with some versions of torchcomms.
-    """
+    """Check that collectives of `group` have futures, which DDP needs. Raise AttachError if they have none, as with
+    some versions of torchcomms. All ranks of `group` must call this."""
     if not is_torchcomms(group, device):
         return
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -186,8 +182,7 @@ class _Notes:
         self.limit_s = limit_s
 
     def find(self, own: int, closed: Collection[int], group: Collection[int]) -> list[int]:
-        """Leave a note, and find the ranks that have ended or hang."""
-        self._store.set(str(own), "")
+        self._store.set(str(own), "")  # leave a note
         others = [rank for rank in group if rank != own]
         # Look at the ranks with closed connections first, because a rank that was not in a collective yet may not have
         # noticed the failure.

@@ -42,10 +42,8 @@ class JointSave:
 
     Args:
         group: returns the process group of the ranks that save; raises HookRunError once it was destroyed.
-        rank, size: the rank in that group, and the size of the group.
         nonce: distinguishes the keys of this session in the store from the keys of other sessions.
         shards: returns the ranks with all shards of the model, which save together; None: not sharded.
-        device: the device of the model.
     """
 
     def __init__(
@@ -114,8 +112,7 @@ class JointSave:
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this, as `run`
-        does."""
+        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this."""
         if self._shards is None:
             return failure
         group = self._shards()
@@ -126,8 +123,8 @@ class JointSave:
         return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Average `tensor` over the ranks, and return the mean on the CPU. All ranks must call this with equal shapes
-        and dtypes."""
+        """Return the mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and
+        dtypes."""
         if self._own_group is not None:
             total = torch.empty(tensor.shape, dtype=tensor.dtype)
             for mine, mean in zip(pieces(tensor.detach()), pieces(total), strict=True):
@@ -184,11 +181,8 @@ class JointSave:
 
     def _meet(self, place: str, vote: str) -> tuple[Failure | None, bool]:
         """Wait for all ranks. Return the failure, and whether all ranks request their own group; both are the same on
-        all ranks.
-
-        Args:
-            vote: the number of passes, which must be the same on all ranks, a space, and `_OWN_GROUP` or nothing.
-        """
+        all ranks. `vote` has the number of passes, which must be the same on all ranks, a space, and `_OWN_GROUP` or
+        nothing."""
         store, ballots = self._store_at(place), [f"vote{rank}" for rank in range(self._size)]
         late = f"not every rank took part within {self._limit.total_seconds():g} s"
         verdict = ""

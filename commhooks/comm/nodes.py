@@ -16,16 +16,10 @@ from commhooks.gradients.source import held_weakly
 logger = logger_of(__name__)
 
 RanksPerNode = int | str | None
-"""A number, "auto" or None."""
 
 
 class Nodes:
-    """This rank's groups if the ranks form nodes of equal size.
-
-    Attributes:
-        local_rank: the rank in `intra_node`.
-        count: the number of nodes.
-    """
+    """This rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the rank in `intra_node`."""
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
         self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
@@ -63,15 +57,13 @@ def members_of(places: Sequence[str]) -> dict[str, list[int]]:
 
 
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
-    """Divide the ranks of `group` into nodes. All ranks of `group` must call this.
+    """Divide the ranks of `group` into nodes. Return None if there is one node, or one rank per node. All ranks of
+    `group` must call this. Rank 0 warns if `ranks_per_node` exceeds the world size.
 
     Args:
         ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
             (torchrun's GROUP_RANK), or if it is unknown the ranks with the same host name. None: no nodes.
         device: the device of this rank's model.
-
-    Returns:
-        None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
 
     Raises:
         AttachError: on all ranks, if the nodes have different numbers of ranks.

@@ -39,7 +39,6 @@ def largest_share(dtype: torch.dtype, world_size: int) -> float:
 
 
 def largest_gradient(wire_dtype: torch.dtype) -> float:
-    """Return the limit above which a gradient counts as an overflow; see `CLAMPED_STEPS`."""
     return CLAMPED_STEPS * torch.finfo(wire_dtype).max
 
 

@@ -44,7 +44,6 @@ class ObservedPass:
     memory_plan: Callable[[Compressor[Any], Sequence[Sequence[UnitPlan]]], MemoryPlan]
 
     def memory(self, compressor: Compressor[Any]) -> MemoryPlan:
-        """Return the bytes that this rank would need if `compressor` reduced these buckets."""
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
@@ -58,13 +57,8 @@ class ObservedPass:
 
 
 class Ranks:
-    """Exchanges numbers between the ranks of the model.
-
-    Args:
-        group: the ranks that average their gradients.
-        device: the device for tensors in collectives of `group`.
-        shards: the ranks with the other shards of this replica; None without shards.
-    """
+    """Exchanges numbers between the ranks that average their gradients (`group`) and, if a replica is sharded, between
+    its shards (`shards`). `device` holds the tensors in these collectives."""
 
     def __init__(
         self,
@@ -99,8 +93,8 @@ class AdaptiveCompressor(Compressor[ConfigT]):
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that has decided nothing yet, for ranks that form nodes. A subclass without this method does
-        not support nodes."""
+        """Return a copy that has decided nothing yet, for ranks that form nodes. Subclasses without it do not support
+        nodes."""
         raise NotImplementedError
 
     @property
@@ -140,7 +134,6 @@ class AdaptiveCompressor(Compressor[ConfigT]):
         Args:
             notes: the saved notes, which may be damaged; None: nothing was saved.
             step: number of committed steps at the save.
-            same_ranks: whether the world size is the same as at the save.
 
         Raises:
             HookConfigError: the notes cannot be used.
@@ -152,8 +145,6 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """Return the compressor to continue with, and a message for rank 0 to log, or "".
-
-        Called on all ranks at the end of `watch`, at the same committed step, before the first bucket of a pass. All
-        ranks must return equal results.
-        """
+        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on all ranks at the
+        end of `watch`, at the same committed step, before the first bucket of a pass. All ranks must return equal
+        results."""

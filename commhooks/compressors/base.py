@@ -56,8 +56,7 @@ class StepInfo:
     """Describes the current step to an exchange."""
 
     number: int
-    """Number of committed steps before this one. On an accelerator it is a lower bound unless `needs_exact_step` is
-    True."""
+    """Number of committed steps before this one. On an accelerator a lower bound unless `needs_exact_step` is True."""
     world_size: int
     residual_factor: LossScale = 1.0
     """Current loss scale divided by the loss scale of the stored fields with `scales_with_loss`. A float, or on an
@@ -136,8 +135,7 @@ class Compressor(ABC, Generic[ConfigT]):
 
     def allocate(self, work: Any, step: StepInfo) -> None:
         """Allocate what depends on the number of ranks. The engine calls this right after `workspace`, so that a device
-        without enough memory fails in the first backward pass and not a thousand steps later, when compression
-        begins."""
+        without enough memory fails in the first backward pass and not when compression begins."""
 
     stats_every: int | None = None
     """Number of steps between two log lines with compression statistics; None: log none."""
@@ -145,8 +143,7 @@ class Compressor(ABC, Generic[ConfigT]):
     """Set this to False if each result is one correctly rounded operation on one received number. If True, the last
     bits may differ between kinds of processors, so that replicas on such machines drift apart."""
     native: bool = False
-    """Whether to compute with the native kernel. The engine sets it before `workspace`, if all ranks have the same
-    `native_build`."""
+    """Whether to compute with the native kernel. Set before `workspace`, if all ranks have the same `native_build`."""
 
     @property
     def needs_exact_step(self) -> bool:
@@ -171,7 +168,7 @@ class Compressor(ABC, Generic[ConfigT]):
         return ""
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the initial value of a field, on the CPU, for `StateField.refit`. Return None if the field starts
+        """Return the initial value of a field, on the CPU, for `StateField.refit`, or None if the field starts
         empty."""
         return None
 
@@ -188,8 +185,8 @@ class Compressor(ABC, Generic[ConfigT]):
         return ""
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Return the bytes needed per rank. `buckets` holds the plans by bucket, or all plans in one group if the
-        buckets are unknown."""
+        """Return the bytes needed per rank. `buckets` holds the plans by bucket; a single group if buckets are
+        unknown."""
         residual = others = 0
         for plan in plans:
             for each in self.state_fields if plan.compressed else ():
@@ -200,8 +197,7 @@ class Compressor(ABC, Generic[ConfigT]):
         return MemoryPlan(residual, others, packed, copies=copies)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        """Return a plan per parameter, in order. A compressor of whole buckets returns a single plan with a
-        `state_name`."""
+        """Return a plan per parameter, in order. A compressor of whole buckets returns one plan with a `state_name`."""
         return [self.plan_one(info) for info in parameters]
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:

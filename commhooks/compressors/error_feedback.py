@@ -64,7 +64,7 @@ class NamedViews:
         self._views = {name: whole[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Copy `entries` into `whole`, and return it. If entry i is missing, write `fill(i)`, or zeros without
+        """Copy `entries` into `whole`, and return it. For a missing entry i write `fill(i)`, or zeros without
         `fill`."""
         for i, (name, view) in enumerate(self._views.items()):
             known = entries.get(name)
@@ -79,8 +79,7 @@ class NamedViews:
         return self.whole
 
     def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Call `gather`, and replace the tensors in `entries` by views of `whole`, so that writing `whole` updates
-        them."""
+        """Call `gather`, and replace the tensors in `entries` by views of `whole`."""
         whole = self.gather(entries, fill)
         entries.update(self._views)
         return whole

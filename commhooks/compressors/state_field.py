@@ -63,8 +63,8 @@ class StateField:
         return to_memory(saved.detach(), parameter)
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert `value` after the plan has changed. Return None to discard it. See `Compressor.initial_value` for
-        `initial`."""
+        """Convert `value` after the plan has changed. Return None to discard it. `initial`: see
+        `Compressor.initial_value`."""
         return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:

@@ -36,8 +36,8 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Describes what happens to one unit: a parameter, or a whole bucket for a compressor of whole buckets. Subclass it
-    to add data."""
+    """What happens to one unit: a parameter, or a whole bucket for a compressor of whole buckets. Subclass it to add
+    data."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,8 +51,7 @@ class UnitPlan:
     flags: int = 0
     """Extra elements sent, such as a flag or a checksum, not counted in `numel_compressed`."""
     itemsize_sent: int | None = None
-    """Bytes per sent element. None: the itemsize of the gradient's dtype, or of the wrapper's dtype if it is
-    narrower."""
+    """Bytes per sent element. None: the itemsize of the gradient's dtype, or of a wrapper's dtype if narrower."""
     state_name: str = ""
     """The key of the learned state if a bucket is planned as a whole, compressed or not. Empty for a parameter, whose
     key is its name."""

@@ -1,7 +1,6 @@
 """Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
 
-Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
-them.
+Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
 """
 
 from collections.abc import Callable

@@ -35,8 +35,7 @@ _as_torch = logging.getLogger(__name__)  # for lines that torch logs in the same
 
 @dataclass(frozen=True)
 class Form:
-    """What a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the bucket's
-    dtype)."""
+    """What a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the bucket's)."""
 
     batched: bool
     wire_dtype: torch.dtype | None = None
@@ -113,8 +112,8 @@ class PowerSGDState:
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. The function references this
-        object weakly, because this object owns the session that calls the function."""
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. It references this object
+        weakly, because this object owns the session that calls it."""
         weak = weakref.ref(self)
 
         def group() -> dist.ProcessGroup:
@@ -124,15 +123,8 @@ class PowerSGDState:
         return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to a model; `commhooks.attach` calls this on every rank.
-
-        Args:
-            model: the module that DDP wraps.
-            function: the hook.
-
-        Raises:
-            AttachError: another model uses the state.
-        """
+        """Bind the state to `model`, the module that DDP wraps. `commhooks.attach` calls this on every rank. Raises
+        AttachError if another model uses the state."""
         other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(
@@ -249,8 +241,7 @@ class PowerSGDState:
         return session.run(self._reader.read(bucket, session.end_pass))
 
     def use(self, form: Form) -> None:
-        """Switch to this form, before the first backward pass."""
-        if not form.fits(self.session):
+        if not form.fits(self.session):  # before the first backward pass
             # As in torch, a state can be used with either form, so both compressors take the same options.
             self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 

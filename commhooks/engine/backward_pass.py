@@ -59,11 +59,8 @@ class RunningExchange:
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Resume the exchange and issue its next Send.
-
-        The exchange receives the result of its pending collective. Without one it receives `verdict`, which is None
-        before its own verdict and the verdict of the whole pass after it.
-        """
+        """Resume the exchange and issue its next Send. The exchange receives the result of its pending collective.
+        Without one it receives `verdict`: None at the beginning, or the verdict of the whole pass."""
         answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_send_left = None, False
         step = self._task.advance(answer)
@@ -121,10 +118,7 @@ class BackwardPass:
 
     def drain(self) -> torch.Tensor:
         """Run and wait for all remaining Sends. Return whether everything received is finite (0-dim bool tensor).
-
-        Raises:
-            HookRunError: on all ranks, if their Sends differ.
-        """
+        Raises HookRunError on all ranks if their Sends differ."""
         finish_sends(self.running)
         if self.comparison is not None:
             self.comparison.end()

@@ -52,7 +52,6 @@ class KnownBuckets:
     """The known bucket layouts, derived from the buckets and the options. They are never saved.
 
     Attributes:
-        is_logging_rank: whether this rank logs the warnings that concern all ranks.
         dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.
         no_longer_compressed: parameters whose residuals are not deleted yet.
     """
@@ -73,7 +72,6 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def plans(self) -> list[UnitPlan]:
-        """Return the plans of all known buckets, in registration order."""
         plans = [plan for known in self for plan in known.plans]
         order = {name: place for place, name in enumerate(self._names.named_parameters())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
@@ -87,14 +85,8 @@ class KnownBuckets:
     def find(
         self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, *, first: bool
     ) -> KnownBucket:
-        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
-
-        Args:
-            first: whether `bucket` is the first of its backward pass.
-
-        Raises:
-            HookRunError: the learned state belongs to another model.
-        """
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace. `first` is True
+        for the first bucket of a backward pass. Raises HookRunError if the learned state belongs to another model."""
         if first:
             for known in self._buckets.values():
                 known.used = False
@@ -162,11 +154,7 @@ class KnownBuckets:
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
         """Check loaded state against its parameters, move it to their device and refit it. The state takes the dtype in
-        which this bucket is computed. Under FSDP's `reduce_dtype` it differs from the dtype of the weights.
-
-        Raises:
-            HookRunError: an entry cannot belong to its parameter.
-        """
+        which this bucket is computed. Under FSDP's `reduce_dtype` it differs from the dtype of the weights."""
         of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:

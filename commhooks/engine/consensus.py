@@ -37,8 +37,8 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts about the compressor that hold from one comparison of the ranks to the next. `start` is the number of
-    committed steps before the first compressed exchange."""
+    """Facts about the compressor that hold from one comparison of the ranks to the next. Compression begins after
+    `start` committed steps."""
 
     start: int
     exact_step: bool
@@ -73,10 +73,8 @@ class Consensus:
         reduction: whether each rank compresses all of a bucket, or a share of it.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, equal on all ranks; None before the first backward pass.
-        compares_sends: whether the ranks compare their Sends for a bucket that `is_new`, because the compressor is
-            user-defined.
-        agreement: None until the ranks have compared their states, and again after a load or a change of the
-            compressor.
+        compares_sends: whether the ranks compare their Sends for a bucket that `is_new`: for user-defined compressors.
+        agreement: None until the ranks have compared their states, and again after a load or a change of compressor.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
@@ -106,13 +104,11 @@ class Consensus:
         self._reduction = reduction
 
     def reduction_of(self, compressor: Compressor[Any]) -> FlatReduction:
-        """Return the reduction that `compressor` uses here. An adaptive compressor decides itself whether to use the
-        nodes."""
+        """Return the reduction of `compressor`. An adaptive compressor decides itself whether to use the nodes."""
         flat = isinstance(compressor, AdaptiveCompressor) and not compressor.between_nodes
         return FLAT if flat else self._reduction
 
     def bind(self, binding: Binding) -> None:
-        """Use this model and these ranks. Call this only before the first backward pass."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
 
@@ -142,16 +138,15 @@ class Consensus:
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare the states of the ranks if they have not been compared since the start, a load or a change of the
+        """Compare the states of the ranks if they have not been compared since the start, a load or a change of
         compressor. Let an adaptive compressor decide at the end of its watch. All ranks of `group` must call this
-        before each backward pass.
+        before each pass.
 
         Args:
             flat: the first bucket.
 
         Raises:
-            HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
-                the message names the ranks.
+            HookRunError: on all ranks, if steps or configurations differ, or if some ranks cannot run the hook.
             HookConfigError: no rank can run the hook.
         """
         # Compare before `_reconsider`: ranks at different steps would issue different collectives there.
@@ -166,11 +161,10 @@ class Consensus:
         return watch is not None and self._held.steps(watch.end, exact=False)[0] >= watch.end
 
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Let the compressor decide at the end of its watch, on all ranks at the same committed step."""
         held = self._held
         if not self.decision_is_due(adaptive):
             return
-        held.settle()
+        held.settle()  # so that all ranks decide at the same committed step
         # Do not hold the lock here: a save in another thread may hold it while it waits for the other ranks' saves.
         ranks = Ranks(group, device, self._counters, self.binding.shard_group)
         compressor, remark = adaptive.reconsidered(ranks, held.state.step)
@@ -264,8 +258,7 @@ class SendComparison:
     others waits for them for ever. Built-in compressors follow their plans; a user's compressor may have a bug.
 
     If the ranks of `group` differ, none of them issues another collective of the exchange, and `end` raises the error.
-    Until then they take part in the rest of the pass, because ranks of their node, or with other shards, may wait for
-    them.
+    Until then they take part in the rest of the pass, because ranks of their node, or with other shards, may wait.
     """
 
     def __init__(
@@ -295,11 +288,8 @@ class SendComparison:
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """Compare the number of Sends after the last Send of the pass.
-
-        Raises:
-            HookRunError: on all ranks, if a Send or the number of Sends differs.
-        """
+        """Compare the number of Sends after the last Send of the pass. Raises HookRunError on all ranks if anything has
+        differed."""
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)
@@ -309,9 +299,9 @@ class SendComparison:
             raise HookRunError(self._problem)
 
     def _compare(self, number: str, label: str, rest: str) -> bool:
-        """Compare `number` and `rest`; `label` may differ, because it only appears in messages."""
         if self._problem:
             return False
+        # `label` may differ: it only appears in messages.
         own = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)
         keys = gather_rows(own, self._group, self._counters, _WHAT).flatten().tolist()
         if len(set(keys)) > 1:

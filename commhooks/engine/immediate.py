@@ -1,4 +1,4 @@
-"""Reduce a bucket with a compressor without learned state. The hook call returns at once, and each future completes by
+"""Reduce a bucket with a compressor without learned state. The hook call returns at once; each future completes by
 itself."""
 
 import contextlib
@@ -48,8 +48,7 @@ def reduce_immediately(
         comparison: compares the Sends of all ranks; None if there is nothing to compare.
 
     Raises:
-        HookRunError: the exchange yields a `Verdict`, or sends more than once; or, on all ranks, `comparison` finds
-            different Sends.
+        HookRunError: the exchange yields a `Verdict`, or sends more than once; or the ranks' Sends differ.
     """
     flat, name = bucket.flat, compressor.name
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one

@@ -34,7 +34,7 @@ class KernelSupport(NamedTuple):
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
-        """Find out which kernels this rank has for gradients of `dtypes`, at least one, on `device`."""
+        """Return what this rank has for gradients of `dtypes`, at least one, on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -49,7 +49,6 @@ class KernelSupport(NamedTuple):
 
     @property
     def key(self) -> int:
-        """A hash that is equal on two ranks with equal support."""
         return agreement_key(*self)
 
 
@@ -71,8 +70,8 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """Return the warnings that rank 0 logs. `checked`: the replicas' weights are compared regularly, which reveals
-        drift."""
+        """Return the warnings for rank 0 to log. With `checked`, the replicas' weights are compared regularly, which
+        reveals drift."""
         found = []
         if self.slower:
             found.append(f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}")

@@ -87,10 +87,7 @@ class FlatReduction:
     ) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
         If the ranks' local tensors may differ, all ranks of `group` call this after comparing their states.
-
-        Args:
-            parameters: maps names to the parameters of the whole model.
-        """
+        `parameters` has all parameters of the model."""
         # After a save with nodes each rank has only the residuals of its share. Add zeros for the rest, so that all
         # ranks save the same names.
         for key in sorted(state.local) if parameters else ():
@@ -128,10 +125,7 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
 
     DDP fills its buckets in about the reverse order of registration. So this function walks the parameters in that
     order, cuts them into windows of about a bucket, and distributes each window from its largest parameter to its
-    smallest.
-
-    Args:
-        sizes: maps names to numbers of elements, in the order of registration.
+    smallest. `sizes` must be in the order of registration.
     """
     windows: list[list[str]] = [[]]
     for name in reversed(list(sizes)):
@@ -178,18 +172,13 @@ def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
 
 
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
-    """Return the bytes of the send and the receive buffer. `sizes` has the `part_sizes` of all owners."""
+    """Return the bytes of the send and the receive buffer, given the `part_sizes` of all owners."""
     count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
     return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
 
 class HierarchicalWorkspace:
-    """The buffers for one bucket if ranks form nodes, allocated once.
-
-    Args:
-        compressor: averages between the nodes.
-        layout, plans: describe the whole bucket.
-        owners: see `owners_of`.
+    """The buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
@@ -291,11 +280,8 @@ class HierarchicalWorkspace:
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node.
-
-    Args:
-        parameters: maps names to the parameters of the whole model, in an order that is the same on all ranks.
-    """
+    """Each rank compresses its share of every bucket, on behalf of its node. `parameters` has all parameters of the
+    model, in an order that is the same on all ranks."""
 
     nodes: Nodes
 
@@ -328,8 +314,7 @@ class HierarchicalReduction(FlatReduction):
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """Add the tensors that other owners of the node have learned to `factors`, and the messages inside the node to
-        `copies`."""
+        """Add to `factors` what other owners of the node have learned, and to `copies` the messages inside the node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
         if compressor.elementwise:
@@ -439,8 +424,8 @@ class HierarchicalReduction(FlatReduction):
         return StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank())
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Sum the node's tensors of each parameter at its owner, if ranks other than the owner have one because they
-        have loaded the checkpoint of a run with other nodes."""
+        """Sum the node's tensors of each parameter at its owner, if another rank has one: these ranks have loaded the
+        checkpoint of a run with other nodes."""
         held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
@@ -454,7 +439,7 @@ class HierarchicalReduction(FlatReduction):
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """Return the slots, in the order of the bucket, as intervals; adjacent intervals are joined."""
+    """Return the slots as intervals, in the order of the bucket. Join adjacent intervals."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot.offset:

@@ -42,12 +42,8 @@ class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients, `FragmentSession`
     weights.
 
-    Args:
-        state: the learned state, changed at commits only.
-        counters: the counters to update; None: new counters.
-
     Attributes:
-        held: guards the learned state.
+        state: the learned state, changed at commits only; `held` guards it.
         consensus: what is equal on all ranks: compressor, kernel, reduction.
     """
 
@@ -69,7 +65,6 @@ class ExchangeDriver:
         return self.consensus.nonce is not None
 
     def close(self) -> None:
-        """Move the learned state to the host until another training of the model begins."""
         with self.held.settled():
             self.state.to_host()
 

@@ -1,5 +1,4 @@
-"""Define learned state, the tensors and counters that a compressor keeps from step to step, and the lock that guards
-it.
+"""Define learned state, the tensors and counters that a compressor keeps from step to step, and its lock.
 
 On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
 """
@@ -36,9 +35,7 @@ class LearnedState:
         loss_scale: the loss scale of the stored fields with `scales_with_loss`. On an accelerator a 0-dim tensor until
             the host reads it.
         local_missing: whether this rank has lost its local tensors. At the next comparison all ranks then drop theirs.
-        missing_was_said: whether a warning about `local_missing` was logged.
-        local_shared: whether the local tensors are equal on every rank, because they are the mean that was just saved
-            or loaded, or because there are none.
+        local_shared: whether the local tensors are equal on every rank: the mean just saved or loaded, or no tensors.
     """
 
     step: int = 0
@@ -52,8 +49,7 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Create the empty state of a compressor with these fields. Raises HookConfigError if two of them have the same
-        key."""
+        """Create the empty state for these fields. Raise HookConfigError if two of them have the same key."""
         fields = list(fields)
         keys = [each.key for each in fields]
         if len(set(keys)) < len(keys):
@@ -64,8 +60,8 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state. No tensor of the copy is a slice of a larger storage, because pickling a slice would save the
-        whole storage."""
+        """Copy the state without tensors that are slices of larger storages, because pickling a slice saves the whole
+        storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
             for key, tensors in self.entries.items()
@@ -156,12 +152,8 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`.
-
-        Args:
-            verdict: whether the pass is committed: a bool on the CPU, else a 0-dim bool tensor.
-            compressed: whether the pass counts as compressed.
-        """
+        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict`, a bool on the CPU, else
+        a 0-dim bool tensor, is whether the pass is committed."""
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
@@ -175,8 +167,7 @@ class HeldState:
 
     def outcome(self, good: torch.Tensor) -> torch.Tensor:
         """Return two integers on the host: the number of committed steps after the latest pass, and whether that pass
-        was committed (`good`). On CUDA the host does not wait; the integers are valid after the work that is queued
-        now."""
+        was committed (`good`). On CUDA the host does not wait; they are valid after the work that is queued now."""
         with self.lock:
             committed = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device) + self.state.step
             found = torch.stack((committed, good.to(torch.int64)))
@@ -193,8 +184,7 @@ class HeldState:
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Hold the lock of the learned state, with `state.step` up to date, while the body runs. The body may copy
-        tensors of the state to the host, which waits for the latest commit and for no later work. Change tensors by
-        `overwrite` only."""
+        tensors of the state to the host, which waits only for the latest commit. Change tensors by `overwrite` only."""
         with self.lock, self._mark.reading():
             self._read()
             yield

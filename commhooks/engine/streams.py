@@ -96,20 +96,18 @@ class CommitMark:
     Readers of the learned state wait for this mark and not for the whole stream. The stream may already hold
     collectives of the next pass, and another rank may begin these only after a save in which this rank takes part.
 
-    Hold the lock of the learned state while calling these methods.
+    All waiting is done by streams, not by the host. Hold the lock of the learned state while calling these methods.
     """
 
     def __init__(self) -> None:
         self._at: tuple[torch.device, torch.Event] | None = None
 
     def set(self, device: torch.device) -> None:
-        """Set the mark after the work queued on the current stream of `device`."""
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         self._at = device, event
 
     def wait(self) -> None:
-        """Make the current stream wait for the latest commit."""
         if self._at is not None:
             device, event = self._at
             torch.accelerator.current_stream(device).wait_event(event)
@@ -129,7 +127,7 @@ class CommitMark:
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Copy `value`, on the CPU, into `tensor` of the learned state, in the order of the codec stream. The host does
-        not wait for the codec."""
+        not wait."""
         device = tensor.device
         if not precision.has_streams(device):
             tensor.copy_(value)

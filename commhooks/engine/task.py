@@ -18,13 +18,10 @@ class Done:
 
 class ExchangeTask:
     """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so that errors name the
-    compressor.
+    compressor. Raises HookRunError if `exchange` is not a generator.
 
     Args:
         expects_verdict: False if the compressor is not transactional.
-
-    Raises:
-        HookRunError: `exchange` is not a generator.
     """
 
     def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
@@ -40,14 +37,11 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange to its next yield, or to its end.
+        """Run the exchange to its next yield, or to its end. Raise HookRunError if it breaks a rule.
 
         Args:
             answer: the result of the yielded collective; after a `Verdict` whether the pass is committed; None at the
                 beginning.
-
-        Raises:
-            HookRunError: the exchange breaks a rule, which the message names.
         """
         try:
             yielded: Any = self.exchange.send(answer)

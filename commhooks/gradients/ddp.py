@@ -44,14 +44,12 @@ class BucketReader:
         self._read = 0  # parameters read so far in a pass with `static_graph`
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
-        """Convert the next bucket.
+        """Convert the next bucket. Raise HookRunError if `checked_bucket` does, or if the last bucket of the pass
+        cannot be detected.
 
         Args:
             end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
                 that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
-
-        Raises:
-            HookRunError: see `checked_bucket`; or the last bucket of the pass cannot be detected.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()
@@ -217,11 +215,11 @@ class DDPGradients(GradientSource):
 
 
 class _Registered(functools.partial[Future]):
-    """The function that is registered with DDP. DDP's logging data show its `__name__`.
+    """The function that is registered with DDP, which shows its `__name__` in logging data.
 
     `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle this function with the model, but
-    register no hook in the copy (torch 2.13). Its pickle therefore leaves out the hook with its process group and
-    learned state.
+    register no hook in the copy (torch 2.13). So its pickle leaves out the hook with its process group and learned
+    state.
     """
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":

@@ -58,7 +58,6 @@ def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
 
 
 def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's shard of the values, as a view."""
     return as_dtensor(parameter).to_local().detach()
 
 
@@ -68,7 +67,6 @@ class LocalShard:
 
     Attributes:
         local: the values of the shard; represents the parameter in buckets.
-        extent: where the shard lies in the parameter.
         numel_padded: number of elements in FSDP's buffers, the size of the largest shard.
     """
 
@@ -105,10 +103,9 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """The buffer in which FSDP has reduced a unit. It is sent as soon as all of its parameters are known.
+    """The buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its parameters are known.
 
     Attributes:
-        flat: the buffer as FSDP passed it.
         averaged: False after `set_requires_all_reduce(False)`.
         sent: the bucket's buffer: `flat`, or a copy without the padding.
         average: the future of the average of `sent`.
@@ -174,8 +171,7 @@ class RunningPass:
             )
 
     def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
-        """Take accumulated gradients out of `.grad`, because FSDP would add gradients to them that are not averaged
-        yet."""
+        """Take accumulated gradients out of `.grad`, where FSDP would add gradients that are not averaged yet."""
         for shard in shards:
             if shard.parameter.grad is not None:
                 self.earlier.append((shard, shard.parameter.grad))
@@ -196,11 +192,8 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether hooks reduce this parameter. False if fully_shard ignores it.
-
-    Raises:
-        AttachError: it is sharded in a way that hooks do not support.
-    """
+    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raise AttachError if it is sharded
+    in a way that hooks do not support."""
     data: object = parameter
     if not isinstance(data, DTensor):
         return False
@@ -248,8 +241,7 @@ class FullyShardGradients(GradientSource):
     averages_alone = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """`group` consists of the ranks that hold the same shard. Raises AttachError if hooks do not support the
-        sharding."""
+        """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support the sharding."""
         self._module = weakref.ref(model)
         self.before_weights_change()
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
@@ -377,7 +369,7 @@ class FullyShardGradients(GradientSource):
         self._running(within=_refuse_reentrant)
 
     def _on_reduced(self, unit: Callable[[], FSDPModule | None], flat: torch.Tensor) -> None:
-        """Handle the all-reduce hook of every unit."""
+        """All-reduce hook of every unit."""
         current, module = self._running(), unit()
         current.check_filled()
         if not current.began:
@@ -386,7 +378,7 @@ class FullyShardGradients(GradientSource):
         current.filling = UnitBuffer(flat, averaged=module is None or all_reduces(module))
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        """Handle the post-accumulate hook of every parameter."""
+        """Post-accumulate hook of every parameter."""
         shard, current = self._of_parameter[id(parameter)], self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(
@@ -408,11 +400,11 @@ class FullyShardGradients(GradientSource):
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
-        """Return the running pass, or begin one. See `run_after_backward` for `within`."""
         current = self._pass
         if current is None:
             current = self._pass = RunningPass(current_task())
-        # FSDP has queued its own callback before this one. It reduces the units whose inputs need no gradient.
+        # Begin a pass if none is running. FSDP has queued its own callback before this one; it reduces the units whose
+        # inputs need no gradient.
         run_after_backward(lambda: self._end(current), within)
         return current
 

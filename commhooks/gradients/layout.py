@@ -24,8 +24,7 @@ class Bucket:
         index: increases within a backward pass.
         nbytes: bytes of the buffer; for a sparse gradient only of the values.
         grad_bucket: the bucket that DDP passed; None without DDP.
-        unused: positions of the parameters that have a gradient although this rank has not used them since the last
-            synchronised pass.
+        unused: positions of parameters with a gradient that this rank has not used since the last synchronised pass.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Slot:
         return self.offset + self.numel
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's part of a buffer: a 1-D view of `numel` elements in memory order."""
         return flat[self.offset : self.offset + self.numel]
 
 
@@ -109,7 +107,6 @@ def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the parameter's shape as a 1-D tensor in memory order: the inverse of `to_logical`."""
     return logical.permute(memory_order(parameter)).reshape(-1)
 
 
@@ -132,6 +129,6 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
     """Return (n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in
-    memory, m the product of the others."""
+    memory."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

@@ -1,5 +1,5 @@
-"""Read the loss scale, the factor by which a GradScaler multiplies the loss, once per backward pass, without
-synchronising with an accelerator."""
+"""Read the loss scale, the factor by which a GradScaler multiplies the loss, without synchronising with an
+accelerator."""
 
 import math
 import numbers
@@ -16,8 +16,8 @@ LossScale = float | torch.Tensor
 
 
 class ScaleOf:
-    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, which may be created later; if it
-    returns None, the scale is 1."""
+    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, or None for scale 1; it may be
+    created later."""
 
     def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
         self.scaler = scaler
@@ -41,10 +41,9 @@ def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScale
 
 
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
-    """Return the loss scale of this backward pass.
-
-    Returns the previous scale `before` if the scale on an accelerator is zero, negative or not finite, because the
-    gradients of such a step are all zero or not finite, and the residuals must not change.
+    """Return the loss scale of this backward pass, or the previous scale `before` if the scale on an accelerator is
+    zero, negative or not finite: the gradients of such a step are all zero or not finite, and the residuals must not
+    change.
 
     Raises:
         HookRunError: the scale is not a number; or it is on the host, and zero, negative or not finite.

@@ -1,5 +1,4 @@
-"""Define stable parameter names, the keys of a hook's learned and saved state, and match the globs of the option
-`exclude`.
+"""Define stable parameter names, the keys of a hook's saved state, and match the globs of the option `exclude`.
 
 A GradBucket has no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name
 of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
@@ -55,8 +54,6 @@ def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
 
 
 class ParameterNames(Protocol):
-    """Maps parameters to stable names."""
-
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         """Return the names of a bucket's parameters. `first`: whether it is the first bucket of a backward pass."""
 
@@ -64,7 +61,7 @@ class ParameterNames(Protocol):
         """Return {name: parameter} for all parameters known so far."""
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
-        """Return the first of `patterns`, the globs of the option `exclude`, that matches the parameter, or None."""
+        """Return the first of `patterns` that matches the parameter, or None; see `matching`."""
 
 
 class ModelNames:

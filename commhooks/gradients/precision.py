@@ -40,8 +40,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError if there are several devices: a step is committed for all buckets together, and buckets on
-    several devices would have to wait for each other. `what` is the compressor's name in the message."""
+    """Raise HookConfigError if there are several devices: all buckets are committed together, and buckets on several
+    devices would have to wait for each other. `what` is the compressor's name in the message."""
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(

@@ -23,7 +23,6 @@ class HookCallbacks:
     """The functions that a source of gradients calls in each backward pass.
 
     Attributes:
-        name: the name of the hook in messages.
         run: reduces one bucket and returns a future of the result.
         finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
@@ -44,7 +43,7 @@ class HookCallbacks:
         return self.run(bucket)
 
     def end_pass(self) -> None:
-        """End a pass in which no bucket was marked as the last."""
+        # No bucket of this pass was marked as the last.
         self.finish()
         self.on_pass_end()
 
@@ -57,13 +56,8 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where this rank's shard lies in the whole parameter.
-
-    Attributes:
-        whole: shape of the whole parameter.
-        shape: shape of the shard.
-        dim, start: the shard begins at index `start` of dimension `dim` and is complete in the other dimensions.
-    """
+    """Where this rank's shard, of shape `shape`, lies in the whole parameter, of shape `whole`: it begins at index
+    `start` of dimension `dim` and is complete in the other dimensions."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
@@ -159,8 +153,7 @@ class GradientSource(ABC):
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Stop synchronising buffers, such as running statistics. Return warnings about what is still sent in every
-        step."""
+        """Stop synchronising buffers, such as running statistics. Return warnings about what every step still sends."""
         return []
 
     def close(self) -> None:
@@ -184,7 +177,7 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the parameter's placement, made from this rank's `part`."""
+        """Return this rank's `part` as a tensor with the parameter's placement."""
         return part
 
 
@@ -214,11 +207,8 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 class PlainGradients(GradientSource):
     """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine. At the
-    end of the backward pass each gradient becomes a bucket.
-
-    Args:
-        accumulates: returns whether the running backward pass only accumulates gradients; None: no pass does.
-    """
+    end of the backward pass each gradient becomes a bucket. `accumulates` returns whether the running backward pass
+    only accumulates gradients."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False

@@ -34,8 +34,8 @@ current_task: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
 """Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside of a backward pass."""
 
 current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
-"""Return, in a callback at the end of a backward pass, the current node of the enclosing pass; None in the outermost
-pass."""
+"""Return, in a callback at the end of a backward pass, the current node of the enclosing pass; None in the
+outermost."""
 
 queue_callback: Callable[[Callable[[], None]], None] = _needed(
     _needed(torch.autograd.Variable, "_execution_engine"), "queue_callback"
@@ -72,7 +72,7 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store of `group`. torch newer than 2.8 has a public function for this. Raises HookRunError
+    """Return the key-value store of `group`, for which torch newer than 2.8 has a public function. Raises HookRunError
     if there is no store."""
     public = hasattr(group, "get_group_store")
     store: dist.Store | None = (
@@ -103,7 +103,6 @@ def is_torchcomms(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def groups_here() -> int:
-    """Return the number of torch's process groups of which this rank is a member."""
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
 
 
@@ -131,22 +130,18 @@ def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
 
 
 def in_join(ddp_model: DistributedDataParallel) -> bool:
-    """Return whether DDP runs in a `Join`, as in `ddp_model.join()`."""
     return bool(getattr(getattr(ddp_model, "_join_config", None), "enable", False))
 
 
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer is applied to `parameter` within the backward pass."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def count_accumulate_hooks(parameter: torch.Tensor) -> int:
-    """Return how many hooks `parameter.register_post_accumulate_grad_hook` has registered."""
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
 def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
-    """Return whether DDP was given `delay_all_reduce_named_params`."""
     return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
 
 

@@ -39,14 +39,8 @@ _ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
 
 
 class CommonState:
-    """Shares state among the ranks. All ranks must call each method at the same point of the training.
-
-    Args:
-        hook: the name of the hook in messages.
-        loss_scale: as passed to `attach`. If it belongs to a GradScaler, the GradScaler is shared, too.
-        counters: count what is sent.
-        logs: whether this rank logs.
-    """
+    """Shares state among the ranks. All ranks must call each method at the same point of the training. `loss_scale` is
+    as passed to `attach`; if it belongs to a GradScaler, the GradScaler is shared, too."""
 
     def __init__(
         self,
@@ -63,11 +57,9 @@ class CommonState:
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Copy the state of rank 0 to all ranks. Tensors that are equal on all ranks are not sent.
-
-        Args:
-            optimizers: whether to share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
-            group: the process group; None: the group of the model.
+        """Copy the state of rank 0 to all ranks of `group` (None: the ranks of the model). Tensors that are equal on
+        all ranks are not sent. With `optimizers` also share the optimizers and the GradScaler, not only buffers and
+        frozen parameters.
 
         Returns:
             Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
@@ -220,10 +212,8 @@ class CommonState:
     def take(
         self, form: bytes, arrived: Mapping[int, torch.Tensor], more: Mapping[str, tuple[Any, Callable[[Any], None]]]
     ) -> list[str]:
-        """Set all state of this rank from another rank's description and tensors.
-
-        Args:
-            more: this rank's values for the other rank's `more`, each with the function that sets it.
+        """Set all state of this rank from another rank's description and tensors. `more` has this rank's values for the
+        other rank's `more`, each with the function that sets it.
 
         Returns:
             Labels of the parts that only one of both ranks has, and of the entries in `more` in which this rank keeps
@@ -356,7 +346,6 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
 
 
 def _keeps_own(node: Node) -> bool:
-    """Return whether a description leaves out a value."""
     kind, inner = node
     if kind in ("tensor", "value", "own"):
         return kind == "own"
@@ -364,11 +353,8 @@ def _keeps_own(node: Node) -> bool:
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
-    """Set `own` to the value that `node` describes, in place where possible. Return the value.
-
-    Args:
-        arrived: tensors of rank 0 by number. Tensors that are missing here are equal in `own`.
-    """
+    """Set `own` to the value that `node` describes, in place where possible, and return it. `arrived` has tensors of
+    rank 0 by number; tensors missing from it are equal in `own`."""
     kind, inner = node
     if kind == "own":
         return own

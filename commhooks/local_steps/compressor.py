@@ -24,13 +24,8 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """The plan of a parameter's weights, which always counts as compressed.
-
-    Attributes:
-        on_wire: how the weight differences are sent in an outer step.
-        every: H, the number of steps in a round.
-        offloaded: whether anchor and momentum are kept in host memory.
-    """
+    """The plan of a parameter's weights, which always counts as compressed. `on_wire` plans how weight differences are
+    sent in an outer step, and `every` is H, the number of steps in a round."""
 
     on_wire: UnitPlan = field(kw_only=True)
     every: int = field(kw_only=True)
@@ -90,7 +85,6 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return OuterStepWorkspace(layout, on_wire, wire, self.offloads(layout.device))
 
     def offloads(self, device: torch.device) -> bool:
-        """Return whether anchor and momentum of weights on `device` are kept in host memory."""
         return self.config.offload is not False and device.type != "meta" and not precision.is_host_readable(device)
 
     def exchange(self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo) -> Exchange:

@@ -40,7 +40,6 @@ class LocalStepsDriver:
     """Drives the rounds of one model. Its counts are the same on all ranks.
 
     Args:
-        name: the name of the hook in messages.
         outer: runs the outer steps.
         loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
             step. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the round
@@ -191,7 +190,6 @@ class LocalStepsDriver:
         self.in_round += 1
 
     def _is_due(self) -> bool:
-        """Return whether the machines or ranks meet after this pass."""
         first = self.members is not None and not self.members.joined
         return first or self.outer.due(self.in_round + 1)
 
@@ -332,11 +330,8 @@ class LocalStepsDriver:
     # ---- saves and validations ---------------------------------------------------------------------------------------
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
-        """Give all ranks equal weights and buffers; see `CommHook.synchronize`.
-
-        Args:
-            saver: the joint saves of this hook; None before the first backward pass.
-        """
+        """Give all ranks equal weights and buffers; see `CommHook.synchronize`. `saver` is None before the first
+        backward pass."""
         self._differences = []
         trained = self.diverged or self._passes > self._shared_at[optimizers]
         if not trained and not (optimizers and self.outer.has_run):
@@ -380,10 +375,7 @@ class LocalStepsDriver:
 
     def is_exact(self, *, together: bool) -> bool:
         """Return whether a run that resumes from the state saved now continues exactly as this run. Warn if not.
-
-        Args:
-            together: whether `synchronize` succeeded before the save.
-        """
+        `together` is whether `synchronize` succeeded before the save."""
         if self.members is not None and self.diverged:
             self._warn_once(
                 "this save in the middle of a round is marked inexact, because machines meet only at the ends of "

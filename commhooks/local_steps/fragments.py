@@ -140,11 +140,8 @@ class FragmentSession(ExchangeDriver):
             self._exchange(buffers)
 
     def forget(self, *, until_timeout: bool = False) -> None:
-        """Drop the exchange in flight and begin a round.
-
-        Args:
-            until_timeout: wait for the exchange up to the process group's timeout, not only for a few seconds.
-        """
+        """Drop the exchange in flight and begin a round. With `until_timeout` wait for the exchange up to the process
+        group's timeout, otherwise for a few seconds."""
         exchange, self._in_flight, self._turn = self._in_flight, None, 0
         self._buffers.clear()
         if exchange is not None:
@@ -179,12 +176,9 @@ class FragmentSession(ExchangeDriver):
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
-        """Begin an outer step of all weights among the machines, without a commit.
-
-        Args:
-            weight: the weight of this machine's differences in the mean.
-            exchanges: whether this rank exchanges them. If not, it gets the result from rank 0 of its model.
-        """
+        """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
+        machine's differences in the mean. A rank that does not exchange them (`exchanges`) gets the result from rank 0
+        of its model."""
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
@@ -211,8 +205,8 @@ class FragmentSession(ExchangeDriver):
         self._count(self._on_all_parts(good), buffers)
 
     def _commit(self, work: OuterStepWorkspace, exchange: RunningExchange, good: torch.Tensor) -> torch.Tensor:
-        """Finish the exchange of a buffer, and set the weights to the new anchor. Return whether this buffer and all
-        earlier buffers (`good`) are finite."""
+        """Finish the exchange of a buffer, and set the weights to the new anchor. Return whether this and all earlier
+        buffers (`good`) are finite."""
         finish_sends([exchange])
         good = good & exchange.finite
         if self.nodes is not None:  # the ranks of a node must keep equal weights
@@ -227,7 +221,6 @@ class FragmentSession(ExchangeDriver):
         return self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
-        """Let exchanges write their learned state, if `good`."""
         with self.held.committing(good.device):
             self.state.local_shared = False
             for each in exchanged:
@@ -259,8 +252,8 @@ class FragmentSession(ExchangeDriver):
         self._measured = [each.measured for each in buffers if each.measured is not None]
 
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
-        """Return whether `good` is true for all parts of the weights. Each rank of a node, or each shard, exchanges its
-        part with its counterparts."""
+        """Return whether `good` is true for all parts of the weights, which the ranks of a node or the shards
+        exchange."""
         if self.nodes is not None:
             good = good_on_all(good, self.nodes.intra_node, "the node")
         if self.consensus.binding.shards is not None:
@@ -289,8 +282,8 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class HeldOuterStep:
-    """An outer step of all weights among the machines. It can be abandoned between `exchange` and `commit`, because
-    nothing is written before `commit`."""
+    """An outer step of all weights among the machines. It can be abandoned until `commit`, because nothing is written
+    before."""
 
     def __init__(
         self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
@@ -315,7 +308,7 @@ class HeldOuterStep:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of the model must call
+        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of a model must call
         this."""
         session, device = self._session, self._buffers[0].layout.device
         good = torch.ones((), dtype=torch.bool, device=device)
@@ -347,8 +340,7 @@ class HeldOuterStep:
 class _DelayedExchange:
     """Runs the outer step of a fragment in the background while the training continues. It begins in the constructor.
 
-    On an accelerator it is queued on a stream of its own, and the host does not wait. On the CPU a thread waits for the
-    network.
+    On an accelerator it runs on a stream, and the host does not wait. On the CPU a thread waits for the network.
     """
 
     def __init__(self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -388,8 +380,7 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait for the thread to end. On an accelerator nothing needs to wait, because the memory is kept for the
-        stream."""
+        # On an accelerator nothing needs to wait, because the memory is kept for the stream.
         if self._thread is not None:
             _join(self._thread, limit_s)
 
@@ -409,7 +400,7 @@ class _DelayedExchange:
 
     @torch.no_grad()
     def write_weights(self, *, keep_training: bool) -> None:
-        """Set the weights to the anchor. With `keep_training` add the changes of the training since the weights were
+        """Set the weights to the anchor. With `keep_training` add what the training has changed since they were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
             if keep_training:

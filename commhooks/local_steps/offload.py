@@ -17,7 +17,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fetch(kept: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the tensors with these names to `device`, leaving out names that `kept` lacks. Call `wait_for_copies` before
+    """Copy the tensors with these names to `device`, without names that `kept` lacks. Call `wait_for_copies` before
     using them."""
     found = {}
     with copying(device, after_current=False):

@@ -67,10 +67,7 @@ class OuterStepWorkspace:
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
     """Return the norm of delta, and its cosine with the previous delta; None where undefined. Waits for an accelerator.
-
-    Args:
-        measured: `OuterStepWorkspace.measured` of all buffers of an outer step.
-    """
+    `measured` has `OuterStepWorkspace.measured` of all buffers of an outer step."""
     if not measured:
         return None, None
     squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()

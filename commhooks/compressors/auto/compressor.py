@@ -30,11 +30,8 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """Return the candidate's compressor, which compresses from its first step on.
-
-    Raises:
-        HookConfigError: `auto` does not choose this hook, or its options are invalid.
-    """
+    """Return the candidate's compressor, which compresses from its first step on. Raise HookConfigError if `auto` does
+    not choose this hook, or if its options are invalid."""
     if candidate.hook not in _CLASSES:
         raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
     made = _CLASSES[candidate.hook]
@@ -135,8 +132,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """Average without the check for finite numbers, which reads all gradients once more, unless the candidate needs
-        it."""
+        """Skip the check for finite numbers, which reads all gradients once more, unless the candidate needs it."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
@@ -248,8 +244,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        """Return this rank's number of buckets, its number of valid measurements, and their median, which a single jump
-        of the clock does not move."""
+        """Return this rank's number of buckets, its number of valid measurements, and their median, which is robust
+        against a jump of the clock."""
         sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
         return [buckets, len(sound), statistics.median(sound) if sound else math.nan]

@@ -17,7 +17,6 @@ class Candidate:
     """A hook with options, to be compared with others.
 
     Attributes:
-        label: its name in logs, tables and checkpoints.
         hook, options: as in `attach`, without a start step.
         changes: how much it changes the gradients, for choosing the most exact of equally fast candidates. 0: not at
             all; up to 1: another dtype; above 1: lossy compression.
@@ -100,13 +99,9 @@ class Auto(HookConfig):
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
     """Return the label of the candidate to use. Equal on all ranks for equal arguments.
 
-    Of the candidates that are faster than the current one by `MARGIN` and nearly as fast as the fastest, return the one
-    that changes the gradients least. Without such candidates, return the current one.
-
-    Args:
-        times: seconds per step, by label. Candidates without a valid time are left out.
-        known: the candidates by label.
-        now: the label of the current candidate.
+    Of the candidates that are faster than the current one (`now`) by `MARGIN` and nearly as fast as the fastest, return
+    the one that changes the gradients least. Without such candidates, return the current one. `times` holds seconds per
+    step by label; candidates without a valid time are left out.
     """
     usable = {label: each for label, each in times.items() if math.isfinite(each) and each > 0}
     if now not in usable:

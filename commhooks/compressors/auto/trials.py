@@ -43,9 +43,7 @@ class Decision:
 
     Attributes:
         watch: the steps of this phase to measure; None: never measure again.
-        others: the other candidates.
         since: number of committed steps when the candidate became current; None before the first decision.
-        phase: "measuring", "trying" or "resting".
         extended: how many times in a row the phase was extended because of too few valid measurements.
         switches: how many times the current candidate has changed.
         why: the reason for the latest choice, a sentence without a full stop.
@@ -111,11 +109,8 @@ class Decision:
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """Invert `to_plain`. The content may be damaged or hostile.
-
-        Raises:
-            HookConfigError: the content is not a result of `to_plain`.
-        """
+        """Invert `to_plain`. The content may be damaged or hostile: raise HookConfigError if it is not a result of
+        `to_plain`."""
         try:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
             labels = set(known)
@@ -168,8 +163,7 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
 def after_measuring(
     now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
-    """Begin the trials of `candidates`. `sent` has the counted bytes per step by label, also for the current
-    candidate."""
+    """Begin the trials of `candidates`. `sent` has the counted bytes per step by label."""
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
     return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)

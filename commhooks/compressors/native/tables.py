@@ -29,7 +29,6 @@ class Table:
 
     Args:
         rows: the values of the first fields in each row; the other fields are 0.
-        dtype: the dtype of the numbers that the kernel processes.
 
     Attributes:
         fields: the members of the struct, in order.
@@ -105,8 +104,8 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows (or 0), and
-    of the result."""
+    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows, and of the
+    result."""
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
@@ -121,7 +120,7 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, and the block size, then
+    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
     addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
@@ -132,11 +131,8 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`. This is the only check of the memory before C uses it.
-
-    Raises:
-        HookRunError: the memory does not hold `numel` contiguous numbers of `dtype`.
-    """
+    """Return the address of `tensor`. Raise HookRunError unless it holds `numel` contiguous numbers of `dtype` on the
+    CPU: C accesses the memory without any other check."""
     place = tensor.data_ptr()
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
@@ -149,11 +145,8 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`. Results do not
-    depend on either.
-
-    The number of threads is at most what torch uses in this thread, and 1 if torch's threads cannot be used.
-    """
+    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`, at most as many
+    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on either."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:

@@ -279,8 +279,7 @@ class PackedFactors:
         self._results = self._views(self._result)
 
     def unit_rows(self, packed: torch.Tensor) -> None:
-        """Write the rows of `packed` (from `new_packed`), scaled to norm 1, into `flat`. Random rows replace zero
-        rows."""
+        """Write the rows of `packed`, scaled to norm 1, into `flat`. Random rows replace zero rows."""
         for rows, refill, out in zip(self._padded(packed), self._refill, self._results, strict=True):
             unit, missing = unit_stack(rows)
             torch.addcmul(unit, refill, missing, out=out)

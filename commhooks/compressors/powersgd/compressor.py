@@ -53,8 +53,7 @@ class FactorField(StateField):
         return plan.rank, plan.m
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank, or append rows of `initial`. Without `initial` append zeros, which the kernel
-        replaces."""
+        """Truncate to the new rank, or append rows of `initial`, or else zeros, which the kernel replaces."""
         rank, rows = self.shape(plan)[0], len(value)
         if not rank:
             return None

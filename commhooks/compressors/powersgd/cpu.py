@@ -94,13 +94,12 @@ class CpuKernel:
     # ---- overridden for batched PowerSGD -------------------------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
-        """Return the residuals for the products to add to the deltas. An override may add them itself and return
-        None."""
+        """Return the residuals for the products to add to the deltas, or add them here and return None."""
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
     def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
-        """Return the tensors into which the products write the residuals of the matrices at `places`. An override may
-        write them itself and return None."""
+        """Return where the products write the residuals of the matrices at `places`, or write them here and return
+        None."""
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
     # ---- parts of the steps --------------------------------------------------------------------------------------

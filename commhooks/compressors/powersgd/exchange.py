@@ -80,8 +80,7 @@ class BucketPass:
     Attributes:
         gradients: a 1-D view of the bucket per matrix.
         plain: 1-D views of the uncompressed gradients.
-        first: the message with P, uncompressed gradients and flags.
-        last: the message with Q.
+        first, last: the message with P, uncompressed gradients and flags, and the message with Q.
         deltas: gradient + residual, in the shape that the kernel needs; set in `form_p`.
         used: for `AcceleratorKernel`, a mask of the matrices that have a gradient on some rank.
         used_elements: the same mask per element of a batched bucket.
@@ -153,11 +152,9 @@ class PowerSGDWorkspace:
     """The matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
 
     Attributes:
-        dtype: the compute dtype.
         slots: the parameters in the matrices.
         flags_of: a slice of `slots` per matrix.
-        in_bucket: whether delta can be computed in the bucket, because it has the compute dtype and no matrix is
-            padded.
+        in_bucket: delta can be computed in the bucket, because it has the compute dtype and no matrix is padded.
         buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.
     """
 
@@ -191,21 +188,20 @@ class PowerSGDWorkspace:
         self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
-        """Draw the initial Q, `r x m`, on the CPU. It is equal on every rank, for every bucket layout, and after a
-        restart."""
+        """Draw the initial Q, `r x m`, on the CPU. See `draw`."""
         purpose = "Q" if self.warm_start else f"Q at step {step}"
         return draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
     def refill(self, side: str, place: int) -> torch.Tensor:
-        """Draw the random rows that replace dependent rows of a matrix's P (`r x n`) or Q (`r x m`), on the CPU."""
+        """Draw random rows to replace dependent rows of a matrix's P (`r x n`) or Q (`r x m`), on the CPU."""
         matrix = self.matrices[place]
         length = matrix.n if side == "P" else matrix.m
         return draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
 
 
 def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank and for every bucket
-    layout."""
+    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank, for every bucket layout,
+    and after a restart."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(rank, length, generator=generator, dtype=dtype)

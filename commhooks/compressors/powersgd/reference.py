@@ -44,8 +44,7 @@ def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns (n x r, independent). Orthogonalise twice, because once loses
-    digits."""
+    """Return an orthonormal basis of the columns (n x r, independent). Runs twice, because once loses digits."""
     columns: list[torch.Tensor] = []
     for column in matrix.T:
         for _ in range(2):

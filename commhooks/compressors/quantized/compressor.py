@@ -60,7 +60,6 @@ class QuantizedWorkspace:
     """The compressed parameters of one bucket layout (`slots`), and their kernel.
 
     Args:
-        plans: one per slot of the layout, in order.
         wire_dtype: the dtype in which uncompressed elements are sent.
         natively: compute with the native kernel: C on the CPU, Triton on CUDA.
     """
@@ -87,8 +86,7 @@ class QuantizedWorkspace:
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
-        """Return the kernel. Make it on the first call, from `Compressor.allocate`, because a workspace does not know
-        the number of ranks."""
+        """Return the kernel, made on the first call, because it depends on the number of ranks."""
         made = self._kernel
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             made = self._kernel = self._new_kernel(step.world_size, step.rank)

@@ -1,5 +1,5 @@
-"""Compute the quantised mean with torch on any device, and with the C kernel on the CPU. `triton_kernel.py` does so on
-CUDA.
+"""Compute the quantised mean with torch on any device, and with the C kernel on the CPU (with Triton:
+`triton_kernel.py`).
 
 All kernels perform the same operations in the same order, so their bits are equal.
 """
@@ -82,8 +82,7 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks. It holds learned
-    state.
+    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned state.
 
     Attributes:
         delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last block is zero, too.
@@ -201,11 +200,8 @@ class TorchKernel:
         self.buffers.write_gradients(flat)
 
     def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
-        """Store delta, which holds the rounding errors, as the residuals.
-
-        Args:
-            used: mask of the blocks whose tensor has a flag (bool, `n x 1`); None: the host has read that all have one.
-        """
+        """Store delta, now the rounding errors, as the residuals. `used` masks the blocks whose tensor has a flag
+        (bool, `n x 1`); None if the host has read that all have one."""
         if good is False or self.buffers.residuals is None:
             return
         lost = self.buffers.of_slots

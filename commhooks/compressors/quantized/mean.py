@@ -1,6 +1,6 @@
 """Compute the quantised mean over the ranks.
 
-Delta, the input plus the residual of earlier steps, is divided into blocks. Each block has an owner: the rank that
+Delta, the input plus the residual of earlier steps, is divided into blocks. The owner of a block is the rank that
 averages it.
 """
 
@@ -56,11 +56,9 @@ class BlockKernel(Protocol):
         """Write the blocks of other owners into `messages.sent`. Leave their rounding errors in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share and write the quantised mean into `messages.mean`. Leave its rounding error, times
-        the world size, in delta.
-
-        Adds this rank's own blocks, not rounded, then the received ones (on the CPU in the order of the ranks).
-        """
+        """Average this rank's share: its own blocks, not rounded, then the received ones (on the CPU in the order of
+        the ranks). Write the quantised mean into `messages.mean`. Leave its rounding error, times the world size, in
+        delta."""
 
     def store(
         self, averaged: "Averaged", flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
@@ -125,12 +123,10 @@ class Shares:
             selects the first owner, so that small tensors do not all have the same owner.
 
     Attributes:
-        pieces: in the order of the blocks.
         counts: number of blocks in each share.
         size: number of blocks in each share as sent; shorter shares are padded with the empty block.
         places: the index of each block in the concatenated shares.
-        blocks: `world_size x size`, the indices of the blocks in each share. The empty block comes after the last
-            block.
+        blocks: `world_size x size`, the indices of the blocks in each share. The empty block has the last index.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
@@ -160,8 +156,7 @@ class Sections:
     plain: torch.Tensor
     """Numbers that are not quantised, in their wire dtype."""
     codes: torch.Tensor
-    flags: torch.Tensor
-    """uint8."""
+    flags: torch.Tensor  # uint8
 
 
 class ShareMessages:
@@ -228,7 +223,7 @@ class ShareMessages:
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of the flags into
+        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of flags into
         `mean`."""
         shares, mean = self.sections(arrived), self.in_mean
         if precision.is_host_readable(arrived.device):

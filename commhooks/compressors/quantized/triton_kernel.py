@@ -140,8 +140,7 @@ def _average(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Average this rank's blocks into `delta`: its own numbers, not rounded, and codes * scales of the other ranks.
 
-    The additions are those of `sum_in_pairs`. -0.0 stands for a missing rank, because adding it changes no bit of a
-    sum.
+    The additions are those of `sum_in_pairs`. A missing rank counts as -0.0, which changes no bit of a sum.
     """
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH

@@ -125,6 +125,7 @@ class BackwardPass:
         return torch.stack([each.finite for each in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:
+        # With nodes each exchange has one more Send, inside the node: start all of them, then wait.
         for each in self.running:
             each.advance(good)
         for each in self.running:

@@ -65,6 +65,7 @@ class CommonState:
             Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
         """
         group, device = self._source.group if group is None else group, self._source.device
+        # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
         sums = self._checksums(tensors)
@@ -73,6 +74,7 @@ class CommonState:
         same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
         if same_form and same_bits:
             return []
+        # 2. Compare tensor by tensor with the description of rank 0.
         first = described if same_form else self._of_first(described, group)
         leaves, mine = (
             {path: leaf for label, node in each.items() for path, leaf in _leaves(node, label)}
@@ -84,6 +86,7 @@ class CommonState:
         ]
         rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
         wanted = (rows != rows[0]).any(0).any(1).tolist()
+        # 3. Broadcast the tensors that differ on some rank, and set the state.
         arrived = self._receive([x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group)
         differing = self._set(own, first, arrived) if group.rank() else set()
         if same_form:

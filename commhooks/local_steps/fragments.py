@@ -403,7 +403,7 @@ class _DelayedExchange:
         """Set the weights to the anchor. With `keep_training` add what the training has changed since they were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
-            if keep_training:
+            if keep_training:  # weights = anchor + (weights now - weights sent)
                 flat.sub_(self._sent[place]).add_(packed(each.layout))
             write_back(each.layout, flat)
 

@@ -160,6 +160,8 @@ class TorchKernel:
 
     def quantise(self) -> None:
         messages, shares, buffers = self.messages, self.messages.shares, self.buffers
+        # This rank averages its own share without rounding it. Quantising all blocks is simpler; `average` overwrites
+        # the rounding errors of the own blocks.
         self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(self._ranks)
         quantise(messages.code, buffers.of_slots, self.codes[:-1], self.scales[:-1], messages.most)
         sent, order = messages.in_sent, shares.blocks.view(-1)
@@ -181,6 +183,7 @@ class TorchKernel:
             deltas[self.rank].copy_(own)
             own = sum_in_pairs(deltas)
         quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
+        # `own` is now the rounding error of the mean. The owner alone corrects it, so multiply by the world size.
         count = shares.counts[self.rank]
         self.buffers.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 

@@ -132,6 +132,7 @@ class Shares:
     def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
         self.pieces: list[Piece] = []
         self.counts = [0] * world_size
+        # Divide each tensor into as many parts as there are ranks, and give part i to rank i plus a hash of the name.
         for number, (name, blocks) in enumerate(tensors):
             for i in range(min(blocks, world_size)):
                 part = max(i, i * world_size // blocks)  # skips the empty parts if there are fewer blocks than ranks

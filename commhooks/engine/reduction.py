@@ -178,7 +178,7 @@ def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, 
 
 
 class HierarchicalWorkspace:
-    """The buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
+    """Holds the buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.

@@ -71,8 +71,8 @@ class ExchangeDriver:
 
 @dataclass(frozen=True)
 class WatchedPass:
-    """A backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its own
-    (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
+    """Records a backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its
+    own (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
 
     began: Mark
     ended: Mark

@@ -202,7 +202,7 @@ class CommonState:
         return found
 
     def spread(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> tuple[bytes, Mapping[int, torch.Tensor]]:
-        """Broadcast what rank 0 has read to all ranks of the model."""
+        """Broadcast to all ranks of the model what rank 0 has read."""
         group, device = self._source.group, self._source.device
         if group.size() == 1:
             return form, arrived
@@ -219,8 +219,8 @@ class CommonState:
         other rank's `more`, each with the function that sets it.
 
         Returns:
-            Labels of the parts that only one of both ranks has, and of the entries in `more` in which this rank keeps
-                an object of its own because it cannot be sent.
+            Labels of the parts that only one of the two ranks has, and of the entries in `more` in which this rank
+            keeps an object of its own because it cannot be sent.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
@@ -309,7 +309,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Leaf(NamedTuple):
-    """A tensor in a description. `number` is its index in the list of all tensors."""
+    """Describes a tensor. `number` is its index in the list of all tensors."""
 
     number: int
     shape: tuple[int, ...]

@@ -20,7 +20,7 @@ from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGD
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Holds `k` matrices `n x m` of the same rank. Their deltas are in one tensor, so that one kernel multiplies all of
+    """Holds `k` matrices `n x m` of the same rank, with deltas in one tensor, so that one kernel multiplies all of
     them.
 
     Attributes:
@@ -232,7 +232,7 @@ rows have at most `_SMALL` elements in total. Neither limit depends on r, so the
 
 
 class PackedFactors:
-    """P or Q of all matrices, transposed, so that a few kernels process all of them.
+    """Holds P or Q of all matrices, transposed, so that a few kernels process all of them.
 
     Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
     one shape, so factors of similar length form a group and are padded with zeros, which change no product.

@@ -82,7 +82,8 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned state.
+    """Holds the memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned
+    state.
 
     Attributes:
         delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last block is zero, too.

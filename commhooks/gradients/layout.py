@@ -5,6 +5,7 @@ a transposed parameter is therefore not in logical order, and `GradBucket.gradie
 Layouts identify buckets by their parameters and not by index, because DDP rebuilds its buckets after the first step.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,6 +109,12 @@ def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return logical.permute(memory_order(parameter)).reshape(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU, in logical order; without numpy, which torch does not require."""
+    whole = tensor.contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
 def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:

@@ -18,6 +18,7 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
+from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
@@ -164,7 +165,7 @@ class CommonState:
             content.copy_(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
         content = content.to(device)
         broadcast_first(content, group, self._counters, _WHAT)
-        first: dict[str, Node] = torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
+        first: dict[str, Node] = torch.load(io.BytesIO(bytes_of(content.cpu())), weights_only=True)
         return first
 
     def _receive(

@@ -10,7 +10,7 @@ from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_ov
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import FactorTable, MatrixTable
 from commhooks.compressors.powersgd.exchange import BucketPass, PowerSGDWorkspace
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 
 Tensors = Sequence[torch.Tensor]
 Residuals = Sequence[torch.Tensor | None]
@@ -376,4 +376,4 @@ def results_of(dtype: torch.dtype) -> bytes:
         results += [first, arrived, products.p[0], products.q[0]]
         products.reconstruct([0], [delta], [residual], [first])
         results += [residual, delta]
-    return b"".join(each.numpy().tobytes() for each in results)
+    return b"".join(map(bytes_of, results))

@@ -15,7 +15,7 @@ from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
 from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages, sum_in_pairs
 from commhooks.gradients import precision
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 _PIECE = 2**20
@@ -351,4 +351,4 @@ def results_of(dtype: torch.dtype) -> bytes:
         table.run("quantise", code.bits, most, 0.7, 2, 1, 0)
         table.run("dequantise", code.bits)
         results += [bucket, residual, codes, scales]
-    return b"".join(each.numpy().tobytes() for each in results)
+    return b"".join(map(bytes_of, results))

@@ -17,7 +17,7 @@ from commhooks.gradients.torch_private import sparse_values
 
 
 class Bucket:
-    """Gradients that are reduced together. Every rank passes the same buckets in the same order.
+    """Holds gradients that are reduced together. Every rank passes the same buckets in the same order.
 
     Attributes:
         flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a sparse gradient.
@@ -49,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """The elements `offset : offset + numel` of a bucket's buffer, which belong to `parameter`."""
+    """Locates a parameter in a bucket's buffer: its elements are `offset : offset + numel`."""
 
     name: str
     """Stable name of the parameter, the key of its saved state."""
@@ -67,7 +67,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
+    """Lists the parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
 
     slots: tuple[Slot, ...]
     numel: int

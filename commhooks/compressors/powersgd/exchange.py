@@ -43,7 +43,7 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
 
 
 class LowRankKernel(Protocol):
-    """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values.
+    """Defines the arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values.
     `AcceleratorKernel` uses masks, so that the host never waits for the device."""
 
     work: "PowerSGDWorkspace"
@@ -71,7 +71,7 @@ class LowRankKernel(Protocol):
 
 
 class BucketPass:
-    """The tensors of one bucket in one backward pass.
+    """Holds the tensors of one bucket in one backward pass.
 
     Args:
         flat: the bucket's 1-D buffer, changed in place.
@@ -107,7 +107,8 @@ class BucketPass:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """An `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`, adjacent in the bucket.
+    """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`, adjacent in the
+    bucket.
 
     PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
     """
@@ -124,7 +125,7 @@ class Matrix:
 
 
 class Message:
-    """The tensor of one all-reduce: factors, then uncompressed gradients, then flags.
+    """Holds the tensor of one all-reduce: factors, then uncompressed gradients, then flags.
 
     Args:
         factors: the shape of each matrix's factor, `r x length`.
@@ -149,7 +150,7 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
+    """Holds the matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
 
     Attributes:
         slots: the parameters in the matrices.

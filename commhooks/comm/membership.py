@@ -10,6 +10,7 @@ state of a machine that joins while the others wait, and gives up the work of a 
 """
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import http.server
@@ -55,12 +56,14 @@ class Torchft:
             TORCHFT_LIGHTHOUSE.
         min_machines: with fewer machines an outer step waits for more.
         timeout_s: seconds after which a machine that does not answer is left out.
+        leave_s: seconds that a machine which leaves waits until the others come to their outer step.
         name: name of this machine, different on every machine. None: the host name.
     """
 
     lighthouse: str | None = None
     min_machines: int = 1
     timeout_s: float = 60.0
+    leave_s: float = 20.0
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +71,8 @@ class Torchft:
             raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
             raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
+        if type(self.leave_s) not in (int, float) or not 0 <= self.leave_s < float("inf"):
+            raise invalid("Torchft: leave_s", self.leave_s, "seconds, 0 or more")
         for option in ("lighthouse", "name"):
             value = getattr(self, option)
             if not isinstance(value, str | None) or value == "":
@@ -152,8 +157,7 @@ class Membership:
             failure = json.dumps(["", f"members: this machine cannot listen for the other machines: {error}"])
         failures = gather_texts(failure, local, device, _WHAT)
         if found := next(filter(None, failures), ""):
-            if self.server is not None:
-                self.server.close()
+            self.close()
             kind, text = json.loads(found)
             raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
         self.id = gather_texts("" if self._lighthouse is None else self._lighthouse.id, local, device, _WHAT)[0]
@@ -459,5 +463,5 @@ def fetch(server: str, step: int, limit_s: float) -> tuple[bytes, Callable[[int,
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    found: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
-    return memoryview(found)
+    """Return a view of the memory of a contiguous tensor, for as long as the tensor is there. torch needs no numpy."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

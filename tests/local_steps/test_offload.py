@@ -13,6 +13,7 @@ import torch
 import commhooks
 from commhooks.comm import collectives
 from commhooks.local_steps import flat_weights, fragments, offload, outer_step
+from commhooks.local_steps.fragments import FragmentSession
 from tests.support.cuda_stand_ins import cuda_stand_ins, storage
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import masks
@@ -111,27 +112,41 @@ def test_the_copies_are_ordered_with_the_outer_step():
         assert fetched and len(returned) >= len(fetched)
 
 
-def _alive_at_once(wire: str) -> tuple[int, int]:
-    """The most buffers with weights that are there at one time, and the number of all."""
+def _in_flight(wire: str) -> tuple[int, int, int]:
+    """The most exchanges that are under way at one time, the most buffers with weights that are alive, and the number
+    of all."""
     made: list[Any] = []
-    most, packed = 0, flat_weights.packed
+    running = most_running = most_alive = 0
+    packed, commit = flat_weights.packed, FragmentSession._commit
 
     def counted(*given: Any) -> torch.Tensor:
-        nonlocal most
+        nonlocal running, most_running, most_alive
         flat = packed(*given)
         made.append(weakref.ref(flat))
-        most = max(most, sum(each() is not None for each in made))
+        most_alive = max(most_alive, sum(each() is not None for each in made))
+        running += 1
+        most_running = max(most_running, running)
         return flat
 
-    with mock.patch.object(fragments, "packed", counted), mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL):
+    def committed(*given: Any) -> torch.Tensor:
+        nonlocal running
+        running -= 1
+        return commit(*given)
+
+    with (
+        mock.patch.object(fragments, "packed", counted),
+        mock.patch.object(FragmentSession, "_commit", committed),
+        mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL),
+    ):
         Run.new(hook=commhooks.DiLoCo(sync_every=2, wire=wire)).train(2)
-    return most, len(made)
+    return most_running, most_alive, len(made)
 
 
 @pytest.mark.parametrize("wire", ["float32", "int4"])
 def test_two_buffers_are_exchanged_at_a_time(run_ranks, wire):
-    for most, count in run_ranks(_alive_at_once, wire):
-        assert most <= 3 < count  # a thread of gloo may hold one a moment longer
+    for most_running, most_alive, count in run_ranks(_in_flight, wire):
+        assert most_running == 2
+        assert most_alive <= 3 < count  # a thread of gloo may hold one a moment longer
 
 
 def test_the_plan_counts_two_buffers():

@@ -42,7 +42,7 @@ def is_capturing(device: torch.device) -> bool:
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     """Keep the memory of `tensors`, allocated on another stream, from being reused before the current stream has
-    finished the work that was queued on it until they were freed."""
+    finished the work that was queued on it before they were freed."""
     for tensor in tensors:
         if has_streams(tensor.device):
             for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):

@@ -20,7 +20,7 @@ FABRIC_MODULES = {
     "lightning_fabric": "lightning_commhooks.lightning_fabric",
 }
 _HOOKS = ("powerSGD", "batched_powerSGD", "fp16_compress", "bf16_compress", "int8_compress", "int4_compress", "auto")
-"""The hooks that have a strategy name."""
+"""The hooks for which a strategy name is registered."""
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def fabric_class(package: str) -> Any:
 
 
 def _with_base(module: str, cls: type, base: type, **attributes: Any) -> type:
-    """The class `cls` with Lightning's `base`. Its name and `module` are where it is pickled by."""
+    """Make the class `cls` with Lightning's `base`. Pickles refer to it by its name and `module`."""
     return type(cls.__name__, (cls, base), {"__module__": module, "__doc__": cls.__doc__, **attributes})
 
 

@@ -20,7 +20,7 @@ class UserStateCheckpointer:
 
     Args:
         state: the user's state, or None.
-        replicas_equal: False for a hook that averages nothing, so that each rank has other weights.
+        replicas_equal: False for a hook that averages nothing, so that each rank has different weights.
     """
 
     step_is = "step"
@@ -53,7 +53,7 @@ class UserStateCheckpointer:
 
     @property
     def step(self) -> int:
-        """Synchronised backward passes, including the passes before a resume."""
+        """Synchronised backward passes, including passes before a resume."""
         return self._passes_before + self._counters.backward_passes
 
     @property
@@ -75,7 +75,8 @@ class UserStateCheckpointer:
         }
 
     def _own_state(self) -> Any:
-        """The result of the user's `state_dict`; None, with a warning, if `torch.load` would reject its types."""
+        """Return the result of the user's `state_dict`; None, with a warning, if `torch.load` would reject its
+        types."""
         saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
@@ -89,7 +90,7 @@ class UserStateCheckpointer:
         return None
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check the keys of `content` that commhooks defines. Returns a function that applies it.
+        """Check the keys of `content` that commhooks defines, and return a function that applies it.
 
         Raises:
             PayloadError: `content` does not fit this hook.
@@ -143,7 +144,7 @@ _MAPPINGS = (dict, collections.OrderedDict)
 
 
 def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
-    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None.
+    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None.
 
     A single such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass
     of float, but its pickle is rejected.

@@ -1,4 +1,4 @@
-"""Issue the collectives of hooks, count their bytes, and wait for them."""
+"""Issue collectives, count their bytes, and wait for them."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ Op = Literal["sum", "max", "gather", "all_to_all"]
 Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""The all-gather into one tensor, which torch 2.13 has renamed."""
+"""torch 2.13 has renamed `all_gather_into_tensor`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,29 +31,30 @@ class Send:
 
     "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
     *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
-    new tensor, came from rank i. With `splits`, tensors and results of "gather" and "all_to_all" are 1-D.
+    new tensor, came from rank i. With `splits`, the tensors and results of "gather" and "all_to_all" are 1-D.
     """
 
     tensor: torch.Tensor
     _: KW_ONLY
     what: str = ""
-    """Description for messages, e.g. "P"; the bucket and the step are added."""
+    """Name of the tensor in messages, e.g. "P". The bucket and the step are added."""
     op: Op = "sum"
     last: bool = False
-    """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
+    """No further collective of this exchange follows, so the engine waits for it only after all buckets have been
+    sent."""
     meanwhile: Callable[[], None] | None = None
-    """Called when the collective has been issued, to compute while the network is busy. It must neither need the result
-    nor touch `tensor`."""
+    """Called once the collective has been issued, to compute while the network is busy. It must not read the result or
+    touch `tensor`."""
     splits: tuple[Sequence[int], Sequence[int]] | None = None
     """For parts of different sizes: the number of elements to each rank, and the number from each rank. With "gather"
-    every rank gets all of `tensor`."""
+    every rank receives all of `tensor`."""
     into: torch.Tensor | None = None
     """Memory for the result with `splits`; None: new memory."""
     over: Scope = "all"
-    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
-    "inter_node" for the ranks with this local rank on all nodes."""
+    """The ranks that take part. If the ranks form nodes, the engine sets it to "intra_node" (the ranks of this node) or
+    "inter_node" (the ranks with this local rank on all nodes)."""
     reduces: bool = field(init=False)
-    """The result is `tensor` itself, reduced in place."""
+    """Whether the result is `tensor` itself, reduced in place."""
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Op):
@@ -74,7 +75,7 @@ class Send:
 
 
 class MessageWork:
-    """The messages of one collective, in flight. `in_flight` holds this object until `wait` has returned."""
+    """The messages of one collective in flight. `in_flight` holds this object until `wait` has returned."""
 
     def __init__(self, in_flight: set["MessageWork"]) -> None:
         self.works: list[dist.Work] = []
@@ -93,11 +94,12 @@ class MessageWork:
 
 
 class PointToPoint:
-    """All-to-all and all-gather on gloo as messages from each rank to each other rank, the receives posted first.
+    """Implements all-to-all and all-gather on gloo as messages from each rank to each other rank, with the receives
+    posted first.
 
-    gloo sends a message when the receiver has announced that it waits for the message. gloo's own all-to-all and
-    all-gather post the send first, so on a busy link the announcement queues behind a rank's own message. With the
-    receives first both directions are busy all the time.
+    gloo sends a message once the receiver has announced that it waits for it. gloo's own all-to-all and all-gather post
+    the send first, so on a busy link the announcement queues behind the rank's own message. With the receives posted
+    first, both directions are busy all the time.
 
     torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
     but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
@@ -112,18 +114,18 @@ class PointToPoint:
 
     @classmethod
     def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
-        """The messages of all sessions in `group` for which nobody has waited yet."""
+        """Return the messages in `group` that no session has waited for yet."""
         return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
     def applies_to(group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether `group` exchanges tensors on `device` as messages."""
+        """Whether tensors on `device` are exchanged as messages in `group`."""
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
     def exchange(
         self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> MessageWork:
-        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors are
+        """Start to send `sent[i]` to rank i of `group` and to receive `arriving[i]` from it. The tensors must be
         contiguous; empty tensors are not sent. All ranks of `group` must call this in the same order."""
         here, size = group.rank(), group.size()
         self._groups.add(group)
@@ -139,14 +141,14 @@ class PointToPoint:
         return messages
 
     def forget_abandoned(self) -> None:
-        """Release the messages of this session's groups for which nobody waits. Call this only when later messages have
-        arrived on all ranks, because messages between two ranks arrive in order."""
+        """Release messages in this session's groups that no caller waits for. Call this only once later messages have
+        arrived on all ranks: messages between two ranks arrive in order."""
         for group in self._groups:
             self.in_flight(group).clear()
 
 
 def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return `process_group`, or the default group for None."""
+    """Return `process_group`, or the default group if it is None."""
     if process_group is not None:
         return process_group
     if not dist.is_initialized():
@@ -181,7 +183,7 @@ class Pending:
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The backend's future, for callers that do not `wait`. Messages have no future."""
+        """Return the backend's future, for callers that do not `wait`. Messages have no future."""
         assert not isinstance(self._work, MessageWork)
         return self._work.get_future()
 
@@ -193,15 +195,15 @@ class Pending:
 
 
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
-    """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
-    stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
-    Raises nothing, because the caller already has an error to raise."""
+    """Wait for collectives whose results are not needed before their buffers are used again. With NCCL the current
+    stream waits, not the host. With gloo the host waits for at most `limit_s` seconds in all, and then logs one
+    warning. Does not raise, because the caller is already handling an error."""
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
         with contextlib.suppress(RuntimeError):  # a failed collective writes nothing
             future = each.future()
-            # NCCL completes a future at once, with an event on the device that `wait` makes the stream wait for.
+            # NCCL completes a future at once. `wait` then makes the current stream wait for an event on the device.
             while not future.done() and time.monotonic() < deadline:
                 time.sleep(0.002)
             if future.done():
@@ -284,7 +286,7 @@ def start(
 
 
 def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-    """Gather `own` of all ranks, contiguous, into `rows`. Returns torch's work, or None without `async_op`."""
+    """Gather `own`, contiguous, from all ranks into `rows`. Returns torch's work, or None without `async_op`."""
     if type(group) is dist.ProcessGroup:
         return getattr(dist, ALL_GATHER)(rows.view(-1), own.view(-1), group=group, async_op=async_op)
     # torchft's groups have no all-gather into one tensor.
@@ -294,7 +296,7 @@ def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGrou
 def _gather_different(
     own: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work | MessageWork:
-    """Start to gather `own` of all ranks in `parts`, of different sizes. Allocates nothing."""
+    """Start to gather `own` from all ranks into `parts`, which differ in size. Does not allocate."""
     if backend_of(group, own.device) != "gloo":
         work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
         return work
@@ -308,7 +310,6 @@ def _gather_different(
 
 
 def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
-    """Raise HookRunError unless `tensor` has a row for each rank."""
     if tensor.dim() == 0 or len(tensor) != group.size():
         raise HookRunError(
             f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} has not one row for each of "
@@ -317,7 +318,7 @@ def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> No
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
-    """Gather the small tensor `own` of every rank, one row per rank. All ranks of `group` must call this, with equal
+    """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must call this, with equal
     shapes and dtypes.
 
     Raises:
@@ -335,7 +336,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
-    """Gather `own` of every rank, as `gather_rows` does. The lengths may differ."""
+    """Gather `own` from every rank, as `gather_rows` does. The lengths may differ."""
     lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if own:
@@ -351,7 +352,7 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
     """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
-    and dtypes. Counted as an all-reduce that puts as many bytes on the network, half of the tensor's bytes.
+    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes.
 
     Raises:
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
@@ -365,7 +366,6 @@ def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Co
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
-    """Gather `text` of every rank; see `gather_bytes`."""
     return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]
 
 
@@ -373,9 +373,10 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
+    """Compute a checksum of the bits of `tensor` and their order, as a 0-dim int64 tensor on the same device.
 
-    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
+    It uses integer arithmetic modulo 2**64, so it is exact, equal in all processes, and different if exactly one
+    element differs.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -391,13 +392,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def agreement_key(*parts: object) -> int:
-    """Hash the `repr` of `parts` to a number below 2**62, equal in all processes, by which ranks compare `parts`."""
+    """Hash the `repr` of `parts` to a number below 2**62 that is equal in all processes, so that ranks can compare
+    `parts`."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang, which
+    """Create the error for a collective that failed on this rank. It names the ranks that have ended or hang, which
     takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
@@ -412,8 +414,8 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """Create a future for a tensor on `device`. Without `devices` a future accepts a tensor on an accelerator, but its
-    waiters do not synchronise with the stream and read too early."""
+    """Create a future for a tensor on `device`. Without `devices`, a future accepts a tensor on an accelerator, but its
+    waiters do not synchronise with the stream and read the tensor too early."""
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
@@ -421,9 +423,9 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Reduce `good` (0-dim bool tensor): true if it is true on all ranks of `group`, the shards of a replica or the
-    ranks of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
-    bytes."""
+    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`: the shards of a replica, or the ranks
+    of a node. All of them must call this. The host does not wait for an accelerator. The hook's byte counters do not
+    include it."""
     bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
@@ -435,21 +437,22 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group`, so that all of them succeed or all of them raise. All must call this.
+    """Run `work` on all ranks of `shard_group` so that either all of them succeed or all of them raise. All must call
+    this.
 
-    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups finds out by
-    itself whether it can attach and which step it has reached; here the groups exchange the results.
+    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups determines
+    on its own whether it can attach and which step it has reached. Here the groups exchange the results.
 
     Args:
         numbers: exchanged between the ranks.
         shard_group: None if nothing is sharded.
-        otherwise: the error on ranks that have not failed if another rank has failed.
+        otherwise: the error to raise on a rank that has not failed if another rank has.
 
     Returns:
         The result of `work` on this rank, and the numbers of all ranks.
 
     Raises:
-        CommHookError: `work` raised it on this rank, or on another rank, and then this rank raises `otherwise`.
+        CommHookError: `work` raised it on this rank. If it was raised on another rank, this rank raises `otherwise`.
         HookRunError: another rank has ended, or did not take part within the process group's timeout.
     """
     if shard_group is None:

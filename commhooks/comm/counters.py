@@ -1,7 +1,7 @@
-"""Counters and times of a hook's work, read by `CommHook.stats()`.
+"""Counters and times of a hook's work, for `CommHook.stats()`.
 
-The host measures times on the CPU. On CUDA events on the stream measure them without synchronising: an event is read
-once it has completed, or when `collect(wait=True)` is called.
+On the CPU, times are measured on the host. On CUDA, events on the stream measure them without synchronising: an event
+is read once it has completed, or when `collect(wait=True)` is called.
 """
 
 import contextlib
@@ -23,15 +23,13 @@ Mark = Any
 
 @dataclass
 class Times:
-    """Times in seconds."""
-
     codec_s: float = 0.0
-    """Time inside the hook without waiting."""
+    """Seconds inside the hook without waiting."""
     waiting_s: float = 0.0
-    """Time spent waiting for collectives, including the delay of other ranks."""
+    """Seconds spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """The part of `waiting_s` that DDP waits for futures of hooks that return at once: from the last hook call to the
-    completion of the last future."""
+    """The part of `waiting_s` for which DDP waits for the futures of hooks that return at once: from the last hook call
+    to the completion of the last future."""
 
 
 class Clocks:
@@ -51,7 +49,8 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting time instead."""
+        """Context manager: count the time of the body as codec time. With `waiting`, in a nested body, count it as
+        waiting time instead."""
         begin = mark(device)
         try:
             yield
@@ -59,8 +58,7 @@ class Clocks:
             self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Note that a hook has returned a future for which DDP waits. Call the returned function when the future
-        completes."""
+        """Start to time a future for which DDP waits. Call the returned function when the future completes."""
         this_pass = self.last_pass
 
         def count(seconds: float) -> None:  # replaces the value of the previous future
@@ -74,7 +72,7 @@ class Clocks:
 
     def collect(self, *, wait: bool) -> None:
         """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
-        # Without `wait` a thread must not wait for another thread that waits for the device here.
+        # Without `wait`, this thread must not block on another thread that is waiting for the device here.
         if not self._collecting.acquire(blocking=wait):
             return
         try:
@@ -110,14 +108,14 @@ def has_clock(device: torch.device) -> bool:
 
 
 def mark(device: torch.device) -> Mark:
-    """Note the present time, on the current stream of `device`."""
+    """Mark the present time on the current stream of `device`."""
     if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Compute the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both."""
+    """Compute the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both marks."""
     if begin is None or end is None:
         return float("nan")
     if isinstance(end, float):
@@ -128,7 +126,7 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def has_passed(point: Mark) -> bool:
-    """Whether a mark lies in the past of the device, so that reading it does not wait."""
+    """Whether the device has reached the mark, so that reading it does not wait."""
     return point is None or isinstance(point, float) or bool(point.query())
 
 
@@ -140,7 +138,7 @@ def event_on(device: torch.device) -> Any:
 
 
 CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_sent", "bytes_uncompressed")
-"""The counters in a checkpoint."""
+"""The counters that a checkpoint holds."""
 
 
 @dataclass
@@ -156,11 +154,11 @@ class Counters:
     """Counters of one session on this rank.
 
     `bytes_sent` counts the bytes of the tensors passed to all-reduce. Another collective counts as an all-reduce that
-    puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank sends
-    2 (W - 1) / W times the counted bytes, whatever the collective.
+    puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank sends 2
+    (W - 1) / W times the counted bytes, whatever the collective.
 
-    `backward_passes` counts synchronised backward passes; `nonfinite_steps` the passes that were not committed because
-    a number was inf or NaN on some rank; `compressed_steps` the passes that were compressed and committed.
+    `backward_passes` counts synchronised backward passes. `nonfinite_steps` counts passes that were not committed
+    because a number was inf or NaN on some rank; `compressed_steps` counts passes that were compressed and committed.
     """
 
     backward_passes: int = 0
@@ -169,23 +167,24 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """Bytes of collectives inside this rank's node, if a hook compresses between nodes; not in `bytes_sent`."""
+    """If a hook compresses between nodes: bytes of collectives inside this rank's node, not included in
+    `bytes_sent`."""
     bytes_uncompressed: int = 0
-    """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
+    """Bytes that DDP would have passed to all-reduce in the same passes without a hook."""
     handshakes: int = 0
-    """Number of small collectives in which the ranks compare their states; not counted in the bytes."""
+    """Number of small collectives in which the ranks compare their states; not included in the bytes."""
     numel_before: int = 0
     numel_after: int = 0
     """Gradient elements before and after compression, in compressed passes only."""
     last_issued: str = ""
-    """Description, bucket and step of the latest collective, to find out where a run hangs."""
+    """Description, bucket and step of the latest collective, for finding out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """The `CONTINUED` counters of the runs before this run."""
+    """The `CONTINUED` counters of earlier runs."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """The `CONTINUED` counters of this run and of the runs before it together."""
+        """Return the `CONTINUED` counters, including earlier runs."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
@@ -199,14 +198,12 @@ class Counters:
         return before / after if after else 0, before, after
 
     def sent(self, size: int) -> None:
-        """Count one collective of `size` bytes."""
         self.collectives += 1
         self.bytes_sent += size
         self.last_pass.collectives += 1
         self.last_pass.bytes_sent += size
 
     def gradients(self, size: int) -> None:
-        """Count the `size` bytes of a bucket's gradients."""
         self.bytes_uncompressed += size
 
     def begin_pass(self) -> None:

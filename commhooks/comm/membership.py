@@ -227,7 +227,7 @@ class Membership:
         gather_rows(torch.ones(1, device=self._device), self.group, None, "the confirmation")
 
     def disconnect(self) -> None:
-        """Close the connections, so that the next `connect` makes new ones."""
+        """Close the connections. The next `connect` makes new ones."""
         made, self._torchft_group, self.group, self._key = self._torchft_group, None, None, ""
         if made is not None:
             made.abort(errored=False)
@@ -236,7 +236,7 @@ class Membership:
             gc.collect()
 
     def close(self) -> None:
-        """Leave: the other machines no longer wait for this one."""
+        """Leave the training. The other machines then no longer wait for this machine."""
         if self._lighthouse is not None:
             self._lighthouse.close()
         if self.server is not None:
@@ -281,7 +281,7 @@ class _Lighthouse:
 
         self.address, self.limit = address, timedelta(seconds=options.timeout_s)
         self.id = f"{options.name or socket.gethostname()}:{uuid.uuid4().hex[:8]}"
-        # The store in which the ranks of a new group find each other; that of the first machine is used.
+        # The ranks of a new group find each other in the store of the first machine.
         store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
         self.store, self._store = f"{host}:{store.port}", store
         try:

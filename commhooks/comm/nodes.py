@@ -20,10 +20,10 @@ RanksPerNode = int | str | None
 
 
 class Nodes:
-    """This rank's groups, where the ranks form nodes of equal size.
+    """This rank's groups if the ranks form nodes of equal size.
 
     Attributes:
-        local_rank: the rank in `intra_node`.
+        local_rank: this rank in `intra_node`.
         count: the number of nodes.
     """
 
@@ -46,14 +46,14 @@ class Nodes:
         return self._inter_node()
 
 
-# The nodes of each group, by their members. A second training uses the nodes of the first training: in torch 2.13 a
-# group cannot be destroyed and made again with the same ranks, because it connects to the destroyed group's addresses.
+# The nodes of each group, by their members. A second training reuses the nodes of the first: in torch 2.13 a group
+# cannot be destroyed and made again with the same ranks, because it would connect to the destroyed group's addresses.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
 def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Gather the machine of each rank of `group`: its host name and the number of its launcher (torchrun's GROUP_RANK).
-    All ranks of `group` must call this."""
+    """Gather the machine of each rank of `group`: its host name and its launcher's number (torchrun's GROUP_RANK). All
+    ranks of `group` must call this."""
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     return gather_texts(own, group, device, "the names of the nodes")
 
@@ -66,9 +66,9 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     """Divide the ranks of `group` into nodes. All ranks of `group` must call this.
 
     Args:
-        ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
-            (torchrun's GROUP_RANK), or if it is unknown the ranks with the same host name. None: no nodes.
-        device: of this rank's model.
+        ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same launcher
+            (torchrun's GROUP_RANK), or if that is unknown, with the same host name, form a node. None: no nodes.
+        device: the device of this rank's model.
 
     Returns:
         None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
@@ -82,7 +82,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
-        # A run that goes on with fewer ranks must not fail. For a single rank the summary has its own message.
+        # A run that resumes with fewer ranks must not fail. For a single rank the summary has its own message.
         if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
             logger.warning(
                 "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "

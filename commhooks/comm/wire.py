@@ -1,8 +1,8 @@
-"""Pack numbers into messages: from the compute dtype to the wire dtype (the dtype that is sent), and back.
+"""Pack numbers into messages: convert from the compute dtype to the wire dtype (the dtype that is sent), and back.
 
 Packing divides by the world size, so that the sum over the ranks is the mean. A narrower wire dtype must not turn a
 large number into inf, nor an inf into a large number. Finite numbers are clamped if error feedback compensates for the
-loss; non-finite numbers become NaN, which survives every reduction.
+loss. Non-finite numbers become NaN, which survives every reduction.
 """
 
 import functools
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtype of each value of the option `wrapper`."""
+"""The dtype for each value of the option `wrapper`."""
 CLAMPED_STEPS = 64
-"""A gradient larger than this many times the largest number of the wire dtype counts as an overflow. Error feedback
-would need more than this many steps to send it."""
+"""A gradient larger than this many times the largest number of the wire dtype counts as an overflow, because error
+feedback would need more than this many steps to send it."""
 
 
 def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the wrapper's dtype if it is narrower than the bucket's dtype, else the bucket's dtype: a 16-bit bucket is
-    never converted to the other 16-bit dtype."""
+    """Return the wrapper's dtype if it is narrower than the bucket's dtype, else the bucket's dtype. So a 16-bit bucket
+    is never converted to the other 16-bit dtype."""
     if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
         return bucket_dtype
     return wrapper_dtype
@@ -33,7 +33,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 @functools.cache
 def largest_share(dtype: torch.dtype, world_size: int) -> float:
-    """Compute the largest number that all of `world_size` ranks can send without an overflow of the sum in `dtype`."""
+    """Compute the largest number that all of `world_size` ranks can send without overflowing the sum in `dtype`."""
     info = torch.finfo(dtype)
     return info.max / world_size * (1 - min(0.5, world_size * info.eps))
 
@@ -44,8 +44,8 @@ def largest_gradient(wire_dtype: torch.dtype) -> float:
 
 
 def pack_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write `factor / world_size` to `out`: finite numbers clamped so that the sum cannot overflow, others as NaN.
-    Clamping P only changes the basis slightly."""
+    """Write `factor / world_size` to `out`, with finite numbers clamped so that the sum cannot overflow, and others as
+    NaN. Clamping P only changes the basis slightly."""
     limit = largest_share(out.dtype, world_size)
     # x * 0 is 0 for every finite x and NaN for inf and NaN.
     share = _share(factor, out, world_size).clamp_(-limit, limit).add_(factor * 0)
@@ -66,7 +66,7 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
     """Write Q, of rank `rank`, divided by the world size to `out`, and replace `factor` by the sent values times the
     world size.
 
-    The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf is an
+    The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf here is an
     overflow of this product, because an inf in the gradient shows in P; it is clamped, too. The limit is the largest
     share divided by sqrt(rank), so that an element of P Q^T, a sum of `rank` products, fits into a bucket of the wire
     dtype.
@@ -81,7 +81,7 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
 
 def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
     """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. They
-    are not clamped, because no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression,
+    are not clamped, because no error feedback would compensate. An overflow becomes inf, as in plain fp16 compression,
     and the step is skipped."""
     if len(gradients) == 1:
         whole = gradients[0]
@@ -96,28 +96,28 @@ def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: 
 
 
 def put_flags(gradients: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
-    """Write to `flags`, per parameter, 1 if its gradient (1-D) is not zero, else 0. DDP may drop the result for a
-    parameter that no rank used, and a residual sent in it would be lost. For the CPU."""
+    """For each parameter, write 1 to `flags` if its gradient (1-D) has a nonzero element, else 0. DDP may drop the
+    result for a parameter that no rank used, and a residual sent in it would be lost. For the CPU."""
     for gradient, flag in zip(gradients, flags, strict=True):
         # The first 64 elements nearly always contain a nonzero one.
         flag.fill_(bool(gradient[:64].any()) or bool(gradient.any()))
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """`numbers / world_size`, in `out` if `out` has the same dtype, else in a new tensor."""
+    """Return `numbers / world_size`, in `out` if the dtypes are equal, else in a new tensor."""
     return torch.div(numbers, world_size, out=out if out.dtype == numbers.dtype else None)
 
 
 def all_finite(reduced: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers are finite: a 0-dim bool tensor on the same device. On the CPU aminmax is nine times faster
-    than isfinite().all(); with a NaN in the input both of its results are NaN."""
+    """Return whether all numbers are finite, as a 0-dim bool tensor on the same device. On the CPU aminmax is nine
+    times faster than isfinite().all(). If the input contains a NaN, both of aminmax's results are NaN."""
     if reduced.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=reduced.device)
     low, high = torch.aminmax(reduced)
     return torch.maximum(-low, high) < float("inf")
 
 
-# ---- pieces, in one or two operators however many they are ---------------------------------------------------------
+# ---- copies of many pieces in one or two operators -------------------------------------------------------------------
 
 
 def concat_into(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The base of compressors that measure the training and decide what they do, such as `auto`.
+"""The base of compressors, such as `auto`, that measure the training and decide what to do.
 
-The engine times the steps of `AdaptiveCompressor.watch`, and passes every measurement to `observe`. Before the step at
+The engine times the steps of `AdaptiveCompressor.watch`, and passes each measurement to `observe`. Before the step at
 the end of the watch, it calls `reconsidered` on all ranks, which returns the compressor to continue with.
 """
 
@@ -35,9 +35,9 @@ class ObservedPass:
 
     Attributes:
         step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
-        layouts: its buckets.
+        layouts: the layouts of its buckets.
         names: the names of the parameters.
-        memory_plan: returns the bytes needed on this rank by a compressor with its plans of the buckets.
+        memory_plan: returns the bytes that a compressor needs on this rank, from its plans for the buckets.
     """
 
     step_s: float
@@ -46,7 +46,7 @@ class ObservedPass:
     memory_plan: Callable[[Compressor[Any], Sequence[Sequence[UnitPlan]]], MemoryPlan]
 
     def memory(self, compressor: Compressor[Any]) -> MemoryPlan:
-        """Return the bytes that this rank needs if `compressor` reduces these buckets."""
+        """Return the bytes needed on this rank if `compressor` reduces these buckets."""
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
@@ -69,7 +69,7 @@ class Ranks:
         shards: the ranks with the other shards of a replica; None without shards.
 
     Attributes:
-        size: number of ranks that average their gradients.
+        size: the size of `group`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Ranks:
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, one row per rank. All ranks must call this, with equally many numbers."""
+        """Gather the numbers of all ranks, one row per rank. All ranks must call this, with equally many numbers."""
         what = "what each rank has measured (let every rank take part in each pass)"
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows = gather_rows(own, self._group, self._counters, what)
@@ -96,7 +96,7 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that measures steps and decides what it does.
+    """A compressor that measures steps and decides what to do.
 
     Attributes:
         ranks_per_node: 1 if there are no nodes.
@@ -110,14 +110,14 @@ class AdaptiveCompressor(Compressor[ConfigT]):
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy without a decision, for ranks that form nodes. A class without this method does not work
-        between nodes."""
+        """Return a copy without a decision, for ranks that form nodes. A class that does not override this method does
+        not work between nodes."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def watch(self) -> Watch | None:
-        """The steps to measure; None: none, and no more decisions."""
+        """The steps to measure; None: no steps, and no further decisions."""
 
     @property
     @abstractmethod
@@ -142,16 +142,16 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     @property
     @abstractmethod
     def how_to_begin_earlier(self) -> str:
-        """Advice, in a message, for a training that ends before `begins`."""
+        """Advice for the message about a training that ends before `begins`."""
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
         """Return a copy that continues with saved `notes`.
 
         Args:
-            notes: as saved, and perhaps damaged; None: nothing was saved.
-            step: committed steps at the save.
-            same_ranks: the world size is the same as at the save.
+            notes: the saved `notes`, perhaps damaged; None: nothing was saved.
+            step: committed steps at the time of the save.
+            same_ranks: whether the world size is the same as at the save.
 
         Raises:
             HookConfigError: the notes cannot be used.
@@ -159,11 +159,11 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def observe(self, seen: ObservedPass) -> None:
-        """Record a step of `watch`, on this rank. Called after its commit."""
+        """Record a step of `watch` on this rank. Called after the step's commit."""
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """Return the compressor to continue with, this or another one, and a message for rank 0 to log, or "".
+        """Return the compressor to continue with (itself or another one), and a message for rank 0 to log, or "".
 
         Called at the end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All
         ranks must return equal results.

@@ -1,6 +1,6 @@
 """The extension point: a compressor defines how one bucket is reduced; the engine does everything else.
 
-A compressor is one class: its options, its plan of a model, the fields of its learned state, and its exchange. The
+A compressor is one class: its options, its plan for a model, the fields of its learned state, and its exchange. The
 exchange is a generator that reads like the algorithm: it yields a `Send` for each collective and receives the result,
 and it yields a `Verdict` before it writes learned state. The engine runs the exchanges of all buckets.
 """
@@ -30,18 +30,18 @@ __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", 
 class Verdict:
     """Asks whether every bucket of this backward pass is finite on every rank.
 
-    The answer is a bool on the CPU, and on an accelerator a 0-dim bool tensor, without synchronisation. After the
-    answer, and only if it is true, an exchange writes learned state.
+    The answer is a bool on the CPU, and on an accelerator a 0-dim bool tensor, without synchronisation. An exchange
+    writes learned state only after the answer, and only if it is true.
     """
 
     finite: torch.Tensor
-    """0-dim bool tensor on the bucket's device: everything that this exchange received is finite. Compute it from
-    reduced tensors, because it must be equal on all ranks."""
+    """Whether everything that this exchange received is finite: a 0-dim bool tensor on the bucket's device. Compute it
+    from reduced tensors, because it must be equal on all ranks."""
 
 
 Exchange = Generator[Send | Verdict, Any, torch.Tensor | None]
-"""Yields `Send` (answered by the reduced tensor), and once a `Verdict` if the compressor is transactional. Leaves the
-averaged gradient in the bucket and returns None, or returns a tensor with it."""
+"""Yields each `Send` and receives the reduced tensor, and yields one `Verdict` if the compressor is transactional.
+Writes the averaged gradient to the bucket and returns None, or returns a tensor with it."""
 
 
 class State(Protocol):
@@ -55,20 +55,20 @@ class StepInfo:
     """The current step, for an exchange."""
 
     number: int
-    """Committed steps before this one. On an accelerator a lower bound, unless `needs_exact_step`."""
+    """Committed steps before this one. On an accelerator this is a lower bound, unless `needs_exact_step`."""
     world_size: int
     residual_factor: LossScale = 1.0
-    """Current loss scale divided by the loss scale with which fields with `scales_with_loss` were written: a float, or
-    on an accelerator a 0-dim tensor."""
+    """The current loss scale divided by the loss scale with which fields with `scales_with_loss` were written: a float,
+    or on an accelerator a 0-dim tensor."""
     rank: int = 0
-    """This rank, among the ranks that reduce the gradients."""
+    """This rank among the ranks that reduce the gradients."""
     unused: Collection[str] = ()
-    """Parameters of this bucket that this rank has not used since the latest synchronised pass. The bucket holds their
-    old gradients. DDP drops the results of parameters that no rank has used."""
+    """Parameters of this bucket that this rank has not used since the latest synchronised pass. The bucket contains
+    their old gradients. DDP drops the results of parameters that no rank has used."""
 
 
 class Compressor(ABC, Generic[ConfigT]):
-    """Averages buckets of gradients over the ranks. Every model has its own object.
+    """Averages buckets of gradients over the ranks. Every model has its own instance.
 
     Attributes:
         Config: the class of its options; `Config.hook_name` is the name of the hook.
@@ -77,10 +77,10 @@ class Compressor(ABC, Generic[ConfigT]):
         transactional: True: the engine waits for all collectives, and commits all buckets of a backward pass or none.
             False, for a compressor without learned state: hook calls return at once, and DDP waits; with nodes the
             engine waits.
-        selective: it decides per parameter whether to compress it, and plans show the reasons.
+        selective: whether it decides per parameter whether to compress it. Plans then show the reasons.
         collectives: the operations of the exchange of one bucket, to predict times. The counted bytes are divided
             equally among them.
-        wrappers: it can be used with the fp16 and bf16 wrappers, which construct it with a `wire_dtype`.
+        wrappers: whether it can be used with the fp16 and bf16 wrappers, which construct it with a `wire_dtype`.
     """
 
     Config: ClassVar[type[Any]]
@@ -95,7 +95,7 @@ class Compressor(ABC, Generic[ConfigT]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "Config" in vars(cls):
-            cls.name = getattr(cls.Config, "hook_name", "")  # the registry refuses one without
+            cls.name = getattr(cls.Config, "hook_name", "")  # the registry rejects a Config without a hook_name
         if not cls.transactional and "selective" not in vars(cls):
             cls.selective = False  # it treats all parameters of a bucket alike
 
@@ -115,35 +115,36 @@ class Compressor(ABC, Generic[ConfigT]):
         """Average one bucket over the ranks. All ranks run it, with equal plans.
 
         Args:
-            flat: the bucket's buffer, 1-D: this rank's gradient on entry, the result on exit, scratch memory between.
+            flat: the bucket's buffer, 1-D: this rank's gradient on entry, the result on exit, scratch memory in
+                between.
             work: the result of `workspace` for the layout of this bucket.
             state: the learned state; write it only after `Verdict`.
         """
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Decide for one parameter with a dense, real gradient. Read only its shape, strides and dtype: it may be on
-        the meta device."""
+        """Plan one parameter with a dense, real gradient. Read only its shape, strides and dtype: it may be on the meta
+        device."""
         return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """Allocate the buffers of `exchange` for buckets with this layout, which are never saved. Not called if nothing
-        in the bucket is compressed: `average` reduces it."""
+        """Allocate the buffers that `exchange` needs for buckets with this layout. They are never saved. Not called if
+        nothing in the bucket is compressed; `average` then reduces it."""
         return layout, plans
 
     # ---- rarely needed -----------------------------------------------------------------------------------------------
 
     def allocate(self, work: Any, step: StepInfo) -> None:
-        """Allocate what depends on the number of ranks. Called after `workspace`: a device without enough memory then
-        fails in the first backward pass, and not when compression begins, perhaps a thousand steps later."""
+        """Allocate what depends on the number of ranks. Called right after `workspace`, so that a device without enough
+        memory fails in the first backward pass and not when compression begins, perhaps a thousand steps later."""
 
     stats_every: int | None = None
     """Steps between two log lines with compression statistics; None: no such lines."""
     computes_from_received: ClassVar[bool] = True
-    """False: its results are one correctly rounded operation on each received number alone. True: last bits may differ
+    """False: each result is one correctly rounded operation on one received number. True: the last bits may differ
     between kinds of processors, so that replicas on such machines drift apart."""
     native: bool = False
-    """Compute with the native kernel, because all ranks have the same `native_build`. The engine sets it before it
-    calls `workspace`."""
+    """Whether to compute with the native kernel, because all ranks have the same `native_build`. The engine sets it
+    before it calls `workspace`."""
 
     @property
     def needs_exact_step(self) -> bool:
@@ -152,7 +153,8 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @property
     def elementwise(self) -> bool:
-        """Whether a bucket may be divided anywhere, also within a parameter: nothing is learned for a parameter."""
+        """Whether a bucket may be divided anywhere, even within a parameter, because nothing is learned per
+        parameter."""
         return not self.transactional
 
     @property
@@ -164,7 +166,7 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @property
     def summary(self) -> str:
-        """The main options, for the summary at the first backward pass; "" for none."""
+        """The main options, for the summary at the first backward pass."""
         return ""
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
@@ -175,12 +177,14 @@ class Compressor(ABC, Generic[ConfigT]):
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return an id of this machine's native kernels for gradients of `dtype` on `device`: equal ids compute equal
-        bits. "" if there are none. Raises HookConfigError if there should be some, with the reason."""
+        """Return an id of this machine's native kernels for gradients of `dtype` on `device`; "" if there are none.
+        Kernels with equal ids compute equal bits. Raises HookConfigError with the reason if kernels should exist but
+        cannot be used."""
         return ""
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Return the bytes needed per rank. `buckets`: the plans by bucket; one group if buckets are unknown."""
+        """Return the bytes needed per rank. `buckets`: the plans by bucket; a single group if the buckets are
+        unknown."""
         residual = others = 0
         for plan in plans:
             for each in self.state_fields if plan.compressed else ():
@@ -191,18 +195,19 @@ class Compressor(ABC, Generic[ConfigT]):
         return MemoryPlan(residual, others, packed, copies=copies)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        """Decide for the parameters of a bucket or of a model: return a plan per parameter, in order. A compressor of
+        """Plan the parameters of a bucket or of a model, and return one plan per parameter, in order. A compressor of
         whole buckets returns one plan for all, with a `state_name`."""
         return [self.plan_one(info) for info in parameters]
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """The exchange before compression begins, and for a bucket in which nothing is compressed."""
+        """Make the exchange to use before compression begins, and for a bucket in which nothing is compressed."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size)
 
     # ---- the same for all compressors --------------------------------------------------------------------------------
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        """Leave sparse, excluded, complex and empty parameters uncompressed; call `plan_parameter` for the others."""
+        """Leave sparse, excluded, complex and empty parameters uncompressed, and call `plan_parameter` for the
+        others."""
         because = None
         if info.sparse:
             because = "sparse gradient"
@@ -227,7 +232,6 @@ class Compressor(ABC, Generic[ConfigT]):
         return self.title or self.name
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the wire dtype for a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
@@ -243,7 +247,7 @@ class Compressor(ABC, Generic[ConfigT]):
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True) -> Exchange:
-    """Replace `flat` by its mean over the ranks; through another buffer if `wire_dtype` is narrower.
+    """Replace `flat` by its mean over the ranks, through another buffer if `wire_dtype` is narrower.
 
     Args:
         check_finite: False: yield a true verdict without reading the result.
@@ -265,7 +269,7 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, che
 def with_verdict(
     exchange: Exchange,
 ) -> Generator[Send | Verdict, Any, tuple[torch.Tensor | None, torch.Tensor | bool | None]]:
-    """`yield from exchange`, for an exchange within another. Return its result, and the answer to its verdict."""
+    """`yield from exchange`, for an exchange within another. Returns its result, and the answer to its verdict."""
     answer = good = None
     while True:
         try:

@@ -21,7 +21,7 @@ class AllReduce(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FP16Compress(HookConfig):
-    """Options of the hook fp16_compress, which sends float16. Larger values than 65504 become inf."""
+    """Options of the hook fp16_compress, which sends float16. Values larger than 65504 become inf."""
 
     hook_name: ClassVar[str] = "fp16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("fp16",)
@@ -47,7 +47,7 @@ class Noop(HookConfig):
 
 
 class Stateless(Compressor[ConfigT]):
-    """Base of the compressors without learned state that treat all parameters of a bucket alike."""
+    """Base of compressors without learned state, which treat all parameters of a bucket alike."""
 
     transactional = False
     computes_from_received = False

@@ -1,4 +1,4 @@
-"""Error feedback: the part of `delta = gradient + residual` that a compressor does not send is the next residual.
+"""Error feedback: the part of `delta = gradient + residual` that a compressor does not send becomes the next residual.
 
 Source: Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019. Residuals follow the loss scale,
 and nothing here synchronises with an accelerator.
@@ -28,8 +28,8 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
 
 
 def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: StepInfo) -> None:
-    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0, so that a parameter that no rank uses
-    keeps its residual: DDP drops its result."""
+    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0. A parameter that no rank uses then keeps
+    its residual; DDP drops its result."""
     for slot, flag in zip(slots, flags, strict=True) if step.unused else ():
         if slot.name in step.unused:
             flag.zero_()
@@ -53,7 +53,7 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
 
 
 class NamedViews:
-    """One tensor with the entries of a dict, so that one operator processes the learned state of many parameters.
+    """One tensor that holds the entries of a dict, so that one operator processes the learned state of many parameters.
 
     Args:
         names: per entry its name, its offset in `whole` and its shape.
@@ -79,7 +79,7 @@ class NamedViews:
         return self.whole
 
     def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Do the same as `gather`, and replace the entries of the dict by views of `whole`."""
+        """Like `gather`, and also replace the entries of the dict by views of `whole`."""
         whole = self.gather(entries, fill)
         entries.update(self._views)
         return whole

@@ -1,5 +1,5 @@
-"""Descriptions of a compressor's learned state. Checkpoints, the agreement of the ranks, loss scaling and the memory
-plan are derived from them."""
+"""Descriptions of a compressor's learned state, from which checkpoints, the comparison of the ranks, loss scaling and
+the memory plan are derived."""
 
 import math
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class StateField:
-    """Describes tensors that a compressor keeps from step to step: one tensor per parameter (or per bucket).
+    """Describes tensors that a compressor keeps from step to step, one per parameter (or per bucket).
 
-    By default a tensor has the parameter's number of elements, is kept flat in memory order, and is saved in the
+    By default a tensor has as many elements as the parameter, is kept flat in memory order, and is saved in the
     parameter's shape. Subclasses override the shape, the saved form, and the conversion after the plan has changed.
 
     Attributes:
         key: its name in the learned state and in the checkpoint.
-        per: "parameter", or "bucket": one tensor per compressed unit of a compressor of whole buckets, saved under the
-            unit's name without conversion.
+        per: "parameter" or "bucket". "bucket": one tensor per compressed unit of a compressor of whole buckets, saved
+            under the unit's name without conversion.
         replicated: True: equal on every rank. False: different on every rank, and only the mean over the ranks matters;
             the option `save_residual` (mean, per_rank or drop) selects what is saved.
-        scales_with_loss: proportional to the loss; rescaled when the scale of a GradScaler changes.
+        scales_with_loss: whether it is proportional to the loss, and rescaled when the scale of a GradScaler changes.
     """
 
     key: str
@@ -46,28 +46,29 @@ class StateField:
             )
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
-        """Return the shape of the tensor of a compressed unit."""
         return (plan.numel,)
 
     def size_bytes(self, plan: UnitPlan) -> int:
         return math.prod(self.shape(plan)) * self.dtype(plan).itemsize
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value`, of the learned state, on the CPU, independent of the parameter's memory format."""
+        """Return a copy of `value` on the CPU, independent of the parameter's memory format."""
         # Copy to the CPU first: a clone on the accelerator would need additional device memory.
         return to_logical(value.detach().to("cpu", copy=True), parameter).contiguous()
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
-        """Invert `to_saved`; None if `saved` cannot be used. `row_dim`: the slowest dimension at the save."""
+        """Invert `to_saved`. Returns None if `saved` cannot be used. `row_dim`: the slowest dimension at the time of
+        the save."""
         return to_memory(saved.detach(), parameter)
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert `value` after the plan has changed; None: discard it. `initial`: see `Compressor.initial_value`."""
+        """Convert `value` after the plan has changed, or return None to discard it. `initial`: see
+        `Compressor.initial_value`."""
         return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         """Return an error message if `value` cannot belong to this unit, else None."""
-        # Other shapes may depend on options: the field is refitted or starts afresh.
+        # Other shapes may depend on options; then the field is refitted or starts afresh.
         if self.shape(plan) == (plan.numel,) and value.numel() != plan.numel:
             shape = tuple(plan.shape)
             return f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has shape {shape}"
@@ -78,4 +79,5 @@ class StateField:
 
 
 RESIDUAL = StateField("residual", replicated=False, scales_with_loss=True)
-"""Error feedback: the part of the gradient not sent yet, per parameter, to be added to the next gradient."""
+"""Error feedback: the part of each parameter's gradient that has not been sent yet, to be added to the next
+gradient."""

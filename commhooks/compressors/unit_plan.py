@@ -1,4 +1,4 @@
-"""The decisions of a compressor about parameters: plain data, computed from shapes and options alone."""
+"""A compressor's decisions about parameters: plain data, computed from shapes and options alone."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -13,12 +13,12 @@ AnyPlan = TypeVar("AnyPlan", bound="UnitPlan")
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter, for a compressor that plans. It may be on the meta device."""
+    """A parameter to plan, which may be on the meta device."""
 
     name: str
     parameter: torch.Tensor
     sparse: bool = False
-    """Its gradient is sparse."""
+    """Whether its gradient is sparse."""
     excluded_by: str | None = None
     """The glob of the option `exclude` that matches its name, or None."""
 
@@ -36,10 +36,8 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The decision about one unit: a parameter, or a bucket for a compressor of whole buckets.
-
-    Derive from it for a plan with more data.
-    """
+    """The decision about one unit: a parameter, or a bucket for a compressor of whole buckets. Subclasses may add
+    data."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,16 +47,16 @@ class UnitPlan:
     reason: str = ""
     """Why it is not compressed."""
     numel_compressed: int = 0
-    """Elements sent per rank and step for it once compression has begun."""
+    """Elements sent for it per rank and step once compression has begun."""
     flags: int = 0
-    """Other elements sent, such as a flag or a checksum, not counted in `numel_compressed`."""
+    """Other elements sent, such as a flag or a checksum, not included in `numel_compressed`."""
     itemsize_sent: int | None = None
     """Bytes per sent element; None: the size of the gradient's dtype, or of the wrapper's dtype if it is narrower."""
     state_name: str = ""
     """The key of the learned state of a bucket that is planned as a whole, compressed or not. Empty for a parameter,
-    which is its own key."""
+    whose key is its name."""
     lowered: bool = True
-    """Sent in a wrapper's dtype if it is narrower. False for sparse gradients."""
+    """Whether it is sent in a wrapper's dtype if that is narrower. False for sparse gradients."""
 
     columns: ClassVar[tuple[str, ...]] = ()
     """Headings of the columns that `cells` adds to the table of a plan."""
@@ -84,7 +82,6 @@ class UnitPlan:
 
     @classmethod
     def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
-        """Make the plan of a parameter that is not compressed."""
         p = info.parameter
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)
 
@@ -107,17 +104,17 @@ class UnitPlan:
 @dataclass(frozen=True)
 class MemoryPlan:
     """The bytes of memory that a hook needs on a rank: on the CPU once it compresses, on an accelerator from the first
-    backward pass on (except what arrives in the messages of quantised hooks, which every step allocates)."""
+    backward pass on. The answers to messages of quantised hooks are not included: every step allocates them."""
 
     residual: int = 0
     factors: int = 0
     """Other learned state, and working buffers."""
     packed: int = 0
-    """Messages of the collectives."""
+    """Messages for the collectives."""
     factors_are: str = "other state"
-    """Display name of `factors` in messages."""
+    """What to call `factors` in messages."""
     copies: int = 0
-    """Copies of gradients, in float32 if the bucket's dtype is narrower, or padded."""
+    """Copies of gradients: in float32 if the bucket's dtype is narrower, or padded."""
     host: int = 0
     """Learned state in host memory while the model is on an accelerator; not included in `total`."""
 
@@ -127,12 +124,12 @@ class MemoryPlan:
 
 
 def real_itemsize(dtype: torch.dtype) -> int:
-    """Return the bytes of one real number: a complex number counts as two elements."""
+    """Return the bytes of one real number. A complex number counts as two."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
 class Unit(NamedTuple):
-    """The unit of sizes, kB or MB, for one text or table."""
+    """The unit of sizes (kB or MB) in one text or table."""
 
     name: str
     size: int

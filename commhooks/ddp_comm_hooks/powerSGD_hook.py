@@ -1,6 +1,7 @@
 """Replaces `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
 
-Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
+Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
+them.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from commhooks.gradients.names import PositionalNames
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logger_of(__name__)
-_as_torch = logging.getLogger(__name__)  # for lines that are torch's, word by word
+_as_torch = logging.getLogger(__name__)  # for lines that torch logs with the same words
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ def _option(name: str) -> Any:
 class PowerSGDState:
     """Holds the options and the learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
-    Arguments, their order and their defaults are torch's. Unlike torch, it allows `start_powerSGD_iter` 0 and 1 with
-    error feedback or warm start, ignores `orthogonalization_epsilon`, and needs no process group to load a pickled
-    state. See `commhooks.PowerSGD` for the other arguments.
+    The arguments, their order and their defaults are the same as in torch. Unlike torch, it allows
+    `start_powerSGD_iter` 0 and 1 with error feedback or warm start, ignores `orthogonalization_epsilon`, and needs no
+    process group to load a pickled state. See `commhooks.PowerSGD` for the other arguments.
 
     Args:
         process_group: the ranks to average over; None: the default group at the time of the backward pass.
@@ -123,7 +124,7 @@ class PowerSGDState:
         return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to a model; `commhooks.attach` calls this on every rank.
+        """Bind the state to a model. `commhooks.attach` calls this on every rank.
 
         Args:
             model: the module that DDP wraps.
@@ -144,7 +145,7 @@ class PowerSGDState:
         consensus = self.session.consensus
         if self.session.has_run:  # a second training: the state keeps its names of the parameters
             consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
-            consensus.replace_compressor(self.session.compressor)  # the ranks may be others: they compare their states
+            consensus.replace_compressor(self.session.compressor)  # the ranks may have changed, so compare their states
         else:
             consensus.bind(binding)
             form = _form_of(function)
@@ -210,7 +211,7 @@ class PowerSGDState:
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
-    # Set by __setstate__: the (rank, world size) that pickled the residual, and the kind of names that are its keys.
+    # Set by __setstate__: the (rank, world size) that pickled the residual, and the kind of names used as its keys.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
     # Set by `bind`.
@@ -250,15 +251,15 @@ class PowerSGDState:
     def use(self, form: Form) -> None:
         """Switch to this form, before the first backward pass."""
         if not form.fits(self.session):
-            # As in torch, a state is used with both forms, so both compressors have the same options.
+            # As in torch, a state works with both forms, so both compressors have the same options.
             self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 
 
 def with_wire_dtype(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
-    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. Of two nested wrappers the inner
-    decides."""
+    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. If two wrappers are nested, the inner
+    one determines the dtype."""
     form = _form_of(hook)
     if form is None:
         return None
@@ -278,7 +279,7 @@ _EACH, _WHOLE = Form(batched=False), Form(batched=True)
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by PowerSGD, parameter by parameter: low-rank factors, warm start, error feedback.
 
-    Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the first
+    It runs two all-reduces per bucket, for any number of buckets, on gloo and NCCL, and a plain average for the first
     `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with equal options. The bucket is
     changed in place. The state changes once per backward pass, and only if all received numbers are finite.
 
@@ -288,10 +289,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as `powerSGD_hook`.
+    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise like `powerSGD_hook`.
 
-    Results depend on `bucket_cap_mb`, and a rebuilt bucket starts from a new Q; residuals belong to parameters, and
-    are kept. Replaces torch's `batched_powerSGD_hook`.
+    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q, but keeps its residuals, which belong to
+    parameters. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 

@@ -1,9 +1,9 @@
 """Interleave the exchanges of all buckets of one backward pass.
 
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
-bucket starts its exchange; then each earlier exchange with a Send left takes one step: with two Sends, P of bucket k,
-then Q of bucket k - 1. The last bucket runs all remaining Sends. The call for bucket k returns while its collective is
-in flight.
+bucket starts its exchange; then each earlier exchange that has a Send left advances by one. With two Sends each, that
+issues P of bucket k, then Q of bucket k - 1. The last bucket runs all remaining Sends. The hook call for bucket k
+returns while its collective is in flight.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ class RunningExchange:
     Args:
         task: the exchange, not begun yet.
         flat: the bucket's buffer.
-        issue: starts a collective for this bucket. Returns None if the ranks disagree, and then the exchange is not
+        issue: starts a collective for this bucket. Returns None if the ranks disagree; the exchange is then not
             resumed.
 
     Attributes:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
         finite: whether everything received is finite (0-dim bool tensor); set once no collective is left.
-        has_send_left: a collective is pending, and the exchange will issue another collective after it.
+        has_send_left: whether the exchange will issue another collective after the pending one.
     """
 
     finite: torch.Tensor
@@ -48,21 +48,21 @@ class RunningExchange:
         self._pending: Pending | None = None
 
     def finish(self) -> None:
-        """Wait for the pending collectives: up to the verdict, or after the verdict to the end."""
+        """Wait for the pending collectives: before the verdict, up to the verdict; after it, to the end."""
         while self._pending is not None:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Returns the pending collective if it may still write the bucket.
-        Exceptions of the exchange are suppressed, because they would hide the error that ended the pass."""
+        """Close the exchange of an abandoned pass. Returns the pending collective if it may still write into the
+        bucket. Suppresses exceptions of the exchange, because they would hide the error that ended the pass."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_send_left = self._pending, None, False
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Begin the exchange, or pass it the result of its pending collective, or `verdict` for the whole pass after
-        its own verdict. Then issue its next Send."""
+        """Resume the exchange, and issue its next Send. It receives the result of its pending collective; or None, to
+        begin; or, after its own verdict, the `verdict` for the whole pass."""
         answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_send_left = None, False
         step = self._task.advance(answer)
@@ -78,7 +78,7 @@ class RunningExchange:
 
 
 def finish_sends(running: Sequence[RunningExchange]) -> None:
-    """Run all exchanges up to their verdicts: in turns, in bucket order, one Send per turn."""
+    """Run all exchanges to their verdicts, in turns: in bucket order, one Send per turn."""
     has_send_left = True
     while has_send_left:
         has_send_left = False
@@ -96,9 +96,10 @@ class BackwardPass:
 
     Attributes:
         compressing: whether compression has begun.
-        step: the step, as passed to the exchanges.
+        step: the step, for the exchanges.
         step_at_most: upper bound of the step's number.
-        step_label: the number for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
+        step_label: the step's number in messages: "7", or "<= 7" if the host has not read the outcomes of earlier
+            passes.
         comparison: compares the Sends of all ranks; None if there is nothing to compare.
     """
 
@@ -112,7 +113,7 @@ class BackwardPass:
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket, then advance each earlier one that has a Send left."""
+        """Start the exchange of the next bucket, then advance each earlier exchange that has a Send left."""
         self.running.append(exchange)
         exchange.advance()
         for earlier in self.running[:-1]:
@@ -141,7 +142,7 @@ class BackwardPass:
         """Complete the futures for which DDP waits."""
         for each in self.running:
             each.future.set_result(each.result)
-        # Release the buckets: DDP may rebuild them now.
+        # Release the buckets, because DDP may rebuild them now.
         self.running.clear()
 
     def abandon(self) -> list[Pending]:

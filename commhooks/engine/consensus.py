@@ -1,7 +1,7 @@
 """Compare the ranks at the start, after a load and after a change of the compressor, before a bucket is reduced.
 
-The step number and the options determine which collectives a step runs. Ranks that disagree on them would pair
-collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or none.
+The step number and the options determine which collectives a step runs. Ranks that disagree on them would issue
+collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or of none.
 """
 
 import collections
@@ -32,12 +32,12 @@ logger = logger_of(__name__)
 Started = TypeVar("Started")
 _WHAT = "the comparison of what the ranks send"
 _SHOWN = 4
-"""Different Sends that an error lists."""
+"""Maximum number of different Sends that an error lists."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The facts about the compressor that hold from one comparison of the ranks to the next.
+    """Facts about the compressor that hold from one comparison of the ranks to the next.
 
     Attributes:
         start: committed steps before the first compressed exchange.
@@ -50,14 +50,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Binding:
-    """The model whose gradients a session averages, and the ranks.
+    """The model whose gradients a session averages, and its ranks.
 
     Attributes:
         names: stable names of the parameters.
-        group: called at each backward pass; returns the process group.
+        group: returns the process group; called at each backward pass.
         loss_scale: returns the current scale of the GradScaler; None without a scaler.
-        shards: returns the group of the ranks with all shards of this replica, which commit a pass together or not at
-            all; None: nothing is sharded.
+        shards: returns the group with all shards of this replica. Its ranks commit a pass together or not at all. None:
+            nothing is sharded.
     """
 
     names: ParameterNames
@@ -71,15 +71,15 @@ class Binding:
 
 
 class Consensus:
-    """Holds what must be equal on all ranks of a session, and compares it across the ranks.
+    """Holds what must be equal on all ranks of a session, and compares it over the ranks.
 
     Attributes:
-        compressor: the compressor in force; a load or `auto` may replace it (`replace_compressor`).
-        reduction: whether each rank compresses all of a bucket, or a share of it.
+        compressor: the current compressor; a load or `auto` may replace it (`replace_compressor`).
+        reduction: whether each rank compresses a whole bucket or a share of it.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, equal on all ranks; None before the first backward pass.
-        compares_sends: the ranks compare their Sends for a bucket that `is_new`, because the compressor is not built
-            in.
+        compares_sends: whether the ranks compare their Sends for a bucket that `is_new`, because the compressor is not
+            built in.
         agreement: None until the ranks have compared their states, and again after a load or a change of the
             compressor.
     """
@@ -98,8 +98,8 @@ class Consensus:
 
     @property
     def compared(self) -> bool:
-        """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
-        they have residuals of the same parameters, unless they form nodes."""
+        """Whether the ranks have compared their states since the latest load or change of the compressor. If so, they
+        have residuals of the same parameters, unless they form nodes."""
         return self.agreement is not None
 
     @property
@@ -111,12 +111,12 @@ class Consensus:
         self._reduction = reduction
 
     def reduction_of(self, compressor: Compressor[Any]) -> FlatReduction:
-        """The reduction that `compressor` uses here. An adaptive compressor decides itself whether to use the nodes."""
+        """Return the reduction for `compressor`. An adaptive compressor itself decides whether to use the nodes."""
         flat = isinstance(compressor, AdaptiveCompressor) and not compressor.between_nodes
         return FLAT if flat else self._reduction
 
     def bind(self, binding: Binding) -> None:
-        """Use this model and these ranks. Allowed only before the first backward pass."""
+        """Use this model and these ranks. Call this before the first backward pass only."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
 
@@ -124,11 +124,11 @@ class Consensus:
         self.choice = choice
         if self.compressor.native != choice.native:
             self.compressor.native = choice.native
-            self.buckets.clear()  # their workspaces were made for the other one
+            self.buckets.clear()  # their workspaces were made for the other kernel
 
     def replace_compressor(self, compressor: Compressor[Any]) -> None:
-        """Use `compressor` from now on. Call this after a load, too: at the next backward pass the ranks compare their
-        states again, and the loaded state is checked and refitted."""
+        """Use `compressor` from now on. Call this after a load, too: at the next backward pass the ranks then compare
+        their states again, and the loaded state is checked and refitted."""
         self.compressor = compressor
         self.compares_sends = _is_user_defined(compressor)
         if self.choice is not None:
@@ -139,16 +139,17 @@ class Consensus:
         self._seen.clear()
 
     def is_new(self, bucket: Bucket) -> bool:
-        """Whether the layout of `bucket` occurs for the first time since compression began; notes the layout."""
+        """Return whether the layout of `bucket` occurs for the first time since compression began, and remember the
+        layout."""
         layout = tuple(map(id, bucket.parameters))
         new = layout not in self._seen
         self._seen.add(layout)
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare the states of the ranks if they have not been compared since the start, a load or a change of the
-        compressor, and let an adaptive compressor decide at the end of its watch. All ranks of `group` must call this
-        before each backward pass.
+        """Compare the ranks' states unless that has happened since the start, a load or a change of the compressor. At
+        the end of an adaptive compressor's watch, let it decide. All ranks of `group` must call this before each
+        backward pass.
 
         Args:
             flat: the first bucket.
@@ -158,7 +159,7 @@ class Consensus:
                 the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
-        # Compared before ranks at different steps decide on different collectives.
+        # Compare first, because ranks at different steps would decide on different collectives.
         agreement = self.agreement or self._compare(group, flat)
         if isinstance(self.compressor, AdaptiveCompressor):
             self._reconsider(self.compressor, group, flat.device)
@@ -166,7 +167,7 @@ class Consensus:
         return agreement
 
     def decision_is_due(self, adaptive: AdaptiveCompressor[Any]) -> bool:
-        """Whether the watch of the compressor has ended."""
+        """Whether the compressor's watch has ended."""
         watch = adaptive.watch
         return watch is not None and self._held.steps(watch.end, exact=False)[0] >= watch.end
 
@@ -176,11 +177,11 @@ class Consensus:
         if not self.decision_is_due(adaptive):
             return
         held.settle()
-        # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
+        # Without the lock, because a save in another thread may hold it while waiting for the other ranks' saves.
         ranks = Ranks(group, device, self._counters, self.binding.shard_group)
         compressor, remark = adaptive.reconsidered(ranks, held.state.step)
         if compressor is not adaptive:
-            with held.lock:  # no save may read what is half replaced
+            with held.lock:  # no save may read a half-replaced state
                 held.state.keep_fields(compressor.state_fields)
                 if compressor.chosen != adaptive.chosen:
                     held.state.drop_local()
@@ -190,7 +191,7 @@ class Consensus:
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and the step over all shards. Choose a kernel if
-        none was chosen. If one rank lacks its local tensors, all ranks drop their local tensors."""
+        there is none. If one rank lacks its local tensors, all ranks drop theirs."""
         compressor, state = self.compressor, self._held.state
         names, shard_group = self.binding.names.named_parameters(), self.binding.shard_group
         self._held.settle()
@@ -263,12 +264,12 @@ def _check_steps(steps: list[int], of: str = "") -> None:
 
 
 class SendComparison:
-    """Compares each Send of one backward pass across `group` in a small all-gather, before the Send is issued.
+    """Compares each Send of one backward pass over `group` in a small all-gather before the Send is issued.
 
     gloo ends the process if the ranks of a collective send different sizes, and a rank that sends more often than the
-    others waits for them. Built-in compressors follow their plans; a user's compressor may have a fault.
+    others hangs. Built-in compressors follow their plans; a user's compressor may have a bug.
 
-    If the ranks of `group` differ, none of them issues anything more, and `end` raises the error. Until then they take
+    If the ranks of `group` differ, none of them issues a further Send, and `end` raises the error. Until then they take
     part in the rest of the pass, because ranks of their node, or with other shards, may wait for them.
     """
 
@@ -277,7 +278,7 @@ class SendComparison:
     ) -> None:
         self._group, self._device, self._counters = group, device, counters
         self._name = consensus.compressor.name
-        # These ranks exchange something else, and must fail together with the ranks of `group`.
+        # These ranks exchange other tensors, but must fail together with the ranks of `group`.
         nodes, shards = consensus.reduction.nodes, consensus.binding.shard_group
         node = None if nodes is None else nodes.intra_node
         self._others = [each for each in (node, shards) if each is not None]
@@ -285,12 +286,12 @@ class SendComparison:
         self._problem = ""
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
-        """Return `start(send)` for the next Send of `bucket`, or None if the Sends of the ranks differ."""
+        """Return `start(send)` for the next Send of `bucket`, or None if the ranks' Sends differ."""
         # Inside a node the engine sends, not the compressor.
         return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
     def agree(self, bucket: int, send: Send) -> bool:
-        """Whether the next Send of `bucket` is equal on all ranks, as all Sends before."""
+        """Whether the next Send of `bucket`, like all Sends before it, is equal on all ranks."""
         self._sends_of[bucket] += 1
         what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
         dtype = str(send.tensor.dtype).removeprefix("torch.")
@@ -302,7 +303,7 @@ class SendComparison:
         """Compare the number of Sends after the last Send of the pass.
 
         Raises:
-            HookRunError: on all ranks, if a Send or the number of Sends has differed.
+            HookRunError: on all ranks, if a Send or the number of Sends differed.
         """
         self._compare("no further Send", "", "")
         for group in self._others:
@@ -313,7 +314,7 @@ class SendComparison:
             raise HookRunError(self._problem)
 
     def _compare(self, number: str, label: str, rest: str) -> bool:
-        """`label` may differ: it is for messages."""
+        """Only `number` and `rest` are compared; `label` is for messages."""
         if self._problem:
             return False
         own = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)

@@ -1,4 +1,5 @@
-"""Reduce a bucket with a compressor without learned state. The call returns at once, and each future ends by itself."""
+"""Reduce a bucket with a compressor without learned state. The hook call returns at once, and each future completes on
+its own."""
 
 import contextlib
 import inspect
@@ -25,8 +26,8 @@ from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 CALLBACK_S = 0.05
-"""Seconds until a thread of the backend has left a callback. The destructor of a group waits for that thread, in torch
-2.13 with the GIL held."""
+"""Seconds after which a backend thread has surely left a callback. A group's destructor waits for that thread, in torch
+2.13 while holding the GIL."""
 
 
 def reduce_immediately(
@@ -37,18 +38,16 @@ def reduce_immediately(
     over: Scope = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
-    """Start the exchange of one bucket. All ranks of `group` must call this, in the same order.
+    """Start the exchange of one bucket, and return a future of the reduced gradient. All ranks of `group` must call
+    this, in the same order.
 
     The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
 
     Args:
         over: which ranks `group` consists of, for the counters.
 
-    Returns:
-        A future of the reduced gradient.
-
     Raises:
-        HookRunError: the exchange yields a `Verdict`, or sends more than once; or, on all ranks, `comparison` finds
+        HookRunError: the exchange yields a `Verdict`, or sends more than once. On all ranks: `comparison` finds
             different Sends.
     """
     flat, name = bucket.flat, compressor.name
@@ -80,14 +79,14 @@ def reduce_immediately(
     what, group_if_alive = pending.what, held_weakly(group)
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # Runs in a thread of the backend: hold no reference to the process group here. If it were the last reference,
-        # the group would end in its own thread, which aborts the process.
+        # This runs in a thread of the backend. Hold no reference to the process group here: if it were the last one,
+        # the group would be destroyed in its own thread, which aborts the process.
         try:
             sent.value()
         except RuntimeError as error:
             raise _error_of(what, group_if_alive, error) from error
-        # On CUDA the callback has its own stream, and these tensors are freed before the kernels that read them have
-        # run.
+        # On CUDA the callback has its own stream, and the host frees these tensors before the kernels that read them
+        # have run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))
             if new_answer is not None:
@@ -120,7 +119,7 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
 
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the local variables of an exchange, and of the exchange to which it delegates."""
+    """Yield the tensors in the local variables of an exchange, and of the exchanges to which it delegates."""
     while inspect.isgenerator(exchange):
         yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
         exchange = exchange.gi_yieldfrom

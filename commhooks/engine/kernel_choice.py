@@ -1,7 +1,7 @@
-"""Choose the kernel of all ranks: the native library if all ranks have the same build of it, otherwise torch.
+"""Choose the kernel for all ranks: the native library if all ranks have the same build of it, otherwise torch.
 
 Every rank computes its own copy of the averaged gradient, so replicas drift apart if the kernels differ in the last
-bits. Ranks compare `KernelSupport.key` in an exchange that they make anyway, and send the rest only if keys differ.
+bits. Ranks compare `KernelSupport.key` in a collective that they run anyway, and send the rest only if the keys differ.
 """
 
 import json
@@ -18,7 +18,7 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 class KernelSupport(NamedTuple):
-    """What one rank can compute with. An attribute without content is "".
+    """What one rank can compute with. An empty attribute is "".
 
     Attributes:
         build: `Compressor.native_build`, if it is the same for all dtypes.
@@ -34,7 +34,7 @@ class KernelSupport(NamedTuple):
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
-        """Find out what this rank has for gradients of `dtypes`, at least one, on `device`."""
+        """Determine this rank's support for gradients of `dtypes` (at least one) on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -49,16 +49,16 @@ class KernelSupport(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Equal on two ranks with equal support."""
+        """A number that is equal on two ranks with equal support."""
         return agreement_key(*self)
 
 
 class KernelChoice(NamedTuple):
-    """The kernel of all ranks.
+    """The kernel for all ranks.
 
     Attributes:
-        native: all ranks use the native library.
-        slower: why they do not; "" if no rank lacks it.
+        native: whether all ranks use the native library.
+        slower: why they do not; "" if every rank has it.
         drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
     """
 
@@ -71,8 +71,8 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """The warnings that rank 0 logs. `checked`: the weights of the replicas are compared regularly, which reveals
-        drift."""
+        """Return the warnings for rank 0 to log. `checked`: whether the replicas' weights are compared regularly, which
+        reveals drift."""
         found = []
         if self.slower:
             found.append(f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}")
@@ -88,7 +88,7 @@ class KernelChoice(NamedTuple):
 def agreed_choice(
     own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
 ) -> KernelChoice:
-    """Choose the kernel of all ranks of `group`. All of them must call this.
+    """Choose the kernel for all ranks of `group`. All of them must call this.
 
     Args:
         keys: `KernelSupport.key` of every rank.
@@ -106,7 +106,7 @@ def agreed_choice(
 
 
 def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> KernelChoice:
-    """Choose the kernel from the support of each rank, as `agreed_choice` does; `rank` is this rank."""
+    """Choose the kernel from the support of each rank, as `agreed_choice` does. `rank`: this rank."""
     unable = [each for each, support in enumerate(supports) if support.cannot]
     if len(unable) == len(supports):
         raise HookConfigError(supports[rank].cannot)

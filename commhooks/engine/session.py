@@ -1,8 +1,8 @@
 """Run the backward passes of one model, each as a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, after everything received was found finite. A pass that is abandoned
-therefore leaves the state of the last committed step. Without learned state nothing depends on other buckets, and each
-bucket ends by itself; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. So after an abandoned
+pass the state is that of the last committed step. Without learned state no bucket depends on another, and each bucket
+ends on its own; see `immediate.py`.
 """
 
 import collections
@@ -35,7 +35,7 @@ from commhooks.gradients.loss_scale import chosen, read_scale
 logger = logger_of(__name__)
 
 ABANDONED_LIMIT_S = 5.0
-"""How long the host waits, after an exception, for collectives that may still write into a bucket."""
+"""Seconds for which the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
 class ExchangeDriver:
@@ -62,7 +62,6 @@ class ExchangeDriver:
 
     @property
     def compressor(self) -> Compressor[Any]:
-        """The compressor in force."""
         return self.consensus.compressor
 
     @property
@@ -71,7 +70,7 @@ class ExchangeDriver:
         return self.consensus.nonce is not None
 
     def close(self) -> None:
-        """Move the learned state to the host, until another training of the model begins."""
+        """Move the learned state to the host until another training of the model begins."""
         with self.held.settled():
             self.state.to_host()
 
@@ -81,9 +80,9 @@ class WatchedPass:
     """A backward pass that an adaptive compressor watches.
 
     Attributes:
-        began, ended: the ends of the pass before and of this one.
+        began, ended: the end of the previous pass, and of this one.
         outcome: see `HeldState.outcome`; valid after `ended`.
-        layouts: its buckets.
+        layouts: the layouts of its buckets.
     """
 
     began: Mark
@@ -103,14 +102,14 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        # For an adaptive compressor: the end of the pass before, and the passes that it has not been shown yet.
+        # For an adaptive compressor: the end of the previous pass, and passes not yet passed to `observe`.
         self._step_began: tuple[Mark] | None = None
         self._watched: collections.deque[WatchedPass] = collections.deque()
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
 
-        The futures of all buckets complete together, when the backward pass was committed, or skipped because a number
+        The futures of all buckets complete together, once the backward pass was committed, or skipped because a number
         was not finite. Without learned state each future completes when its collective has ended.
 
         Raises:
@@ -138,14 +137,14 @@ class Session(ExchangeDriver):
         return exchange.future
 
     def end_pass(self) -> None:
-        """End the running pass, if DDP has marked no bucket as the last."""
+        """End the current pass if DDP has marked no bucket as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):
                 self._finish_pass(self._pass)
 
     def close(self) -> None:
-        """Free the buffers, and move the learned state to the host, until another training of the model begins."""
+        """Free the buffers, and move the learned state to the host until another training of the model begins."""
         self._drop_pass()
         self._closed = True
         for known in self.consensus.buckets:
@@ -161,7 +160,7 @@ class Session(ExchangeDriver):
             self._closed = False
         binding, agreement = consensus.binding, consensus.agreement
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            if agreement is None:  # a load has come in between
+            if agreement is None:  # a state was loaded since the previous pass
                 self._watched.clear()
                 self._step_began = None
             elif consensus.decision_is_due(consensus.compressor):
@@ -173,7 +172,7 @@ class Session(ExchangeDriver):
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
-        # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
+        # Without a scaler the scale is 1, and residuals saved with a scaler are rescaled to 1.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
         group = binding.group()
@@ -247,7 +246,7 @@ class Session(ExchangeDriver):
             buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
-            # The exchanges rescale the state of what they compress.
+            # The exchanges themselves rescale the state of the parameters that they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
             self.state.rescale(compressor.state_fields, factor, but=compressed)
@@ -260,7 +259,7 @@ class Session(ExchangeDriver):
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches that step. The pass before a watch is timed, too,
+        """Time the pass that ends now, if the compressor watches this step. The pass before a watch is timed, too,
         because the first watched step begins at its end."""
         began, self._step_began = self._step_began, None
         if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
@@ -272,11 +271,11 @@ class Session(ExchangeDriver):
             self._watched.append(WatchedPass(*began, *ended, outcome, layouts))
             self._show_watched(compressor, wait=False)
             if precision.is_host_readable(good.device):
-                self._step_began = (mark(good.device),)  # looking at the pass is not a part of the next step
+                self._step_began = (mark(good.device),)  # exclude the time for `observe` from the next step
 
     def _show_watched(self, compressor: AdaptiveCompressor[Any], *, wait: bool) -> None:
-        """Show the watched passes to the compressor. On an accelerator, a pass is shown once the device has finished
-        it, usually in the next pass; with `wait` the host waits for all of them."""
+        """Pass the watched passes to the compressor's `observe`. On an accelerator this happens once the device has
+        finished a pass, usually in the next pass; with `wait` the host waits for all of them."""
         watch, names = compressor.watch, self.consensus.binding.names
         while self._watched and (wait or has_passed(self._watched[0].ended)):
             seen = self._watched.popleft()
@@ -291,8 +290,8 @@ class Session(ExchangeDriver):
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
-        """Run the body, a part of a pass, on the codec stream and in full precision. An exception ends the pass: the
-        host waits for the pass's collectives, because the caller may fill the buckets again."""
+        """Context manager: run the body, a part of a pass, on the codec stream and in full precision. An exception ends
+        the pass. The host then waits for the pass's collectives, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
             with on_stream, precision.full_precision(flat.device):

@@ -1,7 +1,5 @@
-"""Learned state, the tensors and counters that a compressor keeps from step to step, and the lock that guards it.
-
-On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
-"""
+"""Learned state, the tensors and counters that a compressor keeps from step to step, and the lock that guards it. On an
+accelerator the outcome of a pass stays on the device until the host needs it."""
 
 import contextlib
 import threading
@@ -24,7 +22,7 @@ Entries = dict[str, dict[str, torch.Tensor]]
 class LearnedState:
     """Tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
 
-    Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
+    Pickles of `PowerSGDState` contain the attributes by name, so do not rename them.
 
     Attributes:
         step: committed synchronised backward passes, the same on every rank.
@@ -34,9 +32,10 @@ class LearnedState:
         local: keys of the fields that differ between ranks, such as residuals.
         loss_scale: the loss scale with which fields with `scales_with_loss` were written. On an accelerator a 0-dim
             tensor until the host reads it.
-        local_missing: this rank has lost its local tensors; at the next comparison all ranks drop their local tensors.
-        missing_was_said: a warning about `local_missing` was logged.
-        local_shared: the local tensors are equal on every rank: the mean that was just saved or loaded, or no tensor.
+        local_missing: this rank has lost its local tensors. At the next comparison all ranks drop theirs.
+        missing_was_said: whether a warning about `local_missing` was logged.
+        local_shared: whether the local tensors are equal on every rank: the mean that was just saved or loaded, or no
+            tensor.
     """
 
     step: int = 0
@@ -65,8 +64,8 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state. No tensor of the copy is a slice of a larger storage, because pickling a slice would save the
-        whole storage."""
+        """Copy the state so that no tensor is a slice of a larger storage: pickling a slice would save the whole
+        storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
             for key, tensors in self.entries.items()
@@ -87,13 +86,13 @@ class LearnedState:
             self[key].clear()
 
     def drop_local(self) -> None:
-        """Delete the local tensors on all ranks, which continue from zeros."""
+        """Delete the local tensors. Called on all ranks, which continue from zeros."""
         self.forget_local()
         self.local_missing = False
         self.local_shared = True
 
     def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
-        """Multiply the tensors of the fields that follow the loss scale by `factor`, except the names in `but`."""
+        """Multiply the tensors of fields with `scales_with_loss` by `factor`, except the names in `but`."""
         for each in fields:
             for name, tensor in self[each.key].items() if each.scales_with_loss else ():
                 if name not in but:
@@ -111,9 +110,9 @@ class HeldState:
     """Guards the learned state of a session, and maintains `state.step` and the counters of committed steps.
 
     Attributes:
-        state: the learned state. It changes in `committing`, and by `overwrite`.
-        lock: hold it while writing the learned state, and while reading it from another thread.
-        in_commit: a commit is writing, and a save from a signal handler would mix two steps.
+        state: the learned state. It changes only in `committing` and by `overwrite`.
+        lock: to be held while writing the learned state, and while reading it from another thread.
+        in_commit: a commit is writing; a save from a signal handler would mix two steps.
         commit_failed: the latest commit failed on this rank, and no state was loaded since.
     """
 
@@ -124,13 +123,13 @@ class HeldState:
         self.commit_failed = False
         self._counters = counters
         self._mark = CommitMark()
-        # Passes whose outcome the host has not read: committed count (on the device), passes, compressed?
+        # Passes whose outcome the host has not read: number committed (on the device), number of passes, compressed?
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """Return the smallest and the largest possible number of committed steps: the outcome of some passes may be
+        """Return a lower and an upper bound of the number of committed steps, because the outcome of some passes may be
         unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
-        with self.lock:  # another thread that saves may be updating `state.step` and the unread passes
+        with self.lock:  # a save in another thread may be updating `state.step` and the unread passes
             step, unread = self.state.step, self._unread
             passes = unread[1] if unread else 0
             if passes and (exact or step < start <= step + passes):
@@ -140,13 +139,13 @@ class HeldState:
 
     @contextlib.contextmanager
     def committing(self, device: torch.device) -> Iterator[None]:
-        """Hold the lock while the body writes the gradients of a pass and the learned state."""
+        """Context manager: hold the lock while the body writes the gradients of a pass and the learned state."""
         with self.lock:
             self.in_commit = True
             try:
                 yield
             except BaseException:
-                # The tensors are a mix of two steps: none of them may be saved.
+                # The tensors are a mix of two steps, so none of them may be saved.
                 self.state.forget_local()
                 self.state.local_missing = self.commit_failed = True
                 raise
@@ -165,7 +164,7 @@ class HeldState:
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
-            # After a failed commit the residual started at zero; this commit makes it valid again.
+            # After a failed commit the residual restarted at zero. This commit makes it valid again.
             self.state.local_missing = self.commit_failed = False
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
@@ -174,8 +173,9 @@ class HeldState:
         self._unread = (verdict + count, passes + 1, compressed)
 
     def outcome(self, good: torch.Tensor) -> torch.Tensor:
-        """Return, as integers on the host, the committed steps after the latest pass, and whether that pass is one of
-        them (`good`). On CUDA the host does not wait: the numbers are valid after the work that is queued now."""
+        """Return two integers on the host: the number of committed steps after the latest pass, and whether that pass
+        is one of them (`good`). On CUDA the host does not wait; the numbers are valid after the work that is queued
+        now."""
         with self.lock:
             committed = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device) + self.state.step
             found = torch.stack((committed, good.to(torch.int64)))
@@ -183,7 +183,7 @@ class HeldState:
 
     def settle(self) -> None:
         """Bring `state.step` up to date. On an accelerator the host and the caller's current stream wait for the latest
-        commit, so that the caller reads the learned state as written by that commit."""
+        commit, so that the caller reads the learned state as that commit wrote it."""
         with self.lock:
             self._mark.wait()
             with self._mark.reading():
@@ -191,9 +191,9 @@ class HeldState:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Hold the lock of the learned state, with `state.step` up to date, while the body runs. The body may copy
-        tensors of the state to the host, which waits for the latest commit and for no later work. Change tensors by
-        `overwrite` only."""
+        """Context manager: hold the lock, with `state.step` up to date, while the body runs. The body may copy tensors
+        of the state to the host, which waits for the latest commit but for no later work. Change tensors by `overwrite`
+        only."""
         with self.lock, self._mark.reading():
             self._read()
             yield

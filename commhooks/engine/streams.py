@@ -1,13 +1,13 @@
-"""The streams on which hooks compute and are read. Nothing here has an effect on devices without streams.
+"""The streams on which hooks compute and are read. On devices without streams nothing here has an effect.
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block the backward pass.
-The host reads the results on another stream, the *reading stream*, which waits for the latest commit only. State in
-host memory is copied on a third one, the *copy stream*. An outer step of DiLoCo that runs while the training goes on
-computes on a fourth one, the *background stream*.
+The host reads the results on the *reading stream*, which waits for the latest commit only. State in host memory is
+copied on the *copy stream*. An outer step of DiLoCo that overlaps with the training computes on the *background
+stream*.
 
-A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it
-never frees. The hooks of several models therefore run on a device in the order in which they are called. All ranks must
-call them in the same order, which NCCL requires anyway.
+A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it never frees. So on
+a device, the hooks of several models run in the order in which they are called. All ranks must call them in the same
+order, which NCCL requires anyway.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import torch
 from commhooks.gradients import precision
 from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
-# The kernels of the codec are small and depend on each other: with the default priority, 0, every kernel would queue
-# behind the kernels of the backward pass.
+# The codec's kernels are small and depend on each other. With the default priority, 0, each of them would queue behind
+# the kernels of the backward pass.
 _PRIORITIES = {"codec": -1, "reading": 0, "copy": 0, "background": 0}
 
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
@@ -29,27 +29,28 @@ _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 def _stream(device: torch.device, name: str) -> torch.Stream:
     stream = _streams.get((device, name))
     if stream is None:
-        # Another thread may have been faster.
+        # Another thread may have made it meanwhile.
         stream = _streams.setdefault((device, name), torch.Stream(device, priority=_PRIORITIES[name]))
     return stream
 
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` and its device the current ones in the body. `with stream:` is an error in a second thread, or when
-    nested: torch keeps the stream before it in the stream object."""
+    """Context manager: make `stream` and its device current. `with stream:` fails in a second thread, or when nested,
+    because torch keeps the previous stream in the stream object."""
     outside, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
-        torch.accelerator.set_stream(outside)  # may be on another device, which becomes the current one again
+        torch.accelerator.set_stream(outside)  # also makes its device current again
 
 
 @contextlib.contextmanager
 def computing_on(buffer: torch.Tensor) -> Iterator[None]:
-    """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
+    """Context manager: run the body on the codec stream of the buffer's device, after the work queued on the current
+    stream."""
     device = buffer.device
     stream = _stream(device, "codec")
     stream.wait_stream(torch.accelerator.current_stream(device))
@@ -59,8 +60,8 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of `tensors`, allocated on another stream, from reuse while work of the current stream that was
-    queued before they were freed is unfinished."""
+    """Prevent the memory of `tensors`, allocated on another stream, from being reused before the current stream has
+    finished the work queued on it when they are freed."""
     for tensor in tensors:
         if precision.has_streams(tensor.device):
             for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
@@ -69,7 +70,8 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _working_on(name: str, device: torch.device, *, after_current: bool) -> Iterator[None]:
-    """Run the body on a stream of `device`. `after_current`: after the work queued on the current stream."""
+    """Context manager: run the body on the stream `name` of `device`. `after_current`: after the work queued on the
+    current stream."""
     if not precision.has_streams(device):
         yield
         return
@@ -81,7 +83,7 @@ def _working_on(name: str, device: torch.device, *, after_current: bool) -> Iter
 
 
 def _wait_for(name: str, device: torch.device) -> None:
-    """Make the current stream wait for all work queued on a stream of `device`."""
+    """Make the current stream wait for all work queued on the stream `name` of `device`."""
     if precision.has_streams(device):
         torch.accelerator.current_stream(device).wait_stream(_stream(device, name))
 
@@ -95,7 +97,7 @@ wait_for_codec = functools.partial(_wait_for, "codec")
 class CommitMark:
     """Marks the end of the latest commit on the codec stream.
 
-    Readers of the learned state wait for this mark and not for the whole stream. The stream may already hold
+    Readers of the learned state wait for this mark and not for the whole stream. The stream may already contain
     collectives of the next pass, which other ranks begin only after a save in which this rank takes part.
 
     Hold the lock of the learned state while calling these methods.
@@ -118,8 +120,8 @@ class CommitMark:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the body on the reading stream, after the latest commit. The body must leave no unfinished work on that
-        stream: it ends with copies to the host."""
+        """Context manager: run the body on the reading stream, after the latest commit. The body must leave no
+        unfinished work on that stream, so it ends with copies to the host."""
         if self._at is None:
             yield
             return

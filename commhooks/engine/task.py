@@ -11,7 +11,7 @@ from commhooks.errors import HookRunError
 
 @dataclass(frozen=True)
 class Done:
-    """The exchange has ended. `result` is the bucket's buffer, or another tensor that holds the averaged gradient."""
+    """The end of an exchange. `result` is the bucket's buffer, or another tensor that holds the averaged gradient."""
 
     result: torch.Tensor
 
@@ -23,7 +23,7 @@ class ExchangeTask:
     Args:
         exchange: the result of `Compressor.exchange`, not begun yet.
         flat: the bucket's buffer.
-        name: of the compressor, for messages.
+        name: name of the compressor, for messages.
         expects_verdict: False for a compressor that is not transactional.
 
     Raises:
@@ -46,11 +46,11 @@ class ExchangeTask:
         """Run the exchange to its next yield, or to its end.
 
         Args:
-            answer: the result of the yielded collective; after a `Verdict` whether the pass is committed; None at the
-                beginning.
+            answer: the result of the yielded collective; after a `Verdict`, whether the pass is committed; None to
+                begin.
 
         Raises:
-            HookRunError: the exchange breaks a rule, which the message names.
+            HookRunError: the exchange breaks a rule; the message names it.
         """
         try:
             yielded: Any = self.exchange.send(answer)
@@ -61,7 +61,7 @@ class ExchangeTask:
                     "before it writes its state"
                 ) from None
             return Done(self._flat if end.value is None else self._checked_result(end.value))
-        # After the verdict the engine sends inside a node.
+        # After the verdict the engine itself sends inside a node.
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "intra_node"):
             raise HookRunError(
                 f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
@@ -100,8 +100,8 @@ class ExchangeTask:
 def new_task(
     compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
 ) -> ExchangeTask:
-    """Create the exchange of one bucket, or an exact average if nothing in the bucket is compressed. For the arguments
-    see `Compressor.exchange`."""
+    """Create the exchange of one bucket, or an exact average if nothing in the bucket is compressed. See
+    `Compressor.exchange` for the arguments."""
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:
@@ -110,7 +110,7 @@ def new_task(
 
 
 class _NoState:
-    """The state that compressors without learned state receive."""
+    """The state passed to compressors without learned state."""
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")

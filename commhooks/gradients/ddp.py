@@ -33,8 +33,8 @@ class BucketReader:
     """Converts DDP's buckets, and detects the first and the last of each backward pass.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
-    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last by the
-    number of parameters (None: unknown).
+    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last bucket by
+    the number of parameters (None: unknown).
     """
 
     def __init__(self, parameters: int | None = None) -> None:
@@ -71,7 +71,7 @@ class BucketReader:
         # After a pass that ended in an exception the index does not increase.
         is_first = index <= self._index
         self._index, self._task = _NO_BUCKET_YET if is_last else index, task
-        # Reentrant checkpointing runs backward passes inside this one, which drop the callbacks queued in them.
+        # Reentrant checkpointing runs inner backward passes, which drop callbacks that were queued in them.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
         return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
@@ -83,8 +83,6 @@ class BucketReader:
 
 
 class DDPGradients(GradientSource):
-    """The gradients that a DDP model reduces."""
-
     nothing_to_reduce = (
         "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
         "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
@@ -99,8 +97,8 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps. Raises
-        AttachError if DDP has registered a hook of its own."""
+        """`group`: None: the model's group. `module`: the user's module; None: the module that `ddp_model` wraps.
+        Raises AttachError if DDP has registered a hook of its own."""
         _check_free(ddp_model)
         self.finds_unused = ddp_model.find_unused_parameters and not ddp_model.static_graph
         self._ranks_differ = self._closed = False
@@ -144,7 +142,6 @@ class DDPGradients(GradientSource):
         )
 
     def _reduce(self, callbacks: HookCallbacks, state: Any, bucket: dist.GradBucket) -> Future:
-        """The hook that DDP calls."""
         if self._closed:
             raise HookRunError(
                 f"a backward pass after close() of this hook ({callbacks.name!r}), which ended its training: wrap "
@@ -196,7 +193,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         if ddp_model is None:
             return
-        # This mode averages over the active ranks only, but DDP does not pass their number to hooks.
+        # With uneven division DDP averages over the active ranks only, but it does not pass their number to hooks.
         if joined_with_uneven_division(ddp_model):
             raise HookRunError(
                 "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) "
@@ -219,9 +216,9 @@ class DDPGradients(GradientSource):
 
 
 class _Registered(functools.partial[Future]):
-    """The function that is registered with DDP, whose logging data show its name. `torch.save(ddp_model)`,
-    `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it with the model, but register no hook in the copy (torch
-    2.13). So a pickle of this function does not hold the hook with its process group and learned state."""
+    """The function that is registered with DDP; DDP's logging data contain its name. `torch.save(ddp_model)`,
+    `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it with the model, but do not register a hook in the copy
+    (torch 2.13). So a pickle of this function does not contain the hook with its process group and learned state."""
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
         made = super().__new__(cls, function, *args)
@@ -256,9 +253,9 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
     """Keep the process group alive until DDP's `Reducer` is destroyed.
 
-    If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
-    On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
-    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, not the
+    If the `Reducer` were the last owner of the group, it would destroy the group while holding the GIL (torch 2.13). On
+    gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of the
+    latest collective. When Python destroys a group, it releases the GIL. The group's owner is a finalizer and not the
     model, because the garbage collector takes a model apart in any order.
     """
     finalizer = weakref.finalize(ddp_model.reducer, _release, ddp_model.process_group)
@@ -266,7 +263,7 @@ def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
 
 
 def _release(group: dist.ProcessGroup) -> None:
-    """Does nothing: the finalizer drops its reference to the group after this call."""
+    """Does nothing. The finalizer drops its reference to the group after this call."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:

@@ -1,5 +1,5 @@
-"""The loss scale: the factor by which a GradScaler multiplies the loss. It is read once per backward pass, without
-synchronising with an accelerator."""
+"""The loss scale, by which a GradScaler multiplies the loss. It is read once per backward pass, without synchronising
+with an accelerator."""
 
 import math
 import numbers
@@ -12,12 +12,12 @@ from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 
 LossScale = float | torch.Tensor
-"""A float, or a 0-dim tensor on an accelerator that the host has not read."""
+"""A float, or a 0-dim tensor on an accelerator, which the host does not read."""
 
 
 class ScaleOf:
-    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, which may be created later; if it
-    returns None, the scale is 1."""
+    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, which may be created later, or None
+    for a scale of 1."""
 
     def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
         self.scaler = scaler
@@ -33,7 +33,7 @@ class ScaleOf:
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
-    """Return the GradScaler of `loss_scale`, a `ScaleOf` or a user's `scaler.get_scale`; None if unknown."""
+    """Return the GradScaler of `loss_scale`, which is a `ScaleOf` or a user's `scaler.get_scale`; None if unknown."""
     if isinstance(loss_scale, ScaleOf):
         return loss_scale.scaler()
     owner = getattr(loss_scale, "__self__", None)
@@ -44,8 +44,8 @@ def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossSc
     """Return the loss scale of this backward pass.
 
     Args:
-        before: the previous loss scale, returned if the scale on an accelerator is zero, negative or not finite: the
-            gradients of such a step are all zero or not finite, and the residuals must not change.
+        before: the previous loss scale. It is returned if the scale on an accelerator is zero, negative or not finite:
+            the gradients of such a step are all zero or not finite, and the residuals must not change.
 
     Raises:
         HookRunError: the scale is not a number; or it is on the host, and zero, negative or not finite.
@@ -73,7 +73,7 @@ def chosen(good: torch.Tensor | bool, new: torch.Tensor, old: torch.Tensor) -> t
 @overload
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale: ...
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale:
-    """Return `new` if `good`, else `old`; a tensor only if `good` is on a device."""
+    """Return `new` if `good`, else `old`. The result is a tensor only if `good` is one."""
     if isinstance(good, bool):
         return new if good else old
     if not isinstance(new, torch.Tensor) and not isinstance(old, torch.Tensor):
@@ -84,5 +84,4 @@ def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossSca
 
 
 def is_one(factor: LossScale) -> bool:
-    """Whether `factor` is the float 1; False for a tensor, which is not read."""
     return not isinstance(factor, torch.Tensor) and factor == 1

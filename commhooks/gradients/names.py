@@ -1,8 +1,10 @@
-"""Stable parameter names, the keys of a hook's learned and saved state; and the globs of the option `exclude`.
+"""Stable parameter names, which are the keys of a hook's learned and saved state; and the globs of the option
+`exclude`.
 
-A GradBucket has no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name
-of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
-parameter: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
+A GradBucket has no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)`, the
+name of a parameter is its position among the parameters with its dtype and device type, counted from the last
+registered parameter. The first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a
+restart.
 """
 
 import difflib
@@ -38,7 +40,7 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    """Log one warning about the patterns that match no parameter of `module`, trainable or frozen."""
+    """Log one warning with the patterns that match no parameter of `module`, trainable or frozen."""
     names = [name for found in all_names(module).values() for name in found]
     parts = []
     for pattern in patterns:
@@ -67,7 +69,7 @@ class ParameterNames(Protocol):
 
 
 class ModelNames:
-    """Names from the model. A tied parameter has the first of its names."""
+    """Names from the model. For a tied parameter, its first name."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class ModelNames:
 
 class PositionalNames:
     """Names by position: `float32.cpu.0` is the last registered float32 parameter on the CPU, `float32.cpu.1` the one
-    before."""
+    before it."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[torch.Tensor, str]] = {}

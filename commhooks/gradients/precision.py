@@ -24,12 +24,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
+    """Whether the host can read tensors on `device` without synchronising. If not, hooks use masks instead of
+    branches."""
     return device.type == "cpu"
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` is queued on streams, as on CUDA and XPU. MPS has one queue only."""
+    """Whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single queue."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type != "mps"
 
@@ -40,7 +41,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError if there are several devices: a step is committed for all buckets together, and buckets on
+    """Raise HookConfigError if there are several devices. A step is committed for all buckets together, so buckets on
     several devices would have to wait for each other. `what`: name of the compression, for the message."""
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
@@ -54,7 +55,8 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
 
 
 class GlobalSwitch:
-    """`torch.set_float32_matmul_precision`, which applies to all libraries, as a switch."""
+    """`torch.set_float32_matmul_precision`, which applies to all libraries, with the interface of a per-library
+    switch."""
 
     _NAMES = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 
@@ -68,8 +70,9 @@ class GlobalSwitch:
         torch.set_float32_matmul_precision(old.get(value, "highest"))  # "none" is torch's default
 
 
-# Newer than torch 2.8: one per library that multiplies float32 matrices, oneDNN on CPU, cuBLAS on CUDA. Each is read
-# and restored separately; `torch.set_float32_matmul_precision`, the only one of 2.8, raises if a user has set these.
+# After torch 2.8 each library that multiplies float32 matrices (oneDNN on CPU, cuBLAS on CUDA) has a switch of its own,
+# to be read and restored separately. `torch.set_float32_matmul_precision`, the only switch of torch 2.8, raises if a
+# user has set these.
 _PRECISION_SWITCHES: tuple[Any, ...] = (
     (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
     if hasattr(torch.backends.mkldnn, "matmul")
@@ -85,8 +88,9 @@ _before: list[tuple[Any, str]] = []
 
 @contextlib.contextmanager
 def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
-    """Context manager: no grad mode, no autocast, and float32 products in full precision. `products`: False for a body
-    without products, which leaves the global switches alone for a training in another thread."""
+    """Context manager: disable grad mode and autocast, and compute float32 products in full precision. `products`:
+    False for a body without products; the global switches, which a training in another thread may need, then stay
+    unchanged."""
     global _inside
     with _lock:
         _inside += products
@@ -110,12 +114,12 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
                     switch.fp32_precision = precision
 
 
-# ---- what the last bits depend on ------------------------------------------------------------------------------------
+# ---- what determines the last bits -----------------------------------------------------------------------------------
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763
-    64-Core Processor, AVX2, 8 threads". Machines with equal lines compute equal bits."""
+    """Describe everything that determines the order of sums in matrix products, for example "torch 2.13.0+cpu, AMD EPYC
+    7763 64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute equal bits."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         threads = torch.get_num_threads()
@@ -129,7 +133,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def processor_lines(*beginnings: str) -> list[str]:
-    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] on other systems than Linux."""
+    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] on systems other than Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

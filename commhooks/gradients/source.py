@@ -1,4 +1,4 @@
-"""Sources of gradients: the interface to a model for hooks, and its implementation for an unwrapped model."""
+"""The interface through which hooks access a model's gradients, and its implementation for an unwrapped module."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ class HookCallbacks:
 
     Attributes:
         name: name of the hook, for messages.
-        run: reduces one bucket; the future holds the result.
-        finish: completes all futures of a pass whose last bucket was not marked as the last.
+        run: reduces one bucket, and returns a future of the result.
+        finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
         before_pass: called before the first bucket of every pass.
         after_first_pass: called at the end of the first pass.
@@ -44,7 +44,7 @@ class HookCallbacks:
         return self.run(bucket)
 
     def end_pass(self) -> None:
-        """Called at the end of a pass without a bucket that was marked as the last."""
+        """End a pass in which no bucket was marked as the last."""
         self.finish()
         self.on_pass_end()
 
@@ -57,12 +57,12 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where this rank's shard lies in the whole parameter.
+    """The position of this rank's shard in the whole parameter.
 
     Attributes:
         whole: shape of the whole parameter.
         shape: shape of the shard.
-        dim, start: the shard begins at index `start` of dimension `dim` and is complete in the other dimensions.
+        dim, start: the shard begins at index `start` of dimension `dim`, and is complete in the other dimensions.
     """
 
     whole: tuple[int, ...]
@@ -75,7 +75,7 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
 
     A hook that owned the group would keep its threads and its store alive. And if the garbage collector destroyed the
-    group in a forked process, such as a DataLoader's worker, that process would die, because the group's threads do not
+    group in a forked process, such as a DataLoader worker, that process would die, because the group's threads do not
     exist there.
     """
     weak = weakref.ref(group)
@@ -93,15 +93,15 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A model as a source of buckets. References to modules and process groups are weak.
+    """A model whose gradients are reduced in buckets. References to modules and process groups are weak.
 
     Attributes:
-        names: the parameters that are reduced; of a sharded model, this rank's shards.
-        device: where the gradients are.
-        sparse: ids of the parameters whose gradients are sparse.
+        names: the parameters that are reduced; for a sharded model, this rank's shards.
+        device: the device of the gradients.
+        sparse: ids of the parameters with sparse gradients.
         nothing_to_reduce: the error message if `names` is empty.
         gives_grad_buckets: whether buckets have torch's `GradBucket`, which users' functions need.
-        averages_alone: whether gradients are averaged over `group` without a hook.
+        averages_alone: whether gradients are averaged over `group` even without a hook.
     """
 
     names: ModelNames
@@ -132,40 +132,40 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. `state`: passed by DDP to its hook. Raises AttachError if the model has a
-        hook."""
+        """Register the hook with the model. `state`: the state that DDP passes to its hook. Raises AttachError if the
+        model already has a hook."""
 
     @abstractmethod
     def described(self) -> list[str]:
-        """Return a line per parameter, equal on two ranks if their models are."""
+        """Return a line per parameter. The lines are equal on two ranks if their models are."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
+        """Return by name the tensors that must be equal on all ranks of `group`; {} if the model was deleted."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """Return the current `.grad` of each entry of `names`."""
+        """Return the current `.grad` for each entry of `names`."""
 
     @abstractmethod
     def unregister(self) -> None:
-        """Undo `register`, between two backward passes. Raises AttachError if the model keeps its hook for life."""
+        """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""
 
     def stepped(self) -> Sequence[torch.Tensor]:
         """Return the parameters that optimizers hold, in the order of `names`."""
         return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
-        """Called before weights are changed by anything but an optimizer."""
+        """Called before anything other than an optimizer changes weights."""
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Stop synchronising buffers, such as running statistics. Returns warnings about remaining messages in every
-        step."""
+        """Stop synchronising buffers, such as running statistics. Returns warnings about messages that are still sent
+        in every step."""
         return []
 
     def close(self) -> None:
-        """Undo `register` if possible; no further backward pass will call the hook."""
+        """Undo `register` if possible. No further backward pass will call the hook."""
         return None
 
     # ---- shards; by default each parameter is one shard --------------------------------------------------------------
@@ -177,7 +177,7 @@ class GradientSource(ABC):
 
     @property
     def whole(self) -> ParameterNames:
-        """`names`, with whole parameters, which may be on the meta device."""
+        """`names` with whole parameters, which may be on the meta device."""
         return self.names
 
     def extent(self, name: str) -> Extent:
@@ -185,17 +185,17 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Make a tensor that is placed like the parameter, from this rank's `part`."""
+        """Make a tensor from this rank's `part` that is placed like the parameter."""
         return part
 
 
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists.
+    """Call `method(parameter)` whenever a gradient has been accumulated, as long as the method's object exists.
 
-    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns
-    the parameters, would keep them and the process group for ever.
+    The garbage collector cannot see a parameter's hooks (torch 2.13). If a hook owned the object, which owns the
+    parameters, they and the process group would never be freed.
     """
     weak = weakref.WeakMethod(method)
 
@@ -218,7 +218,7 @@ class PlainGradients(GradientSource):
     the backward pass each gradient becomes a bucket.
 
     Args:
-        accumulates: whether the running backward pass only accumulates gradients; None: none does.
+        accumulates: returns whether the current backward pass only accumulates gradients; None: no pass does.
     """
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
@@ -291,7 +291,7 @@ class PlainGradients(GradientSource):
 
 
 def _keep(source: PlainGradients) -> None:
-    """Does nothing: the module's finalizer owns the source, and drops it after this call."""
+    """Does nothing. The module's finalizer owns the source, and drops it after this call."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

@@ -11,8 +11,8 @@ from commhooks.hook.protocol import Hook
 
 
 class ReplicaCheck:
-    """Compares the replicas of a model before every `every`-th synchronised backward pass, beginning with the first.
-    Frozen weights are compared, too; parameters that DDP ignores are not. All ranks of the model must run this."""
+    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the first. This includes
+    frozen weights, but not parameters that DDP ignores. All ranks of the model must run it."""
 
     def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
         self._source, self._hook, self._every = source, hook, every
@@ -20,7 +20,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """Called before each backward pass. Raises HookRunError on all ranks if anything differs; the message names the
+        """Run before each backward pass. Raises HookRunError on all ranks if anything differs; the message names the
         parameters and the ranks."""
         if not self._hook.status().replicas_agree:
             return
@@ -29,8 +29,8 @@ class ReplicaCheck:
             return
         step: int = self._hook.stats()["step"]
         plan = agreement_key(*(repr(row) for row in self._hook.plan().parameters))
-        # In `Join` a rank without data has the weights of an earlier step. It shadows the collectives of the others
-        # outside of a backward pass, and its weights are not compared.
+        # Under `Join`, a rank that has run out of data shadows the other ranks' collectives outside of a backward pass.
+        # It has the weights of an earlier step, which are not compared.
         own = [int(current_task() != -1), step, plan]
         source = self._source
         on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)

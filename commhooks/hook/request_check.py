@@ -1,5 +1,6 @@
-"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise
-collectives of different sizes would meet: gloo aborts, NCCL waits for its timeout or adds unrelated numbers."""
+"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise the
+ranks would issue collectives of different sizes: gloo aborts, and NCCL hangs until its timeout or adds unrelated
+numbers."""
 
 import dataclasses
 import itertools
@@ -24,7 +25,6 @@ _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 
 def check_arrangement(request: HookRequest, source: GradientSource) -> None:
-    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
     if source.shard_group is None:
         return
     if request.ranks_per_node is not None:
@@ -38,7 +38,7 @@ def check_on_all_ranks(
     request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
 ) -> KernelChoice:
     """Compare requests, models and plans over the ranks that average together, and requests over all shards. Returns
-    the kernel with which all ranks compute. All ranks of the model must call this.
+    the kernel that all ranks will use. All ranks of the model must call this.
 
     Args:
         compressor: None for a user's function.
@@ -85,7 +85,7 @@ def check_on_all_ranks(
 
 
 def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource) -> KernelSupport:
-    """Find out with which kernels this machine can compute; ranks may differ."""
+    """Determine which kernels this machine can run. Ranks may differ."""
     if compressor is None:
         return KernelSupport()
     parameters, learns = source.names.named_parameters().values(), compressor.transactional
@@ -101,8 +101,8 @@ def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, sou
 
 
 def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """Describe the request in lines that are equal on two ranks if their requests are. `options`: the options in
-    force."""
+    """Describe the request in lines that are equal on two ranks if and only if the requests are. `options`: the current
+    options."""
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
 
@@ -125,7 +125,7 @@ def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
 
 
 def _different_hooks(lines: list[list[str]]) -> str:
-    """The message names only what differs: the hooks, or else the settings."""
+    """List only what differs: the hooks, or else the settings."""
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
     ranks: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
 """Copies state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
 
-It is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their scales,
-the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model rank 0 is the rank of the
-first replica that holds the same shard.
+The state is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their
+scales, the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model, rank 0 means the
+rank of the first replica that holds the same shard.
 """
 
 import functools
@@ -43,8 +43,8 @@ class CommonState:
 
     Args:
         hook: name of the hook, for messages.
-        loss_scale: as passed to `attach`. If it belongs to a GradScaler, that is shared, too.
-        counters: count what is sent.
+        loss_scale: the argument of `attach`. If it belongs to a GradScaler, the GradScaler is shared, too.
+        counters: count the bytes that are sent.
         logs: whether this rank logs.
     """
 
@@ -63,10 +63,11 @@ class CommonState:
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Copy the state of rank 0 to all ranks. Tensors that are equal on all ranks are not sent.
+        """Copy rank 0's state to all ranks. Tensors that are equal on all ranks are not sent.
 
         Args:
-            optimizers: share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
+            optimizers: whether to share the optimizers and the GradScaler, in addition to buffers and frozen
+                parameters.
             group: the ranks; None: the group of the model.
 
         Returns:
@@ -100,7 +101,7 @@ class CommonState:
         return sorted({each for text in found for each in text.splitlines()})
 
     def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
-        """The parts of the state: label in messages -> value, function that sets the value."""
+        """Return the parts of the state: label in messages -> value, function that sets the value."""
         found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
         module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
@@ -175,7 +176,7 @@ class CommonState:
     def _receive(
         self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dict[int, torch.Tensor]:
-        """Broadcast tensors of rank 0. Returns them by their numbers on rank 0, which sends them from `own`."""
+        """Broadcast tensors of rank 0, which it takes from `own`. Returns them by their numbers on rank 0."""
         found: dict[int, torch.Tensor] = {}
         for piece in _messages(leaves):
             sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
@@ -207,7 +208,7 @@ class CommonState:
         return found
 
     def spread(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> tuple[bytes, Mapping[int, torch.Tensor]]:
-        """Give all ranks of the model what rank 0 has read."""
+        """Broadcast what rank 0 has read to all ranks of the model."""
         group, device = self._source.group, self._source.device
         if group.size() == 1:
             return form, arrived
@@ -223,11 +224,11 @@ class CommonState:
         """Set all state of this rank from another rank's description and tensors.
 
         Args:
-            more: the own values of the other rank's `more`, each with the function that sets it.
+            more: this rank's values for the other rank's `more`, each with the function that sets it.
 
         Returns:
-            Labels of the parts that only one of both ranks has, and of those in `more` with an object in them that
-            cannot be sent, of which this rank keeps its own.
+            Labels of the parts that only one of the two ranks has; and of the parts in `more` that contain an object
+            which cannot be sent, and which this rank therefore keeps.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
@@ -246,7 +247,7 @@ class CommonState:
 
     @torch.no_grad()
     def differing_weights(self) -> list[str]:
-        """Names of the trained weights that are not equal on all ranks."""
+        """Return the names of trained weights that are not equal on all ranks."""
         known = self._source.names.named_parameters()
         own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
         rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
@@ -254,7 +255,7 @@ class CommonState:
 
     @torch.no_grad()
     def equalize(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Average `parameters` if they are not equal on all ranks as they should be, and warn."""
+        """If `parameters`, which should be equal on all ranks, are not, average them and warn."""
         if not parameters.keys() & set(self.differing_weights()):
             return
         if self._logs:
@@ -270,11 +271,11 @@ class CommonState:
             write_back(layout, collectives.start(send, group, self._counters, "").wait())
 
 
-# ---- how a part of the state is set ----------------------------------------------------------------------------------
+# ---- functions that set a part of the state --------------------------------------------------------------------------
 
 
 class _CannotRebuild(Exception):
-    """Raised if this rank has no object into which the state of rank 0 can be copied."""
+    """Raised if this rank has no object into which rank 0's state can be copied."""
 
 
 def _set_buffer(module: torch.nn.Module | None, name: str, value: Any) -> None:
@@ -356,7 +357,7 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
 
 
 def _keeps_own(node: Node) -> bool:
-    """Return whether a description leaves out a value."""
+    """Return whether a description omits a value."""
     kind, inner = node
     if kind in ("tensor", "value", "own"):
         return kind == "own"
@@ -367,7 +368,7 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
     """Make `own` the value that `node` describes, in place where possible. Returns the value.
 
     Args:
-        arrived: tensors of rank 0 by number. Tensors that are missing here are equal in `own`.
+        arrived: tensors of rank 0 by number. A tensor that is not here already has the same value in `own`.
     """
     kind, inner = node
     if kind == "own":

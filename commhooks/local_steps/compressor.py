@@ -1,4 +1,4 @@
-"""DiLoCo and local SGD as compressors, whose exchange is the outer step of a buffer of weights."""
+"""DiLoCo and local SGD as compressors. Their exchange is the outer step of a buffer of weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """The plan of a parameter's weights, which always counts as compressed.
+    """The plan for a parameter's weights, which always counts as compressed.
 
     Attributes:
-        on_wire: the plan by which the differences are sent in an outer step.
-        every: H, the steps of a round.
+        on_wire: the plan for sending the differences in an outer step.
+        every: H, the number of steps in a round.
         offloaded: whether anchor and momentum are kept in host memory.
     """
 
@@ -37,7 +37,7 @@ class WeightPlan(UnitPlan):
     offloaded: bool = field(kw_only=True)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
-        """Bytes per rank and step, averaged over a round."""
+        """Return the bytes per rank and step, averaged over a round."""
         return -(-self.on_wire.sent_bytes(None) // self.every)
 
 
@@ -67,7 +67,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         p = info.parameter
         if p.is_complex():
             raise HookConfigError(f"hook {self.name!r}: {info.name} is complex, and only real weights can be averaged")
-        kept = dataclasses.replace(info, sparse=False)  # the gradient may be sparse, the weights are not
+        kept = dataclasses.replace(info, sparse=False)  # the gradient may be sparse, but the weights are dense
         on_wire = UnitPlan.uncompressed(kept, "") if self._wire is None else self._wire.plan_one(kept)
         on_wire = dataclasses.replace(on_wire, dtype=compute_dtype(p.dtype))
         return WeightPlan(
@@ -97,8 +97,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies` are the weights of the two buffers that are exchanged at a time (with a delay those of a fragment,
-        twice), and their anchor and momentum if these are kept in host memory."""
+        """`copies`: the weights in the two buffers that are exchanged at a time (with a delay, twice the weights of a
+        fragment), and their anchor and momentum if these are kept in host memory."""
         of_weights = [plan for plan in plans if isinstance(plan, WeightPlan)]
         on_wire = [plan.on_wire for plan in of_weights]
         sizes = [each.numel * each.dtype.itemsize for each in on_wire]

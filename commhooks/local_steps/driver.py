@@ -42,18 +42,18 @@ class LocalStepsDriver:
     Args:
         name: name of the hook, for messages.
         outer: runs the outer steps.
-        loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
-            step. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the round
-            goes on.
-        signature: with machines that come and go: what must be equal on all of them.
+        loss_scale: the argument of `attach`. With a GradScaler a rank may skip a step, and would then reach the outer
+            step late. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the
+            round continues.
+        signature: if machines come and go: what must be equal on all of them.
 
     Attributes:
-        in_round: passes of the running round.
+        in_round: number of passes in the current round.
         diverged: whether the ranks have trained since they had equal weights.
-        averages: whether the running pass is one of the first `start_iter`, which average gradients.
+        averages: whether the current pass is one of the first `start_iter`, which average gradients.
         still_sent: messages about what DDP still sends in every pass.
-        members: runs the outer steps if machines come and go; None otherwise. The machines first meet after the first
-            step of the optimizers, so that a machine that comes can take their state.
+        members: runs the outer steps if machines come and go; None otherwise. The machines first meet after the
+            optimizers' first step, so that a machine that joins can take their state.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class LocalStepsDriver:
     # ---- backward passes ---------------------------------------------------------------------------------------------
 
     def run(self, bucket: Bucket) -> Future:
-        """Leave the gradients as they are, or average them inside the node, or over all ranks before `start_iter`."""
+        """Leave the gradients unchanged, or average them inside the node, or over all ranks before `start_iter`."""
         if bucket.is_first:
             self._begin_pass(bucket)
         flat, group = bucket.flat, self._source.group
@@ -141,13 +141,13 @@ class LocalStepsDriver:
         self._finite.clear()
         anchor, known = self.outer.state[ANCHOR.key], self._source.names.named_parameters()
         if not self.averages and len(anchor) < len(known):
-            # At the start; or after the load of a distributed checkpoint, which does not tell zeros from no entry.
+            # At the start, or after loading a distributed checkpoint, which cannot distinguish zeros from no entry.
             missing = {n: p for n, p in known.items() if n not in anchor}
             self._common.equalize(missing)
             self.outer.set_anchor(missing)
 
     def _refuse_repeated_pass(self) -> None:
-        """Raise HookRunError before a repeated pass of a step if passes communicate: LBFGS calls its closure a
+        """Raise HookRunError before a repeated pass of a step if passes communicate, because LBFGS calls its closure a
         different number of times on each rank."""
         if not self._optimizers.repeats or self._source.group.size() == 1:
             return
@@ -167,7 +167,7 @@ class LocalStepsDriver:
                 )
 
     def end_pass(self) -> None:
-        """Count this backward pass, of which no further bucket will come."""
+        """Count this backward pass, in which no further bucket will arrive."""
         repeated = self._optimizers.on_pass_end()
         if (self._due or self._loaded) and not repeated and not self._optimizers.stepping:
             run_after_backward(self._late)
@@ -196,8 +196,8 @@ class LocalStepsDriver:
         return first or self.outer.due(self.in_round + 1)
 
     def _all_step(self) -> bool:
-        """Whether no rank will skip the step of this pass; the same on all ranks. Also true if the weights of a rank
-        are not finite, because its gradients will never be finite again."""
+        """Whether no rank will skip the step of this pass; the same on all ranks. Also true if a rank's weights are not
+        finite, because its gradients will never be finite again."""
         if not self._scaled:
             return True
         good = self._on_all_shards(torch.stack(self._finite).all())
@@ -210,7 +210,7 @@ class LocalStepsDriver:
     # ---- optimizers --------------------------------------------------------------------------------------------------
 
     def _lr_factor(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return the factor of the learning rate of `optimizer` in its next step, and log it once per class."""
+        """Return the factor for the learning rate of `optimizer` in its next step, and log it once per class."""
         if self.averages:
             return 1.0
         factor = self.outer.compressor.config.lr_factor_of(optimizer, self.outer.apart)
@@ -229,7 +229,7 @@ class LocalStepsDriver:
     def before_forward(self, module: torch.nn.Module) -> None:
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
-        # Rank 0 alone may run a forward pass in the other mode, and a model may be trained in evaluation mode.
+        # A forward pass in the other mode may run on rank 0 alone; and a model may be trained in evaluation mode.
         if module.training == self._trained_in_mode and not self._optimizers.stepping:
             self._catch_up()
 
@@ -307,8 +307,8 @@ class LocalStepsDriver:
         self._optimizers.forget()
 
     def _begin_from_loaded(self) -> None:
-        """If the model has other weights than the loaded anchor, begin from the model's if they are equal on all ranks,
-        else from the anchor."""
+        """If the model's weights differ from the loaded anchor, begin from them if they are equal on all ranks, else
+        from the anchor."""
         anchor, known = self.outer.state[ANCHOR.key], self._source.names.named_parameters()
         self._source.before_weights_change()
         same = all(torch.equal(p.detach(), to_logical(anchor[n], p).to(p)) for n, p in known.items() if n in anchor)
@@ -428,8 +428,8 @@ class LocalStepsDriver:
 
 
 class _BeforeForward:
-    """A forward pre-hook for forward passes that record gradients. It holds the driver weakly, and does nothing in a
-    copy or pickle of the module."""
+    """A forward pre-hook for forward passes that record gradients. It references the driver weakly, and does nothing in
+    a copy or pickle of the module."""
 
     def __init__(self, driver: LocalStepsDriver | None = None) -> None:
         self._driver = None if driver is None else weakref.ref(driver)

@@ -45,7 +45,8 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
 
 
 def packed(layout: BucketLayout, good: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the weights into a new buffer, with a NaN in it unless `good` (0-dim bool tensor; None: true)."""
+    """Copy the weights into a new buffer. If `good` (0-dim bool tensor; None: true) is false, the buffer contains a
+    NaN."""
     flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
     for slot in layout.slots:
         slot.of(flat).copy_(to_memory(slot.parameter.detach(), slot.parameter))

@@ -1,5 +1,6 @@
 """The fragments of a model's weights, which take their outer steps in turn (Douillard et al.: Streaming DiLoCo, 2025,
-section 2). Without fragments and delay, all weights take the outer step of the first paper at the end of a round."""
+section 2). Without fragments and delay, all weights take an outer step at the end of each round, as in the first
+paper."""
 
 import collections
 import contextlib
@@ -51,7 +52,7 @@ class FragmentSession(ExchangeDriver):
         nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages its
             weights with one rank of every other node. None: all ranks average their weights.
         membership: the machines, which come and go; `MemberSteps` then runs the outer steps by `held_step`. The ranks
-            of a machine average gradients. None: the ranks of the model are all.
+            of a machine average gradients. None: the model's ranks are all ranks.
 
     Attributes:
         immediate: whether all weights are exchanged together while the training waits.
@@ -93,12 +94,12 @@ class FragmentSession(ExchangeDriver):
 
     @property
     def apart(self) -> int:
-        """The number of ranks, nodes or machines that train apart."""
+        """The number of ranks, nodes or machines that train independently."""
         return self.group.size() if self.membership is None else max(1, len(self.membership.machines))
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """The ranks that average their gradients in each pass; None: there are none beside this rank."""
+        """The ranks that average their gradients in each pass; None if this rank has no others to average with."""
         if self.nodes is not None:
             return self.nodes.intra_node
         model = self.consensus.binding.group()
@@ -182,8 +183,8 @@ class FragmentSession(ExchangeDriver):
         """Begin an outer step of all weights among the machines, without a commit.
 
         Args:
-            weight: of this machine's differences in the mean.
-            exchanges: whether this rank exchanges them; else it gets the result from rank 0 of its model.
+            weight: weight of this machine's differences in the mean.
+            exchanges: whether this rank exchanges them; otherwise it gets the result from rank 0 of its model.
         """
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
@@ -191,13 +192,13 @@ class FragmentSession(ExchangeDriver):
     @torch.no_grad()
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
         """Take the outer step of a fragment while the training waits. Two buffers are exchanged at a time, so that the
-        memory which this needs does not grow with the model."""
+        memory needed does not grow with the model."""
         if not buffers:
             return
         device = buffers[0].layout.device
         self.held.settle()  # a save may have written the residuals on another stream
-        # A buffer is committed before the next but one is sent. So that all are committed or none, each carries a NaN
-        # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
+        # A buffer is committed before the next but one is sent. To commit all buffers or none, each contains a NaN if
+        # any weight of the fragment is not finite here, or on a rank with another part of the weights.
         good = self.weights_finite(buffers)
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
         with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
@@ -211,8 +212,8 @@ class FragmentSession(ExchangeDriver):
         self._count(self._on_all_parts(good), buffers)
 
     def _commit(self, work: OuterStepWorkspace, exchange: RunningExchange, good: torch.Tensor) -> torch.Tensor:
-        """Finish the exchange of a buffer, and set the weights to the new anchor. Returns whether this and all buffers
-        before (`good`) are finite."""
+        """Finish the exchange of a buffer, and set the weights to the new anchor. Returns whether this buffer and all
+        buffers before it (`good`) are finite."""
         finish_sends([exchange])
         good = good & exchange.finite
         if self.nodes is not None:  # their weights stay equal
@@ -240,7 +241,7 @@ class FragmentSession(ExchangeDriver):
         if exchange is None or not exchange.buffers:
             return
         before = self.state.nonfinite_steps
-        # Not after the work queued by the training, which needs no time from the outer step until its weights are set.
+        # Not after the work queued by the training: the two overlap until the weights are set.
         with in_background(exchange.device, after_current=False):
             good = self._on_all_parts(exchange.finite())
             with self.held.committing(good.device):
@@ -259,7 +260,7 @@ class FragmentSession(ExchangeDriver):
         self._measured = [each.measured for each in buffers if each.measured is not None]
 
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
-        """Whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges its part
+        """Whether `good` is true for all parts of the weights. Each rank of a node, or each shard, exchanges its part
         with its counterparts."""
         if self.nodes is not None:
             good = good_on_all(good, self.nodes.intra_node, "the node")
@@ -289,8 +290,8 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class HeldOuterStep:
-    """An outer step of all weights among the machines, which can be given up between `exchange` and `commit`: nothing
-    is written before."""
+    """An outer step of all weights among the machines. It can be given up between `exchange` and `commit`, because
+    nothing is written before `commit`."""
 
     def __init__(
         self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
@@ -299,7 +300,7 @@ class HeldOuterStep:
         self._running: list[RunningExchange] = []
         if not exchanges:
             return
-        # So that all buffers are committed or none, each carries a NaN if any weight is not finite.
+        # To commit all buffers or none, each contains a NaN if any weight is not finite.
         good = session.weights_finite(buffers)
         for work in buffers:
             work.weight = weight
@@ -345,11 +346,9 @@ class HeldOuterStep:
 
 
 class _DelayedExchange:
-    """The outer step of a fragment in the background, which begins in the constructor, while the training goes on.
-
-    On an accelerator it is queued on a stream of its own, and the host does not wait. On the CPU a thread waits for the
-    network.
-    """
+    """The outer step of a fragment in the background. It starts in the constructor, and overlaps with the training. On
+    an accelerator it is queued on a stream of its own, and the host does not wait. On the CPU a thread waits for the
+    network."""
 
     def __init__(self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace]) -> None:
         self.buffers = buffers
@@ -369,11 +368,11 @@ class _DelayedExchange:
             return
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
-        # Also at exit: the process would abort if it stopped a thread within a collective.
+        # At exit, too, because the process would abort if it stopped a thread inside a collective.
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
     def _exchange(self) -> None:
-        # Leave the precision of products alone: the setting is the process's, and the training may be multiplying now.
+        # Do not set the precision of products: the setting is global, and the training may be multiplying now.
         with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance()
@@ -388,13 +387,14 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait for the thread to end. On an accelerator nothing needs to wait: memory is kept for the stream."""
+        """Wait for the thread to end. On an accelerator nothing needs to wait, because memory is kept for the
+        stream."""
         if self._thread is not None:
             _join(self._thread, limit_s)
 
     def finite(self) -> torch.Tensor:
-        """Return whether everything received is finite (0-dim bool tensor). On the CPU wait, and raise the thread's
-        error; on an accelerator call this on the background stream."""
+        """Return whether everything received is finite (0-dim bool tensor). On the CPU this waits, and raises the
+        thread's error; on an accelerator call it on the background stream."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -408,7 +408,7 @@ class _DelayedExchange:
 
     @torch.no_grad()
     def write_weights(self, *, keep_training: bool) -> None:
-        """Set the weights to the anchor, and with `keep_training` add what the training has changed since they were
+        """Set the weights to the anchor. With `keep_training`, add what the training has changed since the weights were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
             if keep_training:

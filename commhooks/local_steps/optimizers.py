@@ -1,4 +1,4 @@
-"""Finds out when the optimizers of a model step, and multiplies their learning rate for that time."""
+"""Detects when the optimizers of a model step, and multiplies their learning rate for that time."""
 
 import functools
 import weakref
@@ -17,18 +17,18 @@ from commhooks.errors import HookRunError
 
 
 class OptimizerSteps:
-    """Watches all optimizers of torch for steps of the model's parameters.
+    """Watches all torch optimizers for steps of the model's parameters.
 
     Args:
         parameters: the parameters of the model.
-        stepped: runs once every parameter has been stepped since `expect()`.
-        lr_factor: returns the factor of an optimizer's learning rate in its next step.
+        stepped: called once every parameter has been stepped since `expect()`.
+        lr_factor: returns the factor for an optimizer's learning rate in its next step.
 
     Attributes:
         stepping: True while an optimizer of the model runs its step, in which it may call a closure with backward
             passes.
-        repeats: True if the next backward pass repeats the pass of its step, because an optimizer calls its closure
-            again.
+        repeats: True if an optimizer calls its closure again, so that the next backward pass repeats the pass of its
+            step.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OptimizerSteps:
         return list(self._optimizers)
 
     def expect(self) -> None:
-        """From now on wait for a step of every parameter."""
+        """Start to wait for a step of every parameter."""
         self._missing = set(self._parameters)
 
     def forget(self) -> None:
@@ -83,7 +83,7 @@ class OptimizerSteps:
             self._scaled.append((group, own, group["lr"]))
 
     def _restore_lr(self) -> None:
-        """Undo the multiplication, so that schedulers, logs and checkpoints see the learning rate of the user."""
+        """Undo the multiplication, so that schedulers, logs and checkpoints see the user's learning rate."""
         for group, own, multiplied in self._scaled:
             if group["lr"] is multiplied:  # else the step has set another one
                 group["lr"] = own
@@ -107,8 +107,8 @@ class OptimizerSteps:
         return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
 
     def reset_nonfinite(self) -> None:
-        """Reset the optimizer state of each parameter that has a non-finite number there, such as Adam's moments after
-        a bad gradient: all its later steps would be non-finite."""
+        """Reset the optimizer state of each parameter with a non-finite number in it, such as Adam's moments after a
+        bad gradient. Otherwise all its later steps would be non-finite."""
         for optimizer in self._optimizers:
             for parameter in self._parameters.values():
                 numbers = _numbers(optimizer.state.get(parameter, {}))
@@ -122,14 +122,14 @@ class OptimizerSteps:
 
 
 def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
-    """The floating-point tensors of a parameter's optimizer state; of a DTensor this rank's shard."""
+    """Return the floating-point tensors in a parameter's optimizer state; for a DTensor, this rank's shard."""
     tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     return [each for each in local if each.is_floating_point()]
 
 
 _watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()
-"""Ordered by construction, which is the same on all ranks."""
+"""Ordered by construction, so the order is the same on all ranks."""
 
 
 @functools.cache

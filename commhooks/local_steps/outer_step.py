@@ -30,9 +30,9 @@ from commhooks.gradients.loss_scale import chosen
 from commhooks.local_steps.offload import fetch, put_back
 
 ANCHOR = StateField("anchor")
-"""The weights from which all ranks have started the round."""
+"""The weights from which all ranks started the round."""
 MOMENTUM = StateField("outer_momentum")
-"""v, the momentum of the outer optimizer. A missing entry stands for zeros."""
+"""v, the momentum of the outer optimizer. A missing entry means zeros."""
 SAMPLED_EVERY = 64
 
 
@@ -44,10 +44,10 @@ class OuterStepWorkspace:
         plans: how the differences of each parameter are sent.
         wire: the compressor that averages the differences; None: float32.
         offloaded: whether anchor and momentum are kept in host memory, while the buffer is on an accelerator.
-        weight: of this rank's difference in the mean; 1 unless some ranks have not trained in the round.
+        weight: weight of this rank's difference in the mean; 1 unless some ranks have not trained in the round.
         sample: every 64th element of delta in the latest outer step that was not discarded.
-        measured: of the latest outer step: the squared norms of delta, of its sample and of the sample before, and the
-            inner product of both samples.
+        measured: for the latest outer step: the squared norms of delta, of its sample and of the previous sample, and
+            the inner product of both samples.
     """
 
     layout: BucketLayout
@@ -66,7 +66,7 @@ class OuterStepWorkspace:
 
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """The norm of delta, and its cosine with the delta before; None where undefined. Waits for an accelerator.
+    """Return the norm of delta, and its cosine with the previous delta; None where undefined. Waits for an accelerator.
 
     Args:
         measured: `OuterStepWorkspace.measured` of all buffers of an outer step.
@@ -81,7 +81,7 @@ def outer_step(
     flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
 ) -> Exchange:
     """Replace the weights in `flat` by the new anchor. If a number is not finite on any rank, the round is discarded:
-    the anchor and the momentum stay, and the weights are set to the old anchor.
+    anchor and momentum stay, and the weights are set to the old anchor.
 
     Args:
         flat: the weights of this rank, 1-D, in float32 (float64 for weights in float64).
@@ -100,7 +100,7 @@ def outer_step(
         yield Send(flat.div_(step.world_size), what="differences", last=True)  # their sum over the ranks: delta
         good = yield Verdict(all_finite(flat))
     else:
-        # The workspace of the wire is as large as the buffer: it is made anew, and not kept from round to round.
+        # The workspace for sending is as large as the buffer, so it is made anew and not kept from round to round.
         wire_work = work.wire.workspace(work.layout, work.plans)
         _, good = yield from with_verdict(work.wire.exchange(flat, wire_work, state, step))
     work.measure(flat, good)
@@ -108,7 +108,7 @@ def outer_step(
         momentum = fetch(momentum, work.layout.names, flat.device)
         wait_for_copies(flat.device)
     for name, part in slots:  # part: delta
-        # Each operation rounds by itself: a fused one gives other bits on other processors.
+        # Separate operations, because the bits of fused operations depend on the processor.
         if mu:
             before = momentum.get(name, torch.zeros_like(part))
             after = (before * mu).add_(part)  # v = mu v + delta

@@ -1,4 +1,4 @@
-"""The hook auto: it delegates buckets to the current candidate, and decides which candidate that is.
+"""The hook auto delegates buckets to the current candidate, and decides which candidate that is.
 
 At the end of a phase, before the first bucket of a pass, the ranks exchange their measurements, and every rank decides
 from the same numbers (`trials.py`). The decision is saved; see `Decision`.
@@ -30,7 +30,7 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """Return the candidate's compressor, which compresses from its first step on.
+    """Return the candidate's compressor, with compression from the first step on.
 
     Raises:
         HookConfigError: the hook is not one of those that `auto` chooses from, or its options are invalid.
@@ -66,7 +66,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     title = "auto"
     wrappers = False
     enough_passes = 3
-    """The number of valid measurements for a decision."""
+    """The number of valid measurements needed for a decision."""
 
     def __init__(self, config: Auto, *, decision: Decision | None = None, ranks_per_node: int = 1) -> None:
         self.ranks_per_node = ranks_per_node
@@ -130,12 +130,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        # Between nodes all gradients pass through here, also those of a candidate without learned state.
+        # Between nodes all gradients pass through here, even if the candidate has no learned state.
         inner = self.inner
         return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """Skip the check for finite numbers unless the candidate needs it: it reads all gradients once more."""
+        """Skip the check for finite numbers, which reads all gradients once more, unless the candidate needs it."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
@@ -177,7 +177,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
             return self._with(trials.begin(self.config, step, self.ranks_per_node))
         saved = Decision.from_plain(notes)
         for each in saved.known.values():
-            new(each)  # raises for anything else than the candidates and their options
+            new(each)  # raises for anything but the candidates and their options
         ranks_per_node = self.ranks_per_node
         return self._with(
             trials.resumed(saved, self.config, step, same_ranks=same_ranks, ranks_per_node=ranks_per_node)
@@ -213,7 +213,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         now = self.decision
         buckets, passes, times = zip(*ranks.table(self._numbers()), strict=True)
         step_s = max(times) if all(math.isfinite(each) for each in times) else math.nan
-        # A rank may have missed passes, or have other buckets.
+        # A rank may have missed passes, or have different buckets.
         if len(set(buckets)) > 1 or min(passes) < self.enough_passes or not math.isfinite(step_s):
             return trials.extended(now, self.config, step)
         missing_s = trials.TRIAL_S - min(passes) * step_s
@@ -247,8 +247,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        """Return this rank's number of buckets, its number of valid measurements, and their median, which does not
-        depend on one jump of the clock."""
+        """Return this rank's number of buckets, its number of valid measurements, and their median, which a single jump
+        of the clock does not affect."""
         sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
         return [buckets, len(sound), statistics.median(sound) if sound else math.nan]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from commhooks.options import HookConfig, check_choice
 
 MARGIN = 1.1
-"""The factor by which a hook must shorten the step to be chosen. Smaller differences do not count: a median of eight
-steps scatters by some percent, and a gain of less than a tenth does not justify other gradients."""
+"""The factor by which a hook must shorten the step to be chosen. The median of eight steps varies by some percent, and
+a gain of less than a tenth does not justify different gradients."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Candidate:
     between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
-        """Return options with which it compresses from its first step on. `config`: the config class of the hook."""
+        """Return options with which compression begins at the first step. `config`: the config class of the hook."""
         return {**self.options, **({} if config.start_option is None else {config.start_option: 0})}
 
     def excluding(self, names: list[str]) -> "Candidate":
@@ -39,12 +39,12 @@ class Candidate:
         return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
 
     def of_nodes(self) -> "Candidate":
-        """The candidate between nodes; plain all-reduce stays as it is."""
+        """Return the candidate for compression between nodes. Plain all-reduce stays unchanged."""
         return self if self.changes == 0 else replace(self, label=f"{self.label} between nodes", between_nodes=True)
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
-    """Return PowerSGD as a candidate; higher ranks change the gradients less."""
+    """Return PowerSGD as a candidate. Higher ranks change the gradients less."""
     options = {"matrix_approximation_rank": rank, **options}
     return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
 
@@ -52,13 +52,13 @@ def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
 NOOP = Candidate("noop", "noop")
 ALLREDUCE = Candidate("allreduce", "allreduce", changes=0.0)
 FP16 = Candidate("fp16", "fp16_compress", changes=1.0)
-BF16 = Candidate("bf16", "bf16_compress", changes=0.5)  # before fp16: it needs no GradScaler
+BF16 = Candidate("bf16", "bf16_compress", changes=0.5)  # less than fp16, because it needs no GradScaler
 INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
-"""The candidates, plain all-reduce first. PowerSGD of rank 4 or less is not one of them: the language model of
-benchmarks/language_model.py ends at a loss at least 6 % higher than with all-reduce."""
+"""The candidates, plain all-reduce first. PowerSGD of rank 4 or less is not included: in benchmarks/language_model.py
+its final loss is at least 6 % higher than with all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,11 @@ class Auto(HookConfig):
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
     """Return the label of the candidate to use; equal on all ranks for equal arguments.
 
-    Among the candidates that are faster than the current one by `MARGIN`, and nearly as fast as the fastest, this is
-    the one that changes the gradients least; without such candidates the current one.
+    Among the candidates that are faster than the current one by `MARGIN` and nearly as fast as the fastest, it is the
+    one that changes the gradients least. If there are none, it is the current one.
 
     Args:
-        times: seconds of a step, by label. Candidates without a valid time are left out.
+        times: seconds of a step by label. Candidates without a valid time are ignored.
         known: the candidates by label.
         now: the label of the current one.
     """

@@ -18,22 +18,22 @@ from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 
 WARM_UP = 2
-"""Steps after a change that are not measured: memory is allocated, and at first DDP rebuilds its buckets."""
+"""Steps after a change that are not measured, because memory is allocated, and DDP rebuilds its buckets at first."""
 TRIAL_STEPS = 8
-"""Number of steps to measure of each candidate, and at the end of a rest; more until they take `TRIAL_S`."""
+"""Number of steps to measure for each candidate, and at the end of a rest; more if they take less than `TRIAL_S`."""
 TRIAL_S = 0.25
-"""Seconds that the measured steps take together at least."""
+"""Minimum total seconds of the measured steps."""
 MOST_SHARE = 0.01
-"""The share of the time that trials may take after the first decision."""
+"""The share of the training time that trials may take after the first decision."""
 MOST_EXTENSIONS = 5
 """How many times in a row a phase is extended because of too few valid measurements."""
 CHANGED = 0.25
-"""The relative change of the time of a step that makes it measure all candidates again."""
+"""The relative change of the step time at which all candidates are measured again."""
 NO_TIMES = "the measured times make no sense, so nothing changes"
 SHORTEST_S = 1e-9
-"""The shortest step, in seconds, in a saved decision."""
+"""The shortest valid step, in seconds, in a saved decision."""
 LARGEST = 1e18
-"""The largest number in a saved decision."""
+"""The largest valid number in a saved decision."""
 _PHASES = ("measuring", "trying", "resting")
 
 
@@ -50,8 +50,8 @@ class Decision:
         extended: how many times in a row the phase was extended because of too few valid measurements.
         switches: how many times the current candidate changed.
         why: the reason for the latest choice, a sentence without a full stop.
-        tried_s: by label: seconds of a step in the latest trials, or NaN without a valid measurement. First the
-            candidate that was current before them.
+        tried_s: by label: seconds of a step in the latest trials, or NaN without a valid measurement. The first entry
+            is the candidate that was current before them.
         counted_bytes: by label: bytes of a step, without sparse gradients; see `Counters`.
         ranks_per_node: at the time of the decision; 1 without nodes.
     """
@@ -74,7 +74,7 @@ class Decision:
 
     @property
     def summary(self) -> str:
-        """For the summary at the first backward pass; "" before the first decision."""
+        """The text for the summary at the first backward pass; "" before the first decision."""
         if self.phase == "trying":
             return f"trying {self.candidate.label} since step {self.since}"
         if self.since is not None:
@@ -90,7 +90,7 @@ class Decision:
         return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Convert to dicts, lists, strings and numbers; NaN becomes None, because JSON has no NaN."""
+        """Convert to dicts, lists, strings and numbers. NaN becomes None, because JSON has no NaN."""
         return {
             "label": self.candidate.label,
             "candidates": [
@@ -149,7 +149,7 @@ class Decision:
 
 
 def begin(config: Auto, step: int, ranks_per_node: int = 1) -> Decision:
-    """Return the decision of a new training: measure plain all-reduce."""
+    """Return the decision at the start of a training: measure plain all-reduce."""
     return _measuring(Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step)
 
 
@@ -159,7 +159,7 @@ def longer(now: Decision, step: int, steps: int) -> Decision:
 
 
 def extended(now: Decision, config: Auto, step: int) -> Decision:
-    """Extend the phase after too few valid measurements on some rank; end it after `MOST_EXTENSIONS`."""
+    """Extend the phase after too few valid measurements on some rank. End it after `MOST_EXTENSIONS`."""
     if now.extended < MOST_EXTENSIONS:
         return replace(longer(now, step, TRIAL_STEPS), extended=now.extended + 1)
     if now.phase == "trying":
@@ -170,7 +170,7 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
 def after_measuring(
     now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
-    """Begin the trials of `candidates`. `sent`: counted bytes of a step by label, also for the current candidate."""
+    """Begin the trials of `candidates`. `sent`: counted bytes of a step by label, including the current candidate."""
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
     return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)
@@ -181,7 +181,7 @@ def after_trial(now: Decision, config: Auto, step: int, step_s: float) -> Decisi
 
 
 def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decision:
-    """Rest again, or measure if the time of a step has changed since the choice, or was unknown."""
+    """Rest again; or measure, if the step time has changed since the choice or was unknown."""
     then_s = now.tried_s.get(now.candidate.label, math.nan)
     if abs(step_s - then_s) <= CHANGED * then_s:
         return resting(now, config, step)
@@ -189,9 +189,9 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Continue with a decision from a checkpoint, also in the middle of trials. With another number of ranks or of
-    ranks per node, or other candidates, the current candidate stays, and is measured again. A candidate that the
-    options or the nodes no longer allow is replaced at once."""
+    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the number of ranks, the number
+    of ranks per node or the candidates have changed, keep the current candidate and measure it again. A candidate that
+    the options or the nodes no longer allow is replaced at once."""
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}
@@ -211,7 +211,7 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
     if now.phase == "measuring":
         return now
     missing = {each.label for each in allowed} - usable.keys()
-    # Without others no measurement was valid: it tries again at the end of the rest.
+    # Without others no measurement was valid. Then it tries again at the end of the rest.
     if saved.others and (missing or now.known != saved.known):
         return _measuring(now, config, step)
     anew = resting(now, config, step)
@@ -221,7 +221,7 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
 
 
 def resting(now: Decision, config: Auto, step: int) -> Decision:
-    """Rest for `check_again_every` steps, or longer if trials like the last ones cost more than `MOST_SHARE`."""
+    """Rest for `check_again_every` steps, or longer if trials like the latest cost more than `MOST_SHARE`."""
     every = config.check_again_every
     if every is None:
         return replace(now, phase="resting", watch=None, extended=0)
@@ -233,11 +233,11 @@ def resting(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """Return the labels of the candidates to try, those that send least first.
+    """Return the labels of the candidates to try, in increasing order of the bytes they send.
 
-    Candidates that send no less than all-reduce are left out, and candidates whose bytes alone would take longer than
-    the best step so far. The time per byte is at least the time saved per byte less in an earlier trial, because the
-    candidate that sends most computes least.
+    Excluded are candidates that send as much as all-reduce, and candidates whose bytes alone would take longer than the
+    best step so far. A lower bound of the time per byte is, in any earlier trial, the saved time divided by the saved
+    bytes, because the candidate that sends most computes least.
     """
     tried = [(now.counted_bytes[label], each) for label, each in now.tried_s.items() if math.isfinite(each)]
     most, most_s = max(tried)
@@ -268,7 +268,7 @@ def _ended(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:
-    """Measure the current candidate; during trials, return to the candidate before them."""
+    """Measure the current candidate. During trials, first return to the candidate that was current before them."""
     if now.phase == "trying":
         now = _with(now, _before(now), step)
         now = now if now.why else replace(now, since=None)

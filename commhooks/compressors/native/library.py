@@ -1,7 +1,7 @@
 """Compiles the C kernels on this machine, loads them, and compares builds.
 
-The first hook that needs them has the machine's C compiler make one shared library of `powersgd.c` and `quantized.c`,
-for float and for double. The library stays in the user's cache folder.
+The first hook that needs them uses the machine's C compiler to build one shared library from `powersgd.c` and
+`quantized.c`, for float and for double. The library stays in the user's cache folder.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fPIC", "-fvisibility=default")
 SOURCES = {
     "powersgd.c": ("-ffp-contract=fast",),
-    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # every operation is rounded, as torch's are
+    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # every operation is rounded, as in torch
 }
 """The sources, with flags in addition to `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes in which the kernels compute, and the values of `REAL` in the sources."""
 COMPILE_LIMIT_S = 60.0
-"""Compiling takes one or two seconds; other ranks wait for this one."""
+"""Compiling takes one or two seconds; other ranks wait for this rank."""
 SWITCH = "COMMHOOKS_NATIVE"
-"""The environment variable that switches the kernels off, and Triton's: COMMHOOKS_NATIVE=0."""
+"""The environment variable that turns off the C kernels and the Triton kernels: COMMHOOKS_NATIVE=0."""
 _MESSAGE_LENGTH = 500
 _TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
 """The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows, first row."""
@@ -61,13 +61,13 @@ def is_switched_off() -> bool:
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
     """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
-    of results of the kernels. "" if they are not wanted.
+    of results of the kernels; "" if they are turned off.
 
-    Two builds of the same sources may differ in the last bits: the length of the processor's vectors determines the
-    order of sums, and the compiler decides which multiplications and additions it contracts.
+    Two builds of the same sources may differ in the last bits: the vector length of the processor determines the order
+    of sums, and the compiler decides which multiplications and additions it contracts.
 
     Args:
-        results_of: returns what the kernels compute from `fixed_numbers` of a dtype.
+        results_of: returns the results of the kernels for `fixed_numbers` of a dtype.
 
     Raises:
         HookConfigError: the library cannot be loaded; see `load`.
@@ -112,7 +112,7 @@ def load() -> ctypes.CDLL:
         )
     try:
         processor = sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
-        # The key includes the processor: machines with different processors may share a home folder.
+        # The key includes the processor, because machines with different processors may share a home folder.
         known_by = (compiler, FLAGS, SOURCES, platform.machine(), processor)
         key = hashlib.sha256(source_text() + repr(known_by).encode()).hexdigest()[:16]
         with _cache_folder() as folder:
@@ -130,13 +130,13 @@ def load() -> ctypes.CDLL:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """Return a function of the library, for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
+    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
     found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
     return found
 
 
 def source_text() -> bytes:
-    """Return the sources and headers, without files that editors leave beside them."""
+    """Return the contents of the sources and headers, without files that editors leave beside them."""
     paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
@@ -149,7 +149,7 @@ def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
         made = Path(temporary, library.name)
         _compile(compiler, made)
         with made.open("r+b") as written:
-            os.fsync(written.fileno())  # loading one that a power cut has truncated would end the process
+            os.fsync(written.fileno())  # loading a library truncated by a power cut would end the process
         os.replace(made, library)  # atomic: several ranks may do this at once
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library))
@@ -197,7 +197,7 @@ def _cache_folder() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Security: code is loaded from this folder, so only the user may own it and write to it."""
+    """Whether only the user owns the folder and can write to it. Security: code is loaded from this folder."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

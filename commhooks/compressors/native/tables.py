@@ -1,4 +1,4 @@
-"""Tables for the C kernels: one row of 64-bit fields per matrix, factor or piece, as the structs in `tables.h`.
+"""Tables for the C kernels: one row of 64-bit fields per matrix, factor or piece, as in the structs of `tables.h`.
 
 Kernels run in the OpenMP threads of torch's operators if torch's library has the entry point `GOMP_parallel`, as on
 Linux. A second thread pool would compete with them.
@@ -19,7 +19,7 @@ from commhooks.errors import HookRunError
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
 _GRAIN = 2**15
-"""Elements per thread, at least: as many as torch's operators ask for."""
+"""Minimum number of elements per thread, as in torch's operators."""
 _IMPORTED_IN = os.getpid()
 
 
@@ -28,11 +28,11 @@ class Table:
 
     Args:
         rows: the values of the first fields, per row; the other fields are 0.
-        dtype: of the numbers that the kernel processes.
+        dtype: the dtype of the numbers that the kernel processes.
 
     Attributes:
         fields: the members of the struct, in order.
-        pointers: the fields that `point` writes, with the indices of two fields: their product is the number of
+        pointers: the fields that `point` writes. Each has the indices of two fields, whose product is the number of
             elements there.
         sizes: the argument `rows`.
         rows: `rows x fields`, int64.
@@ -49,7 +49,7 @@ class Table:
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
         self._functions: dict[str, Callable[..., int]] = {}
-        # The memory of `rows`, for single numbers: one operator of torch takes longer than writing a column this way.
+        # The memory of `rows`. Writing a column through it takes less time than one torch operator.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
     @staticmethod
@@ -58,7 +58,7 @@ class Table:
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
-        """Return a copy of the rows at `places` (ascending), or this table if `places` has all rows."""
+        """Return a copy with the rows at `places` (ascending), or this table if that is all rows."""
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
@@ -79,7 +79,7 @@ class Table:
         return self.rows[:, self.fields.index(field)]
 
     def point(self, **tensors: Sequence[torch.Tensor | None] | None) -> None:
-        """Write the addresses of tensors, or 0 for None, into fields. The caller must keep the tensors alive."""
+        """Write the addresses of tensors into fields; 0 for None. The caller must keep the tensors alive."""
         for field, each in tensors.items():
             i, j = self.pointers[field]
             place = self.fields.index(field)
@@ -133,10 +133,10 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`, after the only check that its memory gets before C uses it.
+    """Return the address of `tensor`. This is the only check of its memory before C uses it.
 
     Raises:
-        HookRunError: the memory does not hold `numel` contiguous numbers of `dtype`.
+        HookRunError: the memory does not contain `numel` contiguous numbers of `dtype`.
     """
     place = tensor.data_ptr()
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
@@ -150,13 +150,13 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel`, or None, and the number of threads for so many elements: at most as many
-    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on it."""
+    """Return the address of `GOMP_parallel` (or None), and the number of threads for this many elements: at most as
+    many as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on it."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:
         return start, 1
-    # OpenMP hangs in a forked process if the parent had used it, for the kernel or for torch.
+    # OpenMP hangs in a forked process if the parent has used it, for the kernel or for torch.
     return start, threads if os.getpid() == _IMPORTED_IN else 1
 
 

@@ -1,8 +1,8 @@
 """A step of PowerSGD on an accelerator, for all matrices at once.
 
-The host never synchronises with the device: masks replace branches. Seven kernels run per matrix (with stacked deltas
+The host never synchronises with the device: masks replace branches. Seven kernels run per matrix (with stacked deltas,
 per shape): the maximum of the gradient, the sum with the residual, P, Q, the new residual, its mask, the gradient. All
-others work on the packed factors of the bucket, so that their number depends neither on the layers nor on the rank.
+other kernels process the packed factors of the bucket, so their number depends neither on the layers nor on the rank.
 """
 
 import functools
@@ -22,7 +22,7 @@ class Block:
     """`k` matrices `n x m` with the same r and their deltas in one tensor, so that one kernel multiplies all of them.
 
     Attributes:
-        members: a slice of the bucket's matrices.
+        members: the slice of the bucket's matrices.
         delta: memory for the deltas, `k x n x m`; None: delta is computed in the bucket, and `k` is 1.
         p, q: the factors, `k x r x n` and `k x r x m`.
         largest: per matrix the largest absolute value of the gradient.
@@ -37,12 +37,12 @@ class Block:
 
 
 class AcceleratorKernel:
-    """Implements `LowRankKernel` for matrices of one parameter each, on any device. The results equal the results of
-    `CpuKernel` up to rounding if the rows of P are independent (see `orthonormal_stack`).
+    """Implements `LowRankKernel` for matrices of one parameter each, on any device. If the rows of P are independent
+    (see `orthonormal_stack`), the results equal those of `CpuKernel` up to rounding.
 
     Args:
         work: with matrices ordered by shape (see `by_shape`).
-        stack_deltas: copy gradients of one shape into one tensor.
+        stack_deltas: whether to copy gradients of one shape into one tensor.
 
     Attributes:
         p, q: the factors of all matrices.
@@ -67,8 +67,8 @@ class AcceleratorKernel:
                 largest = self.largest[begin : begin + k]
                 self.blocks.append(Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest))
                 begin, p, q = begin + k, p + k * r * n, q + k * r * m
-        # Learned state is allocated here, and not when it is first written: a device without enough memory then fails
-        # in the first backward pass, and not when compression begins, perhaps a thousand steps later.
+        # Allocate learned state here and not when it is first written, so that a device without enough memory fails in
+        # the first backward pass and not when compression begins, perhaps a thousand steps later.
         self._learned_q = self._new_learned_q()
         self._residuals: NamedViews | None = None
         self._residual_of: list[torch.Tensor] = []
@@ -89,7 +89,7 @@ class AcceleratorKernel:
         pack_factor(self.p.flat, bucket.first.packed, bucket.step.world_size)
 
     def orthonormalize(self, bucket: BucketPass) -> None:
-        # P of a matrix without a gradient on any rank becomes zero: then its residual stays, and its gradient is zero.
+        # If no rank has a gradient for a matrix, its P becomes zero. Its residual then stays, and its gradient is zero.
         bucket.used = self.used(bucket)
         self.p.orthonormalize(bucket.first.packed, bucket.used)
 
@@ -169,7 +169,7 @@ class AcceleratorKernel:
                 delta.addcmul_(residual, factor)
 
     def bound_residuals(self, bucket: BucketPass) -> list[torch.Tensor]:
-        """Return the residuals of each block, in the shape of its delta, after making them the learned state."""
+        """Make the residuals of each block the learned state, and return them in the shape of the block's delta."""
         assert self._residuals is not None
         self._residuals.bind(bucket.residuals)
         return self._residual_of
@@ -204,7 +204,7 @@ class AcceleratorKernel:
         drawn = [fill(i).flatten() for i in range(len(self.work.matrices))]
         packed = torch.cat([*drawn, torch.zeros(1, dtype=self.work.dtype)])
         if torch.accelerator.is_available():
-            packed = packed.pin_memory()  # the host would wait for a copy of other memory
+            packed = packed.pin_memory()  # otherwise the host waits for the copy
         return packed.to(self.work.layout.device, non_blocking=True)
 
     def _draw_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
@@ -224,15 +224,15 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
 # ---- one factor of every matrix ---------------------------------------------------------------------------------
 
 _WASTE, _SMALL = 4, 2**14
-"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long together, or if the padded
-rows have at most `_SMALL` elements together. Independent of r, and therefore so is the number of kernels."""
+"""Factors share a padded tensor if the padded rows are together at most `_WASTE` times as long as the rows, or have at
+most `_SMALL` elements. Neither depends on r, so the number of kernels does not, either."""
 
 
 class PackedFactors:
     """P or Q of all matrices, transposed, so that a few kernels process all of them.
 
     Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
-    one shape: for them, the factors are padded with zeros, which change no product.
+    one shape; for them, the factors are padded with zeros, which change no product.
 
     Args:
         shapes: `(r, length)` of each matrix.
@@ -287,7 +287,7 @@ class PackedFactors:
         self._pack()
 
     def orthonormalize(self, arrived: torch.Tensor, keep: torch.Tensor) -> None:
-        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`, or zeros for matrices
+        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`; zeros for matrices
         whose `keep` (bool, one per matrix) is False. See `orthonormal_stack`."""
         self.flat.copy_(arrived)
         groups = zip(self._padded(self._memory), self._refill, self._members, self._results, strict=True)
@@ -297,11 +297,11 @@ class PackedFactors:
         self._pack()
 
     def _padded(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Pad: return a tensor `k x r x length` per group."""
+        """Return a padded tensor `k x r x length` per group."""
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view `k x r x length` per group of a 1-D tensor that holds all groups."""
+        """Return a view `k x r x length` per group of a 1-D tensor that contains all groups."""
         return [piece.view(x.shape) for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)]
 
     def _pack(self) -> None:
@@ -342,7 +342,7 @@ def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
 # ---- orthonormal rows -------------------------------------------------------------------------------------------
 
 # A row is weak if less than `_WEAK` times its norm is independent of the rows before it. `_NUDGE` times a random row is
-# added to it.
+# then added to it.
 _WEAK, _NUDGE = 1e-2, 1e-6
 
 
@@ -351,8 +351,8 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
     for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
-    show dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
-    which makes it independent. This turns a row by an angle of 1e-6 at most; it turns the component that a weak row
+    reveal dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
+    which makes it independent. This turns the row by an angle of at most 1e-6. It turns the component that a weak row
     adds to the others, of norm e, by about 1e-6 / e.
 
     Args:

@@ -27,12 +27,12 @@ class BucketQ(FactorField):
         return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        # The size of the matrix is unknown before DDP builds its buckets: a Q of another size is replaced later.
+        # The size of the matrix is unknown until DDP builds its buckets. A Q of another size is replaced then.
         return None
 
 
 class BatchedCpuKernel(CpuKernel):
-    """A `CpuKernel` for the one matrix of a bucket. Parameters without a gradient on any rank are left out."""
+    """A `CpuKernel` for the single matrix of a bucket. It excludes parameters that have no gradient on any rank."""
 
     def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
@@ -61,7 +61,7 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """An `AcceleratorKernel` for the one matrix of a bucket: masks have a value per element.
+    """An `AcceleratorKernel` for the single matrix of a bucket. Its masks have a value per element.
 
     Attributes:
         parts: the number of elements of each parameter, and of the padding.
@@ -101,7 +101,7 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         factor = chosen(good, bucket.step.residual_factor, 1.0)
         if not is_one(factor):
             residual.mul_(factor)
-        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # none in the padding
+        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # False in the padding
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):

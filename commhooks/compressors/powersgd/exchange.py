@@ -1,7 +1,7 @@
 """PowerSGD for one bucket of one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019, Algorithms 1 and 2.
 
-`reference.py` is the readable form for one matrix; tests compare both. Factors are stored transposed, P as r x n and
-Q as r x m: the thin products are then several times faster on the CPU.
+`reference.py` is the readable form for one matrix; tests compare both. Factors are stored transposed, P as r x n and Q
+as r x m, because the thin products are then several times faster on the CPU.
 """
 
 import functools
@@ -36,37 +36,37 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     good = yield Verdict(finite)
     if bucket.plain:
         scatter_into(bucket.first.plain, bucket.plain)
-    # good: all buckets of the pass are finite on all ranks; finite: this bucket is. If only another bucket is bad, this
-    # one gets its mean, but nothing is learned.
+    # good: all buckets of the pass are finite on all ranks. finite: this bucket is. If only another bucket is not finite,
+    # this bucket gets its mean, but nothing is learned.
     kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's Q
     return None
 
 
 class LowRankKernel(Protocol):
-    """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on values of tensors;
+    """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on values of tensors.
     `AcceleratorKernel` uses masks, so that the host never waits for the device."""
 
     work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
-        """Write P = delta Q, where delta = gradient + residual, into the first message. Write the flags, too: per
+        """Write P = delta Q, with delta = gradient + residual, into the first message. Also write the flags: per
         parameter 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
 
     def orthonormalize(self, bucket: "BucketPass") -> None:
         """Replace P by an orthonormal basis of the mean P."""
 
     def form_q(self, bucket: "BucketPass") -> None:
-        """Write Q = delta^T P into the last message. Parameters without a gradient on any rank are left out."""
+        """Write Q = delta^T P into the last message, excluding parameters without a gradient on any rank."""
 
     def form_remainder(self, bucket: "BucketPass") -> None:
-        """Compute what does not depend on the mean Q, while Q is being reduced."""
+        """Compute everything that does not depend on the mean Q, while Q is being reduced."""
 
     def reconstruct(self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor) -> None:
-        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and
-        residual = delta - P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank.
+        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and residual = delta -
+        P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank.
 
-        A parameter without a gradient on any rank keeps its residual: DDP may drop its result, and with it a residual
-        that was sent.
+        A parameter without a gradient on any rank keeps its residual: DDP may drop its result, and a residual that was
+        sent in it would be lost.
         """
 
 
@@ -83,8 +83,8 @@ class BucketPass:
         first: the message with P, uncompressed gradients and flags.
         last: the message with Q.
         deltas: gradient + residual, in the shape that the kernel needs; set in `form_p`.
-        used: mask of `AcceleratorKernel`, per matrix: it has a gradient on some rank.
-        used_elements: the same per element of a batched bucket.
+        used: in `AcceleratorKernel`, a mask of the matrices that have a gradient on some rank.
+        used_elements: the same mask per element of a batched bucket.
     """
 
     deltas: list[torch.Tensor]
@@ -109,10 +109,8 @@ class BucketPass:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """An `n x m` matrix, compressed at `rank`. It consists of the gradients in `slots`, adjacent in the bucket.
-
-    PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
-    """
+    """An `n x m` matrix, compressed at `rank`. It consists of the gradients in `slots`, adjacent in the bucket: for
+    PowerSGD one slot of n * m elements; for batched PowerSGD all slots of a bucket, padded with zeros to a square."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -132,13 +130,13 @@ class Message:
         factors: per matrix the shape of its factor, `r x length`.
         plain: number of uncompressed elements.
         flags: number of flags, one per parameter in the matrices; 0 in the message with Q.
-        buffer: memory for all of it, 1-D.
+        buffer: memory for the whole message, 1-D.
 
     Attributes:
         buffer: before the all-reduce this rank's numbers, divided by the world size; afterwards the means.
         packed: the factors of all matrices, 1-D.
         factors: per matrix a view of `packed`, `r x length`.
-        plain: uncompressed gradients, 1-D, in the order of the bucket.
+        plain: uncompressed gradients, 1-D, in bucket order.
         flags: per parameter 1 if its gradient is not zero, else 0; after the sum positive if any rank has a gradient.
     """
 
@@ -151,17 +149,17 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The workspace of PowerSGD: the matrices of one bucket layout, and the memory of their messages.
+    """The matrices of one bucket layout, and the memory of their messages.
 
     Args:
         matrices: in the order in which they are sent.
-        wire_dtype: of the messages.
+        wire_dtype: the dtype of the messages.
 
     Attributes:
         dtype: the compute dtype.
         slots: the parameters in the matrices.
         flags_of: per matrix a slice of `slots`.
-        in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
+        in_bucket: whether delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
         first, last: the messages; see `BucketPass`.
         buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.
     """
@@ -196,19 +194,20 @@ class PowerSGDWorkspace:
         self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
-        """Draw the initial Q, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""
+        """Draw the initial Q, `r x m`, on the CPU. It is equal on every rank, for every layout and after a restart."""
         purpose = "Q" if self.warm_start else f"Q at step {step}"
         return draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
     def refill(self, side: str, place: int) -> torch.Tensor:
-        """Draw the random rows that replace dependent rows of P (`r x n`) or Q (`r x m`) of a matrix, on the CPU."""
+        """Draw random rows, on the CPU, to replace dependent rows of a matrix's P (`r x n`) or Q (`r x m`)."""
         matrix = self.matrices[place]
         length = matrix.n if side == "P" else matrix.m
         return draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
 
 
 def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw standard normal numbers, `rank x length`, on the CPU; equal on every rank and for every bucket layout."""
+    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank and for every bucket
+    layout."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(rank, length, generator=generator, dtype=dtype)

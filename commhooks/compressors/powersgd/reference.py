@@ -31,7 +31,7 @@ class ReferenceMatrix:
         if self.error_feedback and self.residuals is not None:
             deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
         if all(bool((gradient == 0).all()) for gradient in gradients):
-            return torch.zeros_like(deltas[0])  # no rank had a gradient: the residuals wait
+            return torch.zeros_like(deltas[0])  # no rank has a gradient: keep the residuals
         p = gram_schmidt(torch.stack([delta @ self.q for delta in deltas]).sum(0))
         local_qs = [delta.T @ p for delta in deltas]
         q = torch.stack(local_qs).mean(0)
@@ -42,12 +42,11 @@ class ReferenceMatrix:
 
 
 def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the averaged gradient of an uncompressed parameter."""
     return torch.stack([gradient.double() for gradient in gradients]).mean(0)
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns (n x r, independent). Twice, because once loses digits."""
+    """Return an orthonormal basis of the columns (n x r, independent). Runs twice, because one run loses digits."""
     columns: list[torch.Tensor] = []
     for column in matrix.T:
         for _ in range(2):

@@ -34,11 +34,8 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
     """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
 
-    A block with a number that is not finite becomes NaN on every rank. A parameter without a gradient on any rank keeps
-    its residual, and its averaged gradient is zero.
-
-    Args:
-        state: "residual" per parameter, flat in memory order.
+    A block with a non-finite number becomes NaN on every rank. A parameter without a gradient on any rank keeps its
+    residual, and its averaged gradient is zero. `state`: "residual" per parameter, flat in memory order.
     """
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
@@ -57,12 +54,12 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
 
 
 class QuantizedWorkspace:
-    """The workspace of the quantised hooks: the compressed parameters of one bucket layout, and their kernel.
+    """The compressed parameters of one bucket layout, and their kernel.
 
     Args:
         plans: one per slot of the layout, in order.
-        wire_dtype: of uncompressed elements.
-        natively: compute with the native kernel: C on the CPU, Triton on CUDA.
+        wire_dtype: the dtype of uncompressed elements.
+        natively: whether to use the native kernel: C on the CPU, Triton on CUDA.
 
     Attributes:
         slots: the compressed parameters.
@@ -92,7 +89,7 @@ class QuantizedWorkspace:
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
-        """Return the kernel; `Compressor.allocate` makes it, because a workspace does not know the number of ranks."""
+        """Return the kernel. `Compressor.allocate` makes it, because a workspace does not know the number of ranks."""
         made = self._kernel
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             made = self._kernel = self._new_kernel(step.world_size, step.rank)
@@ -141,8 +138,9 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """Plans a gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts
-    bytes: codes and scales, with the padding of the last block. One flag, a byte, marks a gradient that is not zero."""
+    """The plan to compress a gradient as blocks of `block_size` elements, or to leave it uncompressed for a reason.
+    `numel_compressed` counts bytes: codes and scales, with the padding of the last block. One flag, a byte, marks a
+    nonzero gradient."""
 
     blocks: int = 0
     bits: int = 0
@@ -161,10 +159,10 @@ class BlockPlan(UnitPlan):
 
 
 class QuantizedCompressor(Compressor[AnyQuantized]):
-    """Base of both widths: a quantised all-reduce by an all-to-all and an all-gather per bucket."""
+    """Base for both widths: a quantised all-reduce by an all-to-all and an all-gather per bucket."""
 
     collectives = ("all_to_all", "gather")
-    computes_from_received = False  # a code times its scale
+    computes_from_received = False  # the only operation is a code times its scale
     exchange = staticmethod(quantised_exchange)
 
     @property
@@ -217,12 +215,9 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         work.kernel(step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Return the bytes needed; see `Compressor.memory_plan`.
-
-        `copies`: with torch and Triton delta in blocks, and padding; with the C kernel delta if the gradients
-        have 16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives,
-        without the padding of shares.
-        """
+        """`copies`: with torch and Triton, delta in blocks, and padding; with the C kernel, delta if the gradients have
+        16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives, without the
+        padding of shares."""
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]

@@ -1,8 +1,5 @@
 """The arithmetic of the quantised mean: with torch on any device, and with the C kernel on the CPU. `triton_kernel.py`
-has the kernel for CUDA.
-
-All perform the same operations in the same order: the bits are equal.
-"""
+has the kernel for CUDA. All kernels perform the same operations in the same order, so their bits are equal."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +16,7 @@ from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 _PIECE = 2**20
-"""On the CPU, elements processed at once, so that intermediate results stay in the cache."""
+"""Number of elements processed at once on the CPU, so that intermediate results stay in the cache."""
 
 
 # ---- blocks and their codes, with torch --------------------------------------------------------------------------
@@ -29,12 +26,12 @@ def quantise(
     code: BlockCode, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest_scale: float
 ) -> None:
     """Write `codes` and `scales`, and replace `blocks` by the rounding error: blocks - codes * scales. Numbers beyond
-    `code.levels` times `largest_scale` are clamped; the rest is part of the rounding error."""
+    `code.levels` times `largest_scale` are clamped; the difference is part of the rounding error."""
     scales.copy_(_scales(code, blocks, largest_scale))
     divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
     for at in _pieces(blocks):
         whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
-        # Not addcmul_: whether it rounds the product first depends on the processor. Decoding rounds it.
+        # Not addcmul_: it may or may not round the product first, depending on the processor. Decoding rounds it.
         blocks[at].sub_(whole * scales[at].unsqueeze(1))
         if code.bits == 8:
             codes[at].view(torch.int8).copy_(whole)
@@ -44,7 +41,7 @@ def quantise(
 
 
 def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write codes * scales to `out` (`... x n x block_size`, of the dtype of `scales`) and return it."""
+    """Write codes * scales to `out` (`... x n x block_size`, with the dtype of `scales`) and return it."""
     for at in _pieces(out):
         _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(-1))
     return out
@@ -58,9 +55,9 @@ def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, 
 
 def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
     top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
-    # Inf becomes NaN. By a tensor, because on CUDA torch multiplies by the reciprocal of a divisor on the host.
+    # Inf becomes NaN. Divide by a tensor, because on CUDA torch multiplies by the reciprocal of a divisor on the host.
     top.div_((top * 0).add_(code.levels)).clamp_(max=largest_scale)  # NaN stays NaN
-    # A denormal scale has few digits, and some devices treat it as zero: such a block is sent as zeros.
+    # A denormal scale has few digits, and some devices treat it as zero. Such a block is sent as zeros.
     return top.masked_fill_(top < torch.finfo(blocks.dtype).tiny, 0)
 
 
@@ -81,16 +78,16 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, and holds learned
-    state.
+    """The memory of `TorchKernel` and `TritonKernel` that contains learned state and does not depend on the number of
+    ranks.
 
     Args:
         slots: the tensors whose blocks are averaged.
 
     Attributes:
-        delta: `blocks + 1` rows; the last one is zero. Padding at the end of a slot's last block is zero, too.
+        delta: `blocks + 1` rows; the last row is zero, and so is the padding at the end of each slot's last block.
         residuals: of `slots`, in blocks; None without error feedback.
-        slot_of_block: index of the slot, per block.
+        slot_of_block: per block the index of its slot.
     """
 
     def __init__(
@@ -117,20 +114,19 @@ class BlockBuffers:
         return self.delta[:-1]
 
     def put_gradients(self, flat: torch.Tensor) -> None:
-        """Write the gradients into `delta`, in two operators however many slots there are."""
+        """Write the gradients into `delta`, in two operators for any number of slots."""
         zeros = self._zeros.to(flat.dtype)
         paddings = [zeros[:numel] for numel in self._paddings]
         concat_into(self._with(paddings, flat), self.of_slots.view(-1))
 
     def write_gradients(self, flat: torch.Tensor) -> None:
-        """Write `delta` into the bucket."""
         paddings = self._unused.to(flat.dtype).split(self._paddings)
         scatter_into(self.of_slots.view(-1), self._with(paddings, flat))
 
     def put_flags(self, flags: torch.Tensor) -> None:
-        """Write to `flags`, per slot, 1 if its numbers in `delta` are not all zero, else 0."""
+        """For each slot, write 1 to `flags` if its part of `delta` has a nonzero number, else 0."""
         is_nonzero = torch.linalg.vector_norm(self.of_slots, float("inf"), dim=1) != 0
-        # Blocks with nonzero numbers are counted up to each slot's first block, and up to its end.
+        # Count the blocks with nonzero numbers up to each slot's first block, and up to its end.
         counts = torch.cat([is_nonzero.new_zeros(1), is_nonzero]).cumsum(0)
         first, end = counts.index_select(0, self._first_and_end).view(2, -1)
         flags.copy_(first != end)
@@ -142,7 +138,7 @@ class BlockBuffers:
 
 class TorchKernel:
     """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits for the device, and
-    the operators are as many for any number of tensors; with twice the ranks there are two more."""
+    the number of operators does not depend on the number of tensors; twice the ranks need two more operators."""
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
         self.buffers, self.messages, self.rank = buffers, messages, rank
@@ -205,7 +201,8 @@ class TorchKernel:
         self.buffers.write_gradients(flat)
 
     def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
-        """`used`: the blocks of tensors with a flag (bool, `n x 1`); None: the host has read that all have one."""
+        """`used`: the blocks of tensors with a flag (bool, `n x 1`); None: the host has read that every tensor has
+        one."""
         if good is False or self.buffers.residuals is None:
             return
         lost = self.buffers.of_slots
@@ -213,7 +210,7 @@ class TorchKernel:
         if good is True and used is None:
             before.copy_(lost)
             return
-        # Residuals that stay take the new loss scale only if the step is committed.
+        # Residuals that are kept follow the new loss scale only if the step is committed.
         factor = chosen(good, factor, 1.0)
         if not is_one(factor):
             before.mul_(factor)
@@ -230,7 +227,7 @@ class NativeKernel:
 
     Args:
         slots: the tensors, in the order of the blocks.
-        dtype: of the buffer.
+        dtype: the dtype of the buffer.
     """
 
     def __init__(
@@ -252,7 +249,7 @@ class NativeKernel:
         self._make_table()
 
     def _make_table(self) -> None:
-        """Make a table with a row per piece, the pieces of this rank's share first. Offsets are in bytes."""
+        """Make a table with a row per piece. The pieces of this rank's share come first. Offsets are in bytes."""
         messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
         sizes, offsets = [], []
         pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
@@ -270,7 +267,7 @@ class NativeKernel:
         self._arrived_codes, self._arrived_scales = table.column("arrived_codes"), table.column("arrived_scales")
         own = sum(each.owner == self.rank for each in pieces)
         self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
-        # Codes and scales are written where they are sent from.
+        # Codes and scales are written directly into the messages.
         written = self._of_owner + address(messages.sent, torch.uint8, messages.sent.numel())
         written[self._own] = address(messages.mean, torch.uint8, messages.size)
         torch.add(written, self._codes_at, out=table.column("codes"))
@@ -327,7 +324,7 @@ class NativeKernel:
             0 if each is None else address(each, self._table.dtype, slot.numel)
             for slot, each in zip(self._slots, residuals, strict=True)
         ]
-        if starts != self._residuals_at:  # they rarely move: when a parameter has no gradient, or after a load
+        if starts != self._residuals_at:  # rarely: if a parameter has no gradient, or after a load
             self._residuals_at = starts
             of_pieces = torch.tensor(starts).index_select(0, self._tensor)
             self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
@@ -338,7 +335,7 @@ class NativeKernel:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should agree, except if a
+    """Return the results of the C kernel for fixed numbers, for `library.build`. All builds should agree, unless a
     compiler contracts multiplications and additions despite its flags."""
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):

@@ -17,18 +17,18 @@ from commhooks.gradients import precision
 from commhooks.gradients.loss_scale import LossScale
 
 Residuals = dict[str, torch.Tensor]
-"""By name, flat in memory order."""
+"""Residuals by name, flat in memory order."""
 Good = torch.Tensor | bool
 """The answer to a `Verdict`."""
 _ALIGNMENT = 8
-"""Sections of messages begin at multiples of so many bytes, the size of the largest element."""
+"""Sections of messages begin at multiples of this many bytes, the size of the largest element."""
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
     """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`.
 
-    Afterwards delta is the rounding error of this rank. The mean of the rounding errors over the ranks is the
-    difference between the exact mean and the result.
+    Afterwards delta is this rank's rounding error. The mean of the rounding errors over the ranks is the difference
+    between the exact mean and the result.
     """
     messages = kernel.messages
     kernel.quantise()  # 1  each rank quantises the blocks of other owners
@@ -41,23 +41,23 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
 
 
 class BlockKernel(Protocol):
-    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device; with fewer
-    passes over the memory `NativeKernel` on the CPU, and `TritonKernel` on CUDA. All perform the same operations in the
-    same order: the bits are equal."""
+    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device. `NativeKernel` on
+    the CPU and `TritonKernel` on CUDA need fewer passes over the memory. All perform the same operations in the same
+    order, so their bits are equal."""
 
     messages: "ShareMessages"
     rank: int
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """delta = gradient + factor * residual, with gradients from the buffer `flat`. Write to `messages.flags`, per
-        tensor, 1 if its gradient is not zero, else 0."""
+        """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`. For each tensor, write 1
+        to `messages.flags` if its gradient is not zero, else 0."""
 
     def quantise(self) -> None:
         """Write the blocks of other owners into `messages.sent`. Their rounding errors stay in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: its own blocks, not rounded, then those received (on the CPU in the order of the
-        ranks). Write the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in
+        """Average this rank's share: first its own blocks, not rounded, then the received blocks (on the CPU in rank
+        order). Write the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in
         delta."""
 
     def store(
@@ -74,8 +74,8 @@ class BlockCode:
     """The integer code of a block of numbers x: round(x / scale), ties to even, with scale = max |x| / levels.
 
     If a number is not finite, the scale of its block is NaN, and so is the whole block after decoding. Blocks are rows
-    of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers of the
-    dtype of the blocks.
+    of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers with
+    the dtype of the blocks.
     """
 
     bits: int
@@ -95,8 +95,8 @@ class BlockCode:
         return -(-numel // self.block_size)
 
     def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
-        """Return the scale of a block that is clamped to `largest`: a little less than `largest / levels`, so that
-        rounding does not make `levels` times the scale larger than `largest`."""
+        """Return the scale of a block that is clamped to `largest`. It is slightly less than `largest / levels`, so
+        that `levels` times the scale does not exceed `largest` after rounding."""
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
 
@@ -106,18 +106,18 @@ class Piece(NamedTuple):
     tensor: int
     """Index of the tensor."""
     first: int
-    """Index of the first block, in the tensor."""
+    """Index of the first block in the tensor."""
     blocks: int
     owner: int
     """The rank that averages them."""
     place: int
-    """Index of the first block, in the owner's share."""
+    """Index of the first block in the owner's share."""
 
 
 class Shares:
-    """The blocks of several tensors, divided among the ranks as equally as possible. A rank averages its share.
+    """The blocks of several tensors, divided among the ranks as equally as possible. Each rank averages its share.
 
-    The owner of a block depends on the tensor's name and on the world size only, so that bits do not depend on the
+    The owner of a block depends only on the tensor's name and on the world size, so that bits do not depend on the
     bucket layout.
 
     Args:
@@ -125,10 +125,10 @@ class Shares:
             selects the first owner, so that small tensors do not all have the same owner.
 
     Attributes:
-        pieces: in the order of the blocks.
+        pieces: in block order.
         counts: number of blocks in each share.
-        size: number of blocks in each share as sent: shorter shares are padded with the empty block.
-        places: per block its index among the concatenated shares.
+        size: number of blocks in each share as sent; shorter shares are padded with the empty block.
+        places: per block its index in the concatenated shares.
         blocks: `world_size x size`, the indices of the blocks in each share; the empty block comes after the last
             block.
     """
@@ -138,7 +138,7 @@ class Shares:
         self.counts = [0] * world_size
         for number, (name, blocks) in enumerate(tensors):
             for i in range(min(blocks, world_size)):
-                part = max(i, i * world_size // blocks)  # of fewer blocks than ranks: the parts that are not empty
+                part = max(i, i * world_size // blocks)  # with fewer blocks than ranks, skip empty parts
                 begin, end = (-(-each * blocks // world_size) for each in (part, part + 1))
                 owner = (part + crc32(name.encode())) % world_size
                 self.pieces.append(Piece(number, begin, end - begin, owner, self.counts[owner]))
@@ -165,25 +165,25 @@ class Sections:
 
 
 class ShareMessages:
-    """The messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share, and an
-    equal part of everything that is not quantised.
+    """The messages for one mean over `world_size` ranks, allocated once. A message contains the blocks of one share,
+    and an equal part of everything that is not quantised.
 
     Args:
-        tensors: name and number of blocks, in the order of the blocks.
-        dtype: of blocks and scales.
-        largest: larger numbers are clamped, and the rest is a rounding error.
+        tensors: name and number of blocks, in block order.
+        dtype: the dtype of blocks and scales.
+        largest: larger numbers are clamped, and the difference is a rounding error.
         plain: number and wire dtype of the elements that are not quantised.
         flags: number of flags.
 
     Attributes:
-        plain: 1-D; write the numbers here whose sum over the ranks is wanted.
-        flags: uint8, 1-D; write the flags here whose maximum over the ranks is wanted.
+        plain: 1-D input; the numbers to be summed over the ranks.
+        flags: uint8, 1-D input; the flags whose maximum over the ranks is computed.
         sent: uint8, one message for each rank.
         mean: uint8, one message for all ranks, with the averages of this rank's share.
         in_sent, in_mean: the sections of `sent` and `mean`.
         most: the largest scale.
         size: bytes of a message.
-        scales_at, codes_at: where the sections begin, in bytes.
+        scales_at, codes_at: offsets of the sections in bytes.
     """
 
     def __init__(
@@ -226,13 +226,11 @@ class ShareMessages:
         return Sections(*(messages[..., at : at + length].view(dtype) for at, length, dtype in self._sections))
 
     def put_plain_and_flags(self) -> None:
-        """Write `plain` and `flags` into the messages."""
         self.in_sent.plain.copy_(self._plain)
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of the flags into
-        `mean`."""
+        """Write the sums of the plain numbers (on the CPU in rank order) and the maxima of the flags into `mean`."""
         shares, mean = self.sections(arrived), self.in_mean
         if precision.is_host_readable(arrived.device):
             total = torch.zeros(mean.plain.shape, dtype=self.dtype)
@@ -247,9 +245,9 @@ class ShareMessages:
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
     """Return the sum over the first dimension of `parts`, which is used as scratch memory.
 
-    The additions are element by element, one operator for half of the ranks, then for a quarter, and so on; the first
-    half has a power of two of them. `torch.sum` would be a single operator, but on an accelerator its order, and so its
-    bits, would depend on the bucket layout.
+    The additions are element by element, in one operator for half of the ranks, then for a quarter, and so on; the size
+    of the first half is a power of two. `torch.sum` would be a single operator, but on an accelerator its order, and so
+    its bits, would depend on the bucket layout.
     """
     while len(parts) > 1:
         half = 2 ** ((len(parts) - 1).bit_length() - 1)
@@ -265,7 +263,7 @@ class Averaged:
         means: the message `mean` of each rank.
 
     Attributes:
-        finite: 0-dim bool: all scales and plain numbers are finite.
+        finite: whether all scales and plain numbers are finite (0-dim bool tensor).
         plain: the sums of the plain numbers, 1-D.
         flags: the maxima of the flags, uint8, 1-D.
     """

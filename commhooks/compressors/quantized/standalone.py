@@ -35,8 +35,8 @@ def quantized_all_reduce(
 ) -> None:
     """Replace `tensor` by its mean over the ranks, sent as 8-bit or 4-bit integers with a scale per block.
 
-    All ranks of the group must call this, with tensors of equal shape and dtype and with equal `bits`, and all with
-    `residual` or all without. All ranks get the same bits. The messages and the arithmetic are the same as in the hooks
+    All ranks of the group must call this, with tensors of equal shape and dtype, with equal `bits`, and either all or
+    none with `residual`. All ranks get the same bits. The messages and the arithmetic are the same as in the hooks
     `int8_compress` and `int4_compress`.
 
     The elements, in logical order, form blocks of 256 (8 bits) or 128 (4 bits). Apart from rounding in the tensor's
@@ -51,8 +51,8 @@ def quantized_all_reduce(
             Changed in place, without autograd.
         bits: 8 or 4.
         group: the ranks; None: the default group.
-        residual: the rounding errors of this rank's earlier calls: zeros at first, of the shape of `tensor`, in float32
-            (float64 for float64). Added to `tensor`, and changed in place. None: no error feedback.
+        residual: the rounding errors of this rank's earlier calls: zeros at first, with the shape of `tensor`, in
+            float32 (float64 for float64). Added to `tensor`, and changed in place. None: no error feedback.
 
     Raises:
         HookConfigError: an argument has the wrong type or is out of range.

@@ -1,7 +1,7 @@
 """The arithmetic of the quantised mean with Triton, on CUDA devices: four kernels and a fill per bucket.
 
-The same operations in the same order as with torch, in `kernels.py`, and each is rounded by itself: the bits are equal.
-Before a device is used, `build` compares them on a small bucket.
+The operations and their order are the same as with torch, in `kernels.py`, and each result is rounded separately, so
+the bits are equal. Before a device is used, `build` compares them on a small bucket.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from commhooks.gradients.loss_scale import LossScale, is_one
 from commhooks.gradients.precision import compute_dtype
 
 _TILE = 2048
-"""Elements of one program; more if a block has more."""
+"""Elements per program, or one block if it has more."""
 _ROUNDED = {"enable_fp_fusion": False}
-"""A launch option: no multiplication is joined with an addition."""
+"""A launch option: multiplications and additions are not fused."""
 
 
 # ---- on the device -----------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def _divided(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(x):  # type: ignore[no-untyped-def]
-    """`torch.round` of numbers between -127 and 127: to the nearest integer, ties to even. -0.0 stays."""
+    """`torch.round` for numbers between -127 and 127: to the nearest integer, ties to even, keeping -0.0."""
     beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0  # 1.5 * 2^52, 1.5 * 2^23
     whole = (x + beyond) - beyond
     return tl.where(whole == 0, x * 0, whole)
@@ -58,7 +58,7 @@ def _rounded(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """code * scale of element `j` of a block, from the byte that has its code."""
+    """Return code * scale for element `j` of a block, from the byte that contains its code."""
     if BITS == 8:
         return codes.to(tl.int8, bitcast=True).to(real) * scale
     else:
@@ -73,9 +73,9 @@ def _quantise(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     MEAN: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise blocks, and leave the rounding errors in `delta`. Parts of a block are the codes of a byte.
+    """Quantise blocks, and leave the rounding errors in `delta`. The PARTS of a block are the codes in one byte.
 
-    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; those of this rank stay.
+    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this rank's blocks stay.
     MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding errors times RANKS.
     """
     PARTS: tl.constexpr = 8 // BITS
@@ -103,7 +103,7 @@ def _quantise(  # type: ignore[no-untyped-def]
                 before *= tl.load(factor).to(real)
             x += before
 
-    # The bits of |x| are in the order of the numbers, with inf and NaN last.
+    # As integers, the bits of |x| have the same order as the numbers, with inf and NaN last.
     integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
     top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
     scale = tl.where(top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan"))
@@ -134,9 +134,8 @@ def _average(  # type: ignore[no-untyped-def]
     delta, own, codes, scales, blocks, rank, codes_stride, scales_stride,
     BITS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, HALVINGS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Average this rank's blocks: its own part, not rounded, and the codes * scales of the others. Into `delta`.
-
-    The additions are those of `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
+    """Average this rank's blocks into `delta`: its own part, not rounded, and codes * scales of the other ranks. The
+    additions are the same as in `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -217,7 +216,7 @@ class TritonKernel:
         }
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """Also does what `BlockKernel.quantise` should do: both are one kernel."""
+        """Load and quantise, in one kernel."""
         self.messages.flags.zero_()
         buffers = self._buffers
         if buffers.residuals is not None:
@@ -225,7 +224,7 @@ class TritonKernel:
         self._quantise(flat, factor, self._blocks, mean=False)
 
     def quantise(self) -> None:
-        """`load` has done it."""
+        """Do nothing, because `load` has quantised."""
 
     def average(self, arrived: torch.Tensor) -> None:
         messages, parts = self.messages, self.messages.sections(arrived)
@@ -283,8 +282,8 @@ class TritonKernel:
 
 @functools.cache
 def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Compile the kernels for gradients of `dtype`, and compare them with torch. Returns an id; see
-    `Compressor.native_build`. Waits for the device.
+    """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the device. Returns an id;
+    see `Compressor.native_build`.
 
     Raises:
         HookConfigError: they cannot be compiled or run, or compute other bits.
@@ -312,7 +311,7 @@ def results_of(
     code: BlockCode,
     ranks: int = 3,
 ) -> bytes:
-    """Return what a kernel computes in two steps on `ranks` simulated ranks, from numbers of all sizes."""
+    """Return the results of a kernel in two steps on `ranks` simulated ranks, for numbers of all magnitudes."""
     sizes = (3 * code.block_size + 5, 1, code.block_size, code.block_size - 1, 2 * code.block_size)
     starts = list(itertools.accumulate(sizes, initial=1))  # after an element that is not aligned
     parameter = torch.empty(0, device=device)
@@ -346,7 +345,8 @@ def results_of(
 
 
 def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of very different sizes, with zeros of both signs, denormal and nearly the largest ones."""
+    """Return numbers of very different magnitudes, with zeros of both signs, and denormal and nearly the largest
+    numbers."""
     numbers = library.fixed_numbers(numel, start, torch.float64)
     info, places = torch.finfo(dtype), torch.arange(numel)
     sizes = torch.tensor([1e-3, 1.0, 30.0, 0.1, 0.0], dtype=torch.float64)
@@ -357,7 +357,7 @@ def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    """A NaN is a NaN, whichever its bits."""
+    """Return the bytes of `tensor`, with all NaNs equal."""
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.nan, tensor)
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

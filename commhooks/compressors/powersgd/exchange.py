@@ -36,8 +36,8 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     good = yield Verdict(finite)
     if bucket.plain:
         scatter_into(bucket.first.plain, bucket.plain)
-    # good: all buckets of the pass are finite on all ranks. finite: this bucket is. If only another bucket is not finite,
-    # this bucket gets its mean, but nothing is learned.
+    # good: all buckets of the pass are finite on all ranks. finite: this bucket is. If only another bucket is not, this
+    # bucket gets its mean, but nothing is learned.
     kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's Q
     return None
 

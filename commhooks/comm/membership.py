@@ -152,8 +152,7 @@ class Membership:
             failure = json.dumps(["", f"members: this machine cannot listen for the other machines: {error}"])
         failures = gather_texts(failure, local, device, _WHAT)
         if found := next(filter(None, failures), ""):
-            if self.server is not None:
-                self.server.close()
+            self.close()
             kind, text = json.loads(found)
             raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
         self.id = gather_texts("" if self._lighthouse is None else self._lighthouse.id, local, device, _WHAT)[0]

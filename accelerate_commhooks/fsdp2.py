@@ -76,12 +76,8 @@ def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
 
 
 def check_takes_hook(accelerator: Accelerator) -> None:
-    """Check that a hook can average models that `accelerator` prepares. `ParallelismConfig` may specify a single
-    sharded replica: a run that has lost the other replicas goes on, as with DDP and one rank.
-
-    Raises:
-        HookConfigError: Accelerate neither wraps models in DDP nor shards replicas of them.
-    """
+    """Raise HookConfigError if Accelerate neither wraps models in DDP nor shards replicas of them. `ParallelismConfig`
+    may specify a single sharded replica: a run that has lost the other replicas goes on, as with DDP and one rank."""
     kind = accelerator.distributed_type
     # NO: one process without communication; the same script may be started with several processes later.
     if kind is DistributedType.NO or kind.name.startswith("MULTI_"):

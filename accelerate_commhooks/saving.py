@@ -52,8 +52,6 @@ class HookedModel:
 
     Attributes:
         is_sharded: True: the model is sharded by FSDP2. False: it is wrapped in DDP.
-        strict: whether loading the state of another hook is an error.
-        save_residual: which residuals a save writes.
     """
 
     def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str) -> None:
@@ -124,11 +122,8 @@ class HookSaver:
         of an earlier save there that no current hook overwrites, because they belong to other weights.
 
         All ranks must call this if a hook has `save_residual="mean"` or averages weights, or if a model is sharded.
-        Otherwise no rank waits for another.
-
-        Raises:
-            OSError: see `write_together`.
-            HookRunError: the folder of an earlier save cannot be removed.
+        Otherwise no rank waits for another. Raises OSError as `write_together` does, and HookRunError if the folder of
+        an earlier save cannot be removed.
         """
         rank, models = self._live_accelerator().process_index, self._numbered()
         for number, model in enumerate(models):
@@ -152,11 +147,8 @@ class HookSaver:
 
     @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
-        """Load the files of `save` into the hooks of the prepared models. All ranks must call this.
-
-        Raises:
-            PayloadError: a file is damaged or does not fit; nothing was changed.
-        """
+        """Load the files of `save` into the hooks of the prepared models. All ranks must call this. Raises
+        PayloadError, and changes nothing, if a file is damaged or does not fit."""
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
         for number, model in enumerate(self._numbered()):
@@ -312,13 +304,9 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: int) -> None:
-    """Save each content at its path; None removes the file of an earlier save. Every file is replaced as a whole, and
-    an error while writing, such as a full disk, leaves all files unchanged. A killed process leaves files
-    `.NAME.RANK.tmp`, which are never read; the next save overwrites them.
-
-    Raises:
-        OSError: a file could not be written; the error names it and the reason.
-    """
+    """Save each content at its path; None removes the file of an earlier save. Every file is replaced as a whole. An
+    error while writing, such as a full disk, leaves all files unchanged and raises OSError, which names the file. A
+    killed process leaves files `.NAME.RANK.tmp`, which are never read; the next save overwrites them."""
     temporary: dict[Path, Path | None] = {}  # by final path
     try:
         for path, content in files:

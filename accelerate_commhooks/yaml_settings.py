@@ -104,12 +104,8 @@ class Settings:
         return json.dumps({"settings": self.values, "source": self.source, "message_file": file})
 
     def check(self, *, imports: bool = True) -> None:
-        """Raise HookConfigError for invalid settings.
-
-        Args:
-            imports: whether to import a hook given by its dotted path, and check its options. False in the launcher,
-                because only the workers have the script's folder in `sys.path`.
-        """
+        """Raise HookConfigError for invalid settings. `imports`: whether to import a hook given by its dotted path, and
+        check its options. False in the launcher, because only the workers have the script's folder in `sys.path`."""
         common = {name: value for name, value in self.values.items() if name in ARGUMENTS}
         with self.errors_name_source():
             if imports or ":" not in common["hook"]:
@@ -187,7 +183,7 @@ def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[s
 
 
 def _typed(source: str, values: Any) -> dict[str, Any]:
-    """Return `values` with the types of the settings. Text is converted as in YAML."""
+    """Convert `values` to the types of the settings; text is converted as in YAML."""
     if not isinstance(values, dict) or not values:
         what = f"is a {type(values).__name__}" if values else "is empty"
         raise HookConfigError(f"{source} {what}; expected at least 'hook: powerSGD' or another hook")

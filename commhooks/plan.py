@@ -263,12 +263,8 @@ def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int], sa
 
 def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
     """Plan what a hook will do to `module` in DDP. Parameters may be on the meta device, because their values are not
-    read.
-
-    Raises:
-        HookConfigError: the request is for a user's function or for no hook, its start is a fraction and `total_steps`
-            is None, or no parameter is trained.
-    """
+    read. Raises HookConfigError if the request is for a user's function or for no hook, its start is a fraction and
+    `total_steps` is None, or no parameter is trained."""
     compressor = request.new_compressor(total_steps)
     if request.off:
         raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")

@@ -166,11 +166,8 @@ class HookRequest:
     def parse(
         cls, hook: object, *, hook_options: Mapping[str, Any] | None = None, hook_state: Any = None, **common: Any
     ) -> "HookRequest":
-        """Make a request from the user's arguments; see `attach`. `common`: the other shared arguments.
-
-        Raises:
-            HookConfigError: an unknown hook or option, a wrong type, or an invalid combination; the message names it.
-        """
+        """Make a request from the user's arguments; see `attach`. `common`: the other shared arguments. Raises
+        HookConfigError for an unknown hook or option, a wrong type, or an invalid combination."""
         members = torchft_of(common.pop("members", None))
         common = check_arguments(common) | {"members": members}
         given = plain("hook_options", hook_options)
@@ -332,17 +329,10 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
 
 def import_path(path: str, said: str, *, kind: str = "function") -> Any:
     """Import the object at `path`: "package.module:name", where `name` may contain dots. "folder/train.py:name" means
-    "folder.train:name".
+    "folder.train:name". Raises HookConfigError if the path is malformed, or the module or name does not exist; other
+    errors of the import propagate. `said`, `kind`: the path and the expected kind of object in messages.
 
     Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
-
-    Args:
-        said: the path in messages, for example "hook 'package.module:name'".
-        kind: the expected kind of object, for messages.
-
-    Raises:
-        HookConfigError: the path is malformed, or the module or name does not exist. Other errors that the import
-            raises propagate.
     """
     module_name, _, name = path.partition(":")
     if module_name.endswith(".py"):

@@ -25,14 +25,8 @@ _HOOKS = ("powerSGD", "batched_powerSGD", "fp16_compress", "bf16_compress", "int
 
 @functools.cache
 def trainer_classes(package: str) -> dict[str, Any]:
-    """Make the strategies and callbacks for the Trainer of `package`, and register the strategy names there.
-
-    Args:
-        package: "lightning.pytorch" or "pytorch_lightning".
-
-    Raises:
-        ImportError: the package is not installed, or too old.
-    """
+    """Make the strategies and callbacks for the Trainer of `package` ("lightning.pytorch" or "pytorch_lightning"), and
+    register the strategy names there. Raises ImportError if the package is not installed, or too old."""
     lightning = _imported(package, MODULES)
     strategies: Any = import_module(f"{package}.strategies")
     make = functools.partial(_with_base, MODULES[package])
@@ -48,11 +42,8 @@ def trainer_classes(package: str) -> dict[str, Any]:
 
 @functools.cache
 def fabric_class(package: str) -> Any:
-    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric".
-
-    Raises:
-        ImportError: the package is not installed, or too old.
-    """
+    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric". Raises ImportError if it
+    is not installed, or too old."""
     _imported(package, FABRIC_MODULES)
     strategies: Any = import_module(f"{package}.strategies")
     return _with_base(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)

@@ -388,12 +388,8 @@ def warn(text: str, stacklevel: int = 5) -> None:
 
 
 def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
-    """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` has, or that sets another
-    hook.
-
-    Args:
-        takers: the constructors of the strategy and of `DDPStrategy`.
-    """
+    """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` (the constructors of the
+    strategy and of `DDPStrategy`) has, or that sets another hook."""
     for name in _OF_ANOTHER_HOOK:
         if given.get(name) is not None:
             raise HookConfigError(

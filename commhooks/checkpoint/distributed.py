@@ -135,11 +135,7 @@ def to_distributed(
 
 
 def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
-    """Make the payload of this rank's shard from a state in DCP's form.
-
-    Raises:
-        PayloadError: the state is damaged.
-    """
+    """Make the payload of this rank's shard from a state in DCP's form. Raises PayloadError if the state is damaged."""
     rest = _from_bytes(state[REST])
     if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
         raise damaged(f"{REST!r} does not hold the state of a hook")
@@ -186,7 +182,6 @@ def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _local(saved: Any, where: str) -> torch.Tensor:
-    """Return this rank's part of a saved tensor, after checking it. `where`: its key, for messages."""
     own: torch.Tensor = saved.to_local() if isinstance(saved, DTensor) else saved
     check_tensor(own, where)
     return own.detach().cpu()

@@ -34,8 +34,7 @@ class Contribution:
 
     Attributes:
         kind: "mean", "per_rank" or "none".
-        ranks: the ranks whose residuals are included.
-        residuals: per parameter a flat tensor, or a list with one tensor per rank.
+        residuals: per parameter a flat tensor, or a list with one tensor per rank in `ranks`.
         exact: whether a run that resumes from the payload continues exactly as this run.
         shares: whether each rank has residuals for a share of the parameters only.
     """
@@ -48,12 +47,8 @@ class Contribution:
 
 
 class LearnedStateCheckpointer:
-    """Saves and loads the learned state of a session on this rank.
-
-    Args:
-        hook: name of the hook in the payload.
-        plans: returns a compressor's plan for every parameter; an empty list for a compressor of whole buckets.
-    """
+    """Saves and loads the learned state of a session on this rank. `plans`: returns a compressor's plan for every
+    parameter; an empty list for a compressor of whole buckets."""
 
     step_is = "step"
     """What to call `step` in messages."""
@@ -152,11 +147,8 @@ class LearnedStateCheckpointer:
         }
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check all of `content` without changing anything, and return a function that applies it.
-
-        Raises:
-            PayloadError: `content` is damaged, or, with `strict`, belongs to another model.
-        """
+        """Check all of `content` without changing anything, and return a function that applies it. Raises PayloadError
+        if `content` is damaged, or, with `strict`, belongs to another model."""
         start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
         if option is not None:
             start = content["options"].get(option, start)
@@ -178,12 +170,8 @@ class LearnedStateCheckpointer:
         return take_over
 
     def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
-        """Make new learned state from a payload with a checked header. Changes nothing, but may warn.
-
-        Raises:
-            PayloadError: the payload is damaged, or, with `strict`, belongs to another model (names and shapes are
-                listed).
-        """
+        """Make new learned state from a payload with a checked header. Changes nothing, but may warn. Raises
+        PayloadError as `prepare_load` does."""
         check_learned(payload)
         parameters = payload["parameters"]
         fitting = self._compare(parameters, strict)
@@ -342,11 +330,7 @@ class LearnedStateCheckpointer:
         self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> Contribution:
         """Collect the residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves
-        its own.
-
-        Args:
-            mid_commit: whether a commit is currently writing the state.
-        """
+        its own. `mid_commit`: whether a commit is currently writing the state."""
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
         missing = "they were being written at that moment" if mid_commit else missing
@@ -467,11 +451,7 @@ def _fitted(
     compressor: Compressor[Any],
 ) -> torch.Tensor | None:
     """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or if the
-    tensor cannot be used.
-
-    Raises:
-        PayloadError: the tensor cannot belong to this parameter.
-    """
+    tensor cannot be used. Raises PayloadError if the tensor cannot belong to this parameter."""
     if plan is None:
         return None
     try:

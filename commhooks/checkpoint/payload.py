@@ -61,7 +61,6 @@ def check_header(payload: object) -> dict[str, Any]:
 
 
 def check_learned(payload: dict[str, Any]) -> None:
-    """Check the keys that only payloads with learned state have."""
     check_count(payload, "nonfinite_steps", 0)
     world_size = check_world_size(payload)
     scale: Any = payload.get("loss_scale")
@@ -198,13 +197,11 @@ PART_FORMAT = "commhooks rank part"
 
 
 def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty).
+    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty). `run`: a
+    number that only the ranks of this run know; see `CommHook.run_number`.
 
     If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part marks the
     residuals as split even if the rank that makes it has none.
-
-    Args:
-        run: a number that only the ranks of this run know; see `CommHook.run_number`.
     """
     saved = saved if run is None else {**saved, "run": f"{run:016x}"}
     shared = {**saved, "fingerprint": save_id(saved)}
@@ -253,11 +250,7 @@ def save_id(saved: dict[str, Any]) -> str:
 
 
 def check_shared(shared: object) -> dict[str, Any]:
-    """Check a shared part, and return it.
-
-    Raises:
-        PayloadError: it is incomplete or damaged.
-    """
+    """Check a shared part, and return it. Raises PayloadError if it is incomplete or damaged."""
     checked = check_header(shared)
     if "parameters" in checked:
         check_learned(checked)
@@ -311,15 +304,12 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
 
 
 def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
-    """Join the parts to the payload that `rank` loads. `world_size`: the current one.
+    """Join the parts to the payload that `rank` loads. `world_size`: the current one. `parts`: in the order of
+    `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is read part by part, so that
+    only one model-sized copy is in memory.
 
-    Args:
-        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is
-            read part by part, so that only one model-sized copy is in memory.
-
-    Returns:
-        The payload, with the rank's own residuals if the world size is unchanged, else with the mean of all residuals.
-        If a part is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.
+    The payload has the rank's own residuals if the world size is unchanged, else the mean of all residuals. If a part
+    is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.
     """
     merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
     if shared.get("hook_state") is not None:

@@ -17,11 +17,7 @@ logger = logger_of(__name__)
 
 class UserStateCheckpointer:
     """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
-
-    Args:
-        state: the user's state, or None.
-        replicas_equal: False for a hook that averages nothing, so that each rank has different weights.
-    """
+    `replicas_equal`: False for a hook that averages nothing, so that each rank has different weights."""
 
     step_is = "step"
 
@@ -90,11 +86,8 @@ class UserStateCheckpointer:
         return None
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check the keys of `content` that commhooks defines, and return a function that applies it.
-
-        Raises:
-            PayloadError: `content` does not fit this hook.
-        """
+        """Check the keys of `content` that commhooks defines, and return a function that applies it. Raises
+        PayloadError if `content` does not fit this hook."""
         check_world_size(content)
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")

@@ -1,4 +1,5 @@
-"""Issue collectives, count their bytes, and wait for them."""
+"""Issue collectives, count their bytes, and wait for them. All of them raise HookRunError if another rank has failed,
+or did not take part within the process group's timeout."""
 
 import contextlib
 import hashlib
@@ -65,7 +66,6 @@ class Send:
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
-        """The bytes that `Counters` adds for this collective."""
         sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
         size = sent.numel() * sent.element_size()
         if self.reduces:
@@ -148,7 +148,6 @@ class PointToPoint:
 
 
 def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return `process_group`, or the default group if it is None."""
     if process_group is not None:
         return process_group
     if not dist.is_initialized():
@@ -160,8 +159,6 @@ def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.Proces
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A collective in flight."""
-
     answer: torch.Tensor
     _work: dist.Work | MessageWork
     what: str
@@ -169,11 +166,7 @@ class Pending:
     _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
-
-        Raises:
-            HookRunError: another rank has failed, or did not take part within the process group's timeout.
-        """
+        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host."""
         counters, device = self._counters, self.answer.device
         try:
             with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
@@ -227,14 +220,12 @@ def start(
     where: str = "",
     messages: PointToPoint | None = None,
 ) -> Pending:
-    """Issue the collective `send`. All ranks of `group` must call this in the same order.
+    """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises HookRunError if the
+    backend refuses the collective.
 
     Args:
         where: the bucket and the step, for error messages and `counters.last_issued`.
         messages: the session's messages; None for a caller that needs the collective's future.
-
-    Raises:
-        HookRunError: the backend refuses the collective.
     """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
@@ -319,11 +310,7 @@ def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> No
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
     """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must call this, with equal
-    shapes and dtypes.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    shapes and dtypes."""
     own = own.contiguous()
     rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
@@ -352,11 +339,7 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
     """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
-    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -437,23 +420,12 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group` so that either all of them succeed or all of them raise. All must call
-    this.
+    """Run `work` on all ranks of `shard_group` (None: not sharded) so that either all of them succeed or all of them
+    raise. All must call this. Returns the result of `work` on this rank, and the `numbers` of all ranks. If `work`
+    raises CommHookError on another rank, this rank raises `otherwise`.
 
     The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups determines
     on its own whether it can attach and which step it has reached. Here the groups exchange the results.
-
-    Args:
-        numbers: exchanged between the ranks.
-        shard_group: None if nothing is sharded.
-        otherwise: the error to raise on a rank that has not failed if another rank has.
-
-    Returns:
-        The result of `work` on this rank, and the numbers of all ranks.
-
-    Raises:
-        CommHookError: `work` raised it on this rank. If it was raised on another rank, this rank raises `otherwise`.
-        HookRunError: another rank has ended, or did not take part within the process group's timeout.
     """
     if shard_group is None:
         return work(), [numbers]

@@ -103,7 +103,6 @@ class Clocks:
 
 
 def has_clock(device: torch.device) -> bool:
-    """Whether times on `device` can be measured."""
     return precision.is_host_readable(device) or precision.has_streams(device)
 
 
@@ -143,8 +142,6 @@ CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_se
 
 @dataclass
 class PassCounters:
-    """Counters of the latest backward pass."""
-
     collectives: int = 0
     bytes_sent: int = 0
 
@@ -188,7 +185,7 @@ class Counters:
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Set `cumulative()` to `saved`."""
+        """Set the result of `cumulative` to `saved`."""
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -89,11 +89,8 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
 
 
 def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that the collectives of `group` have futures, which DDP needs. All ranks of `group` must call this.
-
-    Raises:
-        AttachError: they have none, as with some versions of torchcomms.
-    """
+    """Raise AttachError if the collectives of `group` have no futures, which DDP needs, as with some versions of
+    torchcomms. All ranks of `group` must call this."""
     if not is_torchcomms(group, device):
         return
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -178,8 +175,6 @@ def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
 
 
 class _Notes:
-    """The failed ranks' notes in the store."""
-
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # restarts may share a store
         self._store = dist.PrefixStore(f"commhooks/failed/{attempt}", store)

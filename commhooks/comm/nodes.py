@@ -20,12 +20,7 @@ RanksPerNode = int | str | None
 
 
 class Nodes:
-    """This rank's groups if the ranks form nodes of equal size.
-
-    Attributes:
-        local_rank: this rank in `intra_node`.
-        count: the number of nodes.
-    """
+    """This rank's groups if the ranks form `count` nodes of equal size."""
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
         self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
@@ -63,18 +58,13 @@ def members_of(places: Sequence[str]) -> dict[str, list[int]]:
 
 
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
-    """Divide the ranks of `group` into nodes. All ranks of `group` must call this.
+    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node. All ranks of `group`
+    must call this. Rank 0 warns if `ranks_per_node` exceeds the world size. Raises AttachError on all ranks if the
+    nodes have different numbers of ranks.
 
     Args:
         ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same launcher
             (torchrun's GROUP_RANK), or if that is unknown, with the same host name, form a node. None: no nodes.
-        device: the device of this rank's model.
-
-    Returns:
-        None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
-
-    Raises:
-        AttachError: on all ranks, if the nodes have different numbers of ranks.
     """
     if ranks_per_node is None:
         return None

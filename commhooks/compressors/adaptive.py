@@ -36,7 +36,6 @@ class ObservedPass:
     Attributes:
         step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
         layouts: the layouts of its buckets.
-        names: the names of the parameters.
         memory_plan: returns the bytes that a compressor needs on this rank, from its plans for the buckets.
     """
 
@@ -46,11 +45,9 @@ class ObservedPass:
     memory_plan: Callable[[Compressor[Any], Sequence[Sequence[UnitPlan]]], MemoryPlan]
 
     def memory(self, compressor: Compressor[Any]) -> MemoryPlan:
-        """Return the bytes needed on this rank if `compressor` reduces these buckets."""
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
-        """Return the plans of `compressor` for each bucket."""
         config = compressor.config
         return [
             compressor.plan(
@@ -61,16 +58,8 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks of the model.
-
-    Args:
-        group: the ranks that average their gradients.
-        device: the device for tensors in collectives of `group`.
-        shards: the ranks with the other shards of a replica; None without shards.
-
-    Attributes:
-        size: the size of `group`.
-    """
+    """The ranks of the model that average their gradients. `shards`: the ranks with the other shards of a replica; None
+    without shards."""
 
     def __init__(
         self,
@@ -96,11 +85,7 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that measures steps and decides what to do.
-
-    Attributes:
-        ranks_per_node: 1 if there are no nodes.
-    """
+    """A compressor that measures steps and decides what to do. `ranks_per_node`: 1 if there are no nodes."""
 
     ranks_per_node: int = 1
 
@@ -146,15 +131,12 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that continues with saved `notes`.
+        """Return a copy that continues with saved `notes`. Raises HookConfigError if they cannot be used.
 
         Args:
             notes: the saved `notes`, perhaps damaged; None: nothing was saved.
             step: committed steps at the time of the save.
             same_ranks: whether the world size is the same as at the save.
-
-        Raises:
-            HookConfigError: the notes cannot be used.
         """
 
     @abstractmethod

@@ -247,11 +247,8 @@ class Compressor(ABC, Generic[ConfigT]):
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True) -> Exchange:
-    """Replace `flat` by its mean over the ranks, through another buffer if `wire_dtype` is narrower.
-
-    Args:
-        check_finite: False: yield a true verdict without reading the result.
-    """
+    """Replace `flat` by its mean over the ranks, through another buffer if `wire_dtype` is narrower. Without
+    `check_finite`, yield a true verdict without reading the result."""
     # Sparse gradients keep their dtype: they have few rows, and gloo sums their values by index.
     wire = flat.div_(world_size)  # before it is narrowed, so that fewer numbers overflow
     if not flat.is_sparse:

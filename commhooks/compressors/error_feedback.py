@@ -54,11 +54,7 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
 
 class NamedViews:
     """One tensor that holds the entries of a dict, so that one operator processes the learned state of many parameters.
-
-    Args:
-        names: per entry its name, its offset in `whole` and its shape.
-        whole: the memory of the entries, 1-D.
-    """
+    `names`: per entry its name, its offset in `whole` and its shape. `whole`: the memory of the entries, 1-D."""
 
     def __init__(self, names: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor) -> None:
         self.whole = whole

@@ -122,11 +122,7 @@ class BackwardPass:
 
     def drain(self) -> torch.Tensor:
         """Run all remaining Sends after the last bucket, and wait for them. Returns whether everything received is
-        finite (0-dim bool tensor).
-
-        Raises:
-            HookRunError: on all ranks, if their Sends differ.
-        """
+        finite (0-dim bool tensor). Raises HookRunError on all ranks if their Sends differ."""
         finish_sends(self.running)
         if self.comparison is not None:
             self.comparison.end()

@@ -20,10 +20,10 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """A bucket layout with its plans. If nothing in the bucket is compressed, `work` and `make_exchange` are None.
+    """A bucket layout with its plans, one per unit. If nothing in the bucket is compressed, `work` and `make_exchange`
+    are None.
 
     Attributes:
-        plans: one per unit.
         numel_sent: elements that a rank sends once compression has begun, without flags.
         work: the workspace.
         make_exchange: returns the exchange for `(flat, work, state, step)`.
@@ -83,20 +83,14 @@ class KnownBuckets:
         return tuple(tuple(known.layout.names) for known in self)
 
     def compressed(self) -> set[str]:
-        """Return `KnownBucket.compressed` of all buckets of this pass."""
         return {name for known in self if known.used for name in known.compressed}
 
     def find(
         self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, *, first: bool
     ) -> KnownBucket:
-        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
-
-        Args:
-            first: whether `bucket` is the first of its backward pass.
-
-        Raises:
-            HookRunError: the learned state belongs to another model.
-        """
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace. `first`: whether
+        `bucket` is the first of its backward pass. Raises HookRunError if the learned state belongs to another
+        model."""
         if first:
             for known in self._buckets.values():
                 known.used = False
@@ -161,11 +155,8 @@ class KnownBuckets:
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
         """Check loaded state against its parameters, move it to their device and refit it. Its dtype follows this
-        bucket, which under FSDP's `reduce_dtype` differs from the dtype of the weights.
-
-        Raises:
-            HookRunError: an entry cannot belong to its parameter.
-        """
+        bucket, which under FSDP's `reduce_dtype` differs from the dtype of the weights. Raises HookRunError if an entry
+        cannot belong to its parameter."""
         of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:

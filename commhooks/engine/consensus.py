@@ -37,12 +37,8 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts about the compressor that hold from one comparison of the ranks to the next.
-
-    Attributes:
-        start: committed steps before the first compressed exchange.
-        exact_step: whether the exchange depends on the exact step.
-    """
+    """Facts about the compressor that hold from one comparison of the ranks to the next: the committed steps before its
+    first compressed exchange, and whether the exchange depends on the exact step."""
 
     start: int
     exact_step: bool
@@ -149,10 +145,7 @@ class Consensus:
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare the ranks' states unless that has happened since the start, a load or a change of the compressor. At
         the end of an adaptive compressor's watch, let it decide. All ranks of `group` must call this before each
-        backward pass.
-
-        Args:
-            flat: the first bucket.
+        backward pass. `flat`: the first bucket.
 
         Raises:
             HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
@@ -300,11 +293,8 @@ class SendComparison:
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """Compare the number of Sends after the last Send of the pass.
-
-        Raises:
-            HookRunError: on all ranks, if a Send or the number of Sends differed.
-        """
+        """Compare the number of Sends after the last Send of the pass. Raises HookRunError on all ranks if a Send or
+        the number of Sends differed."""
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)

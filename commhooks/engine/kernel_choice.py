@@ -49,7 +49,6 @@ class KernelSupport(NamedTuple):
 
     @property
     def key(self) -> int:
-        """A number that is equal on two ranks with equal support."""
         return agreement_key(*self)
 
 
@@ -88,16 +87,8 @@ class KernelChoice(NamedTuple):
 def agreed_choice(
     own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
 ) -> KernelChoice:
-    """Choose the kernel for all ranks of `group`. All of them must call this.
-
-    Args:
-        keys: `KernelSupport.key` of every rank.
-        error: raised on all ranks if some of them cannot run the hook.
-
-    Raises:
-        HookConfigError: on all ranks, if none of them can run the hook.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Choose the kernel for all ranks of `group`, from the `KernelSupport.key` of every rank (`keys`). All of them must
+    call this. On all ranks, raises HookConfigError if none of them can run the hook, and `error` if some cannot."""
     supports = [own] * len(keys)
     if len(set(keys)) > 1:
         texts = gather_texts(json.dumps(own), group, device, "what each rank can compute with")

@@ -77,11 +77,9 @@ class FlatReduction:
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """Compute the bytes needed on this rank; see `Compressor.memory_plan`."""
         return compressor.memory_plan(plans, buckets)
 
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
-        """Return the function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
         return compressor.exchange
 
     def redistribute_residuals(
@@ -89,10 +87,7 @@ class FlatReduction:
     ) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
         All ranks of `group` must call this after agreeing on the state, if their local tensors may differ.
-
-        Args:
-            parameters: name -> parameter of the whole model.
-        """
+        `parameters`: those of the whole model, by name."""
         # After a save with nodes, each rank has only the residuals of its share. Add zeros for the other parameters, so
         # that all ranks save the same names.
         for key in sorted(state.local) if parameters else ():
@@ -126,13 +121,11 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
     """Choose the owner (a local rank) of each parameter, so that the ranks have about equal shares of every bucket. The
-    result depends on the model only, because residuals are loaded before the buckets are known.
+    result depends on the model only, because residuals are loaded before the buckets are known. `sizes`: name -> number
+    of elements, in the order of registration.
 
     DDP fills its buckets in about the reverse order of registration. So this function divides windows of about a
     bucket's size in that order, each from its largest parameter to its smallest.
-
-    Args:
-        sizes: name -> number of elements, in the order of registration.
     """
     windows: list[list[str]] = [[]]
     for name in reversed(list(sizes)):
@@ -185,12 +178,8 @@ def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, 
 
 
 class HierarchicalWorkspace:
-    """The buffers for one bucket if ranks form nodes, allocated once.
-
-    Args:
-        compressor: averages between the nodes.
-        layout, plans: of the whole bucket.
-        owners: see `owners_of`.
+    """The buffers for one bucket (`layout`, `plans`) if ranks form nodes, allocated once. `compressor` averages between
+    the nodes. `owners`: see `owners_of`.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
@@ -293,11 +282,8 @@ class HierarchicalWorkspace:
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node.
-
-    Args:
-        parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
-    """
+    """Each rank compresses its share of every bucket, on behalf of its node. `parameters`: those of the whole model, by
+    name, in an order that is the same on all ranks."""
 
     nodes: Nodes
 
@@ -467,7 +453,6 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
-    """Return the layout of `own`, with the slots one after another."""
     offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
     moved = [Slot(slot.name, slot.parameter, at, slot.numel) for slot, at in zip(slots, offsets, strict=False)]
     return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)

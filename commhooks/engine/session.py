@@ -40,12 +40,7 @@ ABANDONED_LIMIT_S = 5.0
 
 class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
-    `FragmentSession`, which averages weights.
-
-    Args:
-        binding: the model and the ranks.
-        state: the learned state, changed at commits only.
-        counters: the counters to update; None: new counters.
+    `FragmentSession`, which averages weights. `state`: the learned state, changed at commits only.
 
     Attributes:
         held: guards the learned state.
@@ -77,13 +72,8 @@ class ExchangeDriver:
 
 @dataclass(frozen=True)
 class WatchedPass:
-    """A backward pass that an adaptive compressor watches.
-
-    Attributes:
-        began, ended: the end of the previous pass, and of this one.
-        outcome: see `HeldState.outcome`; valid after `ended`.
-        layouts: the layouts of its buckets.
-    """
+    """A backward pass that an adaptive compressor watches: the end of the previous pass, and of this one; its outcome
+    (`HeldState.outcome`, valid after `ended`); the layouts of its buckets."""
 
     began: Mark
     ended: Mark
@@ -110,11 +100,9 @@ class Session(ExchangeDriver):
         """Reduce one bucket in place. All ranks must call this, in the same order.
 
         The futures of all buckets complete together, once the backward pass was committed, or skipped because a number
-        was not finite. Without learned state each future completes when its collective has ended.
-
-        Raises:
-            HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
-            HookConfigError: the buckets are on several devices.
+        was not finite. Without learned state each future completes when its collective has ended. Raises HookRunError
+        if the ranks disagree, a collective failed, or the learned state belongs to another model; HookConfigError if
+        the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
         if not consensus.compressor.transactional and consensus.reduction.nodes is None:

@@ -49,11 +49,8 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Create the empty state of a compressor with these fields.
-
-        Raises:
-            HookConfigError: two fields have the same key.
-        """
+        """Create the empty state of a compressor with these fields. Raises HookConfigError if two of them have the same
+        key."""
         fields = list(fields)
         keys = [each.key for each in fields]
         if len(set(keys)) < len(keys):
@@ -155,12 +152,8 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`.
-
-        Args:
-            verdict: whether the pass is committed: a bool on the CPU, else a 0-dim bool tensor.
-            compressed: whether the pass counts as compressed.
-        """
+        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict`: whether the pass is
+        committed, a bool on the CPU, else a 0-dim bool tensor. `compressed`: whether the pass counts as compressed."""
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)

@@ -17,18 +17,9 @@ class Done:
 
 
 class ExchangeTask:
-    """The exchange of one bucket. Only this class resumes exchanges. It checks what they yield and return, so that
-    errors name the compressor.
-
-    Args:
-        exchange: the result of `Compressor.exchange`, not begun yet.
-        flat: the bucket's buffer.
-        name: name of the compressor, for messages.
-        expects_verdict: False for a compressor that is not transactional.
-
-    Raises:
-        HookRunError: `exchange` is not a generator.
-    """
+    """The exchange of one bucket, not begun yet. Only this class resumes exchanges. It checks what they yield and
+    return, and raises HookRunError, which names the compressor, if `exchange` is not a generator or breaks a rule.
+    `expects_verdict`: False for a compressor that is not transactional."""
 
     def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
         if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):
@@ -43,15 +34,8 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange to its next yield, or to its end.
-
-        Args:
-            answer: the result of the yielded collective; after a `Verdict`, whether the pass is committed; None to
-                begin.
-
-        Raises:
-            HookRunError: the exchange breaks a rule; the message names it.
-        """
+        """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded collective; after a
+        `Verdict`, whether the pass is committed; None to begin."""
         try:
             yielded: Any = self.exchange.send(answer)
         except StopIteration as end:

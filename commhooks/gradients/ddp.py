@@ -44,14 +44,11 @@ class BucketReader:
         self._read = 0
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
-        """Convert the next bucket.
+        """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass
+        cannot be detected.
 
-        Args:
-            end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
-                that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
-
-        Raises:
-            HookRunError: see `checked_bucket`; or the last bucket of the pass cannot be detected.
+        `end_pass` is called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
+        that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()

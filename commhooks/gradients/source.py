@@ -23,7 +23,6 @@ class HookCallbacks:
     """The functions that a source of gradients calls in each backward pass.
 
     Attributes:
-        name: name of the hook, for messages.
         run: reduces one bucket, and returns a future of the result.
         finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
@@ -49,7 +48,6 @@ class HookCallbacks:
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
-        """Called at the end of every backward pass."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -57,13 +55,8 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of this rank's shard in the whole parameter.
-
-    Attributes:
-        whole: shape of the whole parameter.
-        shape: shape of the shard.
-        dim, start: the shard begins at index `start` of dimension `dim`, and is complete in the other dimensions.
-    """
+    """The position of this rank's shard in the whole parameter: the shard begins at index `start` of dimension `dim`,
+    and is complete in the other dimensions. `whole`, `shape`: the shapes of the parameter and of the shard."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
@@ -215,11 +208,8 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 class PlainGradients(GradientSource):
     """The gradients of an unwrapped module, for hooks that average weights with one process per machine. At the end of
-    the backward pass each gradient becomes a bucket.
-
-    Args:
-        accumulates: returns whether the current backward pass only accumulates gradients; None: no pass does.
-    """
+    the backward pass each gradient becomes a bucket. `accumulates`: returns whether the current backward pass only
+    accumulates gradients; None: no pass does."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False

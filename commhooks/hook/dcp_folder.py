@@ -66,12 +66,9 @@ class DCPFolder:
         dcp.save({"hook": hook}, checkpoint_id=self._path)
 
     def prepare_load(self, hook: CommHook, *, strict: bool) -> Callable[[], None]:
-        """Read and check the saved state without changing `hook`, and return a function that applies it.
-
-        Raises:
-            PayloadError: the state cannot be read. With `strict`, also if another hook saved it, or if it has no
-                residuals.
-        """
+        """Read and check the saved state without changing `hook`, and return a function that applies it. Raises
+        PayloadError if the state cannot be read; with `strict`, also if another hook saved it, or if it has no
+        residuals."""
         planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
         try:
             dcp.load(content, checkpoint_id=self._path, planner=planner)

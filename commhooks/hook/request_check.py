@@ -38,17 +38,13 @@ def check_on_all_ranks(
     request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
 ) -> KernelChoice:
     """Compare requests, models and plans over the ranks that average together, and requests over all shards. Returns
-    the kernel that all ranks will use. All ranks of the model must call this.
-
-    Args:
-        compressor: None for a user's function.
-        loss_scale: whether this rank passes a loss scale.
+    the kernel that all ranks will use. All ranks of the model must call this. `compressor`: None for a user's function;
+    `loss_scale`: whether this rank passes a loss scale.
 
     Raises:
         AttachError: on all ranks, if the requests or models differ, if some ranks cannot run the hook, or if the group
             does not number its ranks from 0; the message names the ranks.
         HookConfigError: no rank can run the hook.
-        HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     group, shard_group, device = source.group, source.shard_group, source.device
     check_futures(group, device)

@@ -20,11 +20,7 @@ _waiting: "weakref.WeakSet[UnusedWarning]" = weakref.WeakSet()
 
 
 class UnusedWarning:
-    """Logs the warning at most once.
-
-    Attributes:
-        callback: called with the warning after the training.
-    """
+    """Logs the warning at most once, and passes it to `callback` after the training."""
 
     def __init__(self, name: str, hook: Hook, *, logs: bool) -> None:
         self.callback: Callable[[str], None] | None = None

@@ -63,16 +63,10 @@ class CommonState:
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Copy rank 0's state to all ranks. Tensors that are equal on all ranks are not sent.
-
-        Args:
-            optimizers: whether to share the optimizers and the GradScaler, in addition to buffers and frozen
-                parameters.
-            group: the ranks; None: the group of the model.
-
-        Returns:
-            Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
-        """
+        """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that are equal on all
+        ranks are not sent. `optimizers`: whether to share the optimizers and the GradScaler, in addition to buffers and
+        frozen parameters. Returns labels of the parts that still differ, because only some ranks have them; the same on
+        all ranks."""
         group, device = self._source.group if group is None else group, self._source.device
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
@@ -221,14 +215,11 @@ class CommonState:
     def take(
         self, form: bytes, arrived: Mapping[int, torch.Tensor], more: Mapping[str, tuple[Any, Callable[[Any], None]]]
     ) -> list[str]:
-        """Set all state of this rank from another rank's description and tensors.
+        """Set all state of this rank from another rank's description and tensors. `more`: this rank's values for the
+        other rank's `more`, each with the function that sets it.
 
-        Args:
-            more: this rank's values for the other rank's `more`, each with the function that sets it.
-
-        Returns:
-            Labels of the parts that only one of the two ranks has; and of the parts in `more` that contain an object
-            which cannot be sent, and which this rank therefore keeps.
+        Returns labels of the parts that only one of the two ranks has; and of the parts in `more` that contain an
+        object which cannot be sent, and which this rank therefore keeps.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
@@ -357,7 +348,6 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
 
 
 def _keeps_own(node: Node) -> bool:
-    """Return whether a description omits a value."""
     kind, inner = node
     if kind in ("tensor", "value", "own"):
         return kind == "own"
@@ -365,11 +355,8 @@ def _keeps_own(node: Node) -> bool:
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
-    """Make `own` the value that `node` describes, in place where possible. Returns the value.
-
-    Args:
-        arrived: tensors of rank 0 by number. A tensor that is not here already has the same value in `own`.
-    """
+    """Make `own` the value that `node` describes, in place where possible, and return it. `arrived`: tensors of rank 0
+    by number; a tensor that is not there already has the same value in `own`."""
     kind, inner = node
     if kind == "own":
         return own

@@ -330,11 +330,8 @@ class LocalStepsDriver:
     # ---- saves and validations ---------------------------------------------------------------------------------------
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
-        """Give all ranks equal weights and buffers; see `CommHook.synchronize`.
-
-        Args:
-            saver: the joint saves of this hook; None before the first backward pass.
-        """
+        """Give all ranks equal weights and buffers; see `CommHook.synchronize`. `saver`: the joint saves of this hook;
+        None before the first backward pass."""
         self._differences = []
         trained = self.diverged or self._passes > self._shared_at[optimizers]
         if not trained and not (optimizers and self.outer.has_run):
@@ -377,11 +374,8 @@ class LocalStepsDriver:
                 self._differences.insert(0, f"the weights ({differing[0]}{more})")
 
     def is_exact(self, *, together: bool) -> bool:
-        """Whether a run that resumes from the state saved now continues exactly as this run; warns if not.
-
-        Args:
-            together: whether `synchronize` succeeded before the save.
-        """
+        """Whether a run that resumes from the state saved now continues exactly as this run; warns if not. `together`:
+        whether `synchronize` succeeded before the save."""
         if self.members is not None and self.diverged:
             self._warn_once(
                 "this save in the middle of a round is marked inexact, because machines meet only at the ends of "

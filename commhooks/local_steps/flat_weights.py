@@ -11,11 +11,8 @@ BUFFER_BYTES = 64 * 2**20
 
 
 def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Divide the parameters, in order, into `parts` lists of about equal size. A list may be empty.
-
-    Args:
-        sizes: elements of each whole parameter, so that ranks with different shards divide alike.
-    """
+    """Divide the parameters, in order, into `parts` lists of about equal size, which may be empty. `sizes`: elements of
+    each whole parameter, so that ranks with different shards divide alike."""
     total, before = sum(sizes.values()), 0
     found: list[list[str]] = [[] for _ in range(parts)]
     for name, size in sizes.items():

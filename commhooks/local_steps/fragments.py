@@ -141,11 +141,8 @@ class FragmentSession(ExchangeDriver):
             self._exchange(buffers)
 
     def forget(self, *, until_timeout: bool = False) -> None:
-        """Drop the exchange in flight and begin a round.
-
-        Args:
-            until_timeout: wait for the exchange up to the process group's timeout, not only for some seconds.
-        """
+        """Drop the exchange in flight and begin a round. `until_timeout`: wait for the exchange up to the process
+        group's timeout, not only for some seconds."""
         exchange, self._in_flight, self._turn = self._in_flight, None, 0
         self._buffers.clear()
         if exchange is not None:
@@ -180,12 +177,9 @@ class FragmentSession(ExchangeDriver):
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
-        """Begin an outer step of all weights among the machines, without a commit.
-
-        Args:
-            weight: weight of this machine's differences in the mean.
-            exchanges: whether this rank exchanges them; otherwise it gets the result from rank 0 of its model.
-        """
+        """Begin an outer step of all weights among the machines, without a commit. `weight`: weight of this machine's
+        differences in the mean. `exchanges`: whether this rank exchanges them; otherwise it gets the result from rank 0
+        of its model."""
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 

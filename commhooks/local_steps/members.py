@@ -44,12 +44,9 @@ _WHAT = "whether all ranks of the machine have exchanged"
 class MemberSteps:
     """Runs the outer steps of a machine.
 
-    Args:
-        signature: what must be equal on all machines, by name.
-
     Attributes:
         joined: whether this machine has met the others.
-        registered: further state for a machine that comes: name -> functions that return and set it.
+        registered: further state for a machine that joins: name -> functions that return and set it.
     """
 
     def __init__(
@@ -71,14 +68,9 @@ class MemberSteps:
 
     def run(self, trained: bool, limit_s: float | None = None) -> bool:
         """Meet the other machines, and take an outer step with them or the state of one of them. All ranks of the
-        machine must call this between the same two steps.
-
-        Args:
-            trained: whether this machine has trained the current round, and not only begun.
-            limit_s: how long to wait for the other machines.
-
-        Returns:
-            Whether a new round begins; False if no machine had trained, and the weights stay.
+        machine must call this between the same two steps. Returns whether a new round begins; False if no machine had
+        trained, and the weights stay. `trained`: whether this machine has trained the current round, and not only
+        begun. `limit_s`: how long to wait for the other machines.
 
         Raises:
             AttachError: before the first outer step, if this machine does not match the others.
@@ -167,11 +159,8 @@ class MemberSteps:
             time.sleep(1.0)
 
     def _fitting(self, machines: Sequence[Machine], began: float) -> list[Machine] | None:
-        """Return the machines with this machine's signature; None: ask again.
-
-        Raises:
-            AttachError: this machine is new and does not match.
-        """
+        """Return the machines with this machine's signature; None: ask again. Raises AttachError if this machine is new
+        and does not match."""
         own = next(each for each in machines if each.id == self.membership.id)
         if not self.joined:
             # Machines that have begun stay. Of machines that begin together, the first stays.

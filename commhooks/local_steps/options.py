@@ -35,11 +35,8 @@ class LocalSteps(HookConfig):
         """Return the factor for an optimizer's learning rate in local steps.
 
         Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal s and the noise n of
-        one rank. The mean gradient of W ranks has the noise n / sqrt(W). Where noise dominates, a step on the mean
+        one rank. The mean gradient of W `ranks` has the noise n / sqrt(W). Where noise dominates, a step on the mean
         gradient is sqrt(W) times as long as the mean of the ranks' steps, whose noise is equally small.
-
-        Args:
-            ranks: W, the number of ranks whose weights are averaged.
         """
         if self.lr_factor is not None:
             return self.lr_factor

@@ -7,12 +7,8 @@ import torch
 
 
 class ReferenceDiLoCo:
-    """The outer steps of any number of ranks in one process, in float64.
-
-    Attributes:
-        anchor: the weights with which all ranks begin a round.
-        momentum: the momentum of the outer optimizer.
-    """
+    """The outer steps of any number of ranks in one process, in float64. `anchor`: the weights with which all ranks
+    begin a round."""
 
     def __init__(self, weights: torch.Tensor, outer_lr: float, outer_momentum: float) -> None:
         self.anchor = weights.double()

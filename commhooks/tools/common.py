@@ -71,15 +71,8 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
     """Context manager: use the existing process group, or make one of the ranks started by torchrun and on GPUs set the
-    device of LOCAL_RANK.
-
-    Args:
-        backend: nccl, gloo; None: torch's choice.
-        example: a command that starts ranks, for the message.
-
-    Raises:
-        DoctorError: torchrun has started no ranks, or `init_process_group` fails.
-    """
+    device of LOCAL_RANK. Raises DoctorError if torchrun has started no ranks (`example` is a command that does), or
+    `init_process_group` fails. `backend`: nccl, gloo; None: torch's choice."""
     if dist.is_initialized():
         yield
         return

@@ -394,12 +394,8 @@ class Measured:
 
 @dataclass
 class Rounds:
-    """Measures the candidates in turn, with one copy of the model at a time; see `doctor`.
-
-    Attributes:
-        restore_random: see `keep_random_state`; every candidate gets the same batches.
-        local: this rank's gradients of one batch.
-    """
+    """Measures the candidates in turn, with one copy of the model at a time; see `doctor`. After `restore_random` every
+    candidate gets the same batches. `local`: this rank's gradients of one batch."""
 
     ddp_model: DistributedDataParallel
     batch_fn: BatchFn
@@ -500,7 +496,6 @@ class Rounds:
 
 
 def _norm(gradients: Gradients, without: Gradients = ()) -> float:
-    """Return the norm of `gradients - without`."""
     squares = 0.0
     for own, other in itertools.zip_longest(gradients, without):
         if own is not None:
@@ -538,7 +533,6 @@ class DoctorReport:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients per step and rank."""
         return self.measured[ALLREDUCE.label].bytes_uncompressed
 
     def as_dict(self) -> dict[str, Any]:

@@ -74,16 +74,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> "NetworkReport":
-    """Measure the network between the ranks of `group`. All of them must call this, and get the same report.
-
-    Args:
-        sizes: numbers of parameters, by the names that the report shows.
-        step_ms: the time of a step without a network, if known.
-
-    Raises:
-        DoctorError: there is one rank.
-        HookRunError: a rank has failed, or did not take part within the process group's timeout.
-    """
+    """Measure the network between the ranks of `group`. All of them must call this, and get the same report. Raises
+    DoctorError if there is one rank. `sizes`: numbers of parameters, by the names that the report shows. `step_ms`: the
+    time of a step without a network, if known."""
     if group.size() == 1:
         raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
     began = time.perf_counter()
@@ -119,12 +112,8 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
 
 @dataclass(frozen=True)
 class Link:
-    """The network as measured on the slowest rank.
-
-    Attributes:
-        mbit_per_s: rate at which a rank sends, and receives, in a ring all-reduce of one large buffer.
-        latency_ms: time of an all-reduce of one number.
-    """
+    """The network as measured on the slowest rank: the rate at which it sends, and receives, in a ring all-reduce of
+    one large buffer, and the time of an all-reduce of one number."""
 
     mbit_per_s: float
     latency_ms: float
@@ -134,7 +123,6 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Measure all ranks together. All ranks must call this, and get the same result."""
 
     def all_reduce_s(buffer: torch.Tensor) -> float:
-        """Return the seconds of the slowest rank."""
         row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
         return float(gather_rows(row, group, None, "the time of an all-reduce").max())
 
@@ -169,13 +157,8 @@ def _without_latency_s(took_s: float, latency_s: float) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """The connection between two ranks.
-
-    Attributes:
-        ranks: ranks in the group.
-        mbit_per_s: rate of one large message from the first to the second.
-        latency_ms: half the round-trip time of one number.
-    """
+    """The connection between two ranks: the rate of one large message from the first to the second, and half the
+    round-trip time of one number."""
 
     ranks: tuple[int, int]
     mbit_per_s: float
@@ -257,12 +240,8 @@ def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of a machine.
-
-    Attributes:
-        name: "" if unknown, as with InfiniBand, whose bytes Linux does not count.
-        rated_mbit_per_s: nominal speed; None if unknown.
-    """
+    """A network interface of a machine. The name is "" if unknown, as with InfiniBand, whose bytes Linux does not
+    count."""
 
     name: str = ""
     rated_mbit_per_s: float | None = None
@@ -323,12 +302,8 @@ class Cluster:
     backend: Literal["nccl", "gloo"]
 
     def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
-        """Predict the seconds of the collectives `ops` of each bucket, one after another.
-
-        Args:
-            counted: bytes in all buckets (see `Counters`), divided equally among `ops`.
-            together: number of ranks of a machine in one group.
-        """
+        """Predict the seconds of the collectives `ops` of each bucket, one after another. `counted`: bytes in all
+        buckets (see `Counters`), divided equally among `ops`. `together`: number of ranks of a machine in one group."""
         ranks, found = self.machines * together, 0.0
         for op in ops:
             if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):  # each rank sends to every other rank
@@ -360,12 +335,8 @@ def cluster_of(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The predicted time that a step spends on the network with one hook.
-
-    Attributes:
-        seconds: per step, on average.
-        between_nodes: whether this is with `ranks_per_node`, because it is faster.
-    """
+    """The predicted time that a step spends on the network with one hook, on average. `between_nodes`: whether this is
+    with `ranks_per_node`, because it is faster."""
 
     candidate: Candidate
     seconds: float
@@ -426,10 +397,7 @@ class NetworkReport:
     """The result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice.
 
     Attributes:
-        machines: ranks by machine.
-        interfaces: by machine.
-        backend: backend of the process group.
-        pairs: single connections.
+        machines, interfaces: ranks, and interface, by machine.
         link: all ranks together.
         exchanges: one per hook, by model size as the user wrote it.
         step_ms: the time of a step without a network, if known.

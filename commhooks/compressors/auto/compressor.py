@@ -30,11 +30,8 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """Return the candidate's compressor, with compression from the first step on.
-
-    Raises:
-        HookConfigError: the hook is not one of those that `auto` chooses from, or its options are invalid.
-    """
+    """Return the candidate's compressor, with compression from the first step on. Raises HookConfigError if the hook is
+    not one of those that `auto` chooses from, or its options are invalid."""
     if candidate.hook not in _CLASSES:
         raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
     made = _CLASSES[candidate.hook]

@@ -42,11 +42,8 @@ class Decision:
     """The current candidate, and the state of the measurements.
 
     Attributes:
-        candidate: the current candidate.
         watch: the steps of this phase to measure; None: it never measures again.
-        others: the other candidates.
         since: committed steps when the candidate became current; None before the first decision.
-        phase: "measuring", "trying" or "resting".
         extended: how many times in a row the phase was extended because of too few valid measurements.
         switches: how many times the current candidate changed.
         why: the reason for the latest choice, a sentence without a full stop.
@@ -113,11 +110,8 @@ class Decision:
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """Invert `to_plain`, for content that may be damaged or hostile.
-
-        Raises:
-            HookConfigError: the content is not a result of `to_plain`.
-        """
+        """Invert `to_plain`, for content that may be damaged or hostile. Raises HookConfigError if it is not a result
+        of `to_plain`."""
         try:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
             labels = set(known)

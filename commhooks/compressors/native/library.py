@@ -61,16 +61,11 @@ def is_switched_off() -> bool:
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
     """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
-    of results of the kernels; "" if they are turned off.
+    of results of the kernels; "" if they are turned off. `results_of`: returns the results of the kernels for
+    `fixed_numbers` of a dtype. Raises HookConfigError if the library cannot be loaded; see `load`.
 
     Two builds of the same sources may differ in the last bits: the vector length of the processor determines the order
     of sums, and the compiler decides which multiplications and additions it contracts.
-
-    Args:
-        results_of: returns the results of the kernels for `fixed_numbers` of a dtype.
-
-    Raises:
-        HookConfigError: the library cannot be loaded; see `load`.
     """
     if not is_wanted(device):
         return ""
@@ -99,11 +94,8 @@ def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library; compile it first if it is not in the cache.
-
-    Raises:
-        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded. The message has a remedy.
-    """
+    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a remedy, if there is
+    no C compiler, it fails, or the library cannot be loaded."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(

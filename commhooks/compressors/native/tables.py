@@ -34,7 +34,6 @@ class Table:
         fields: the members of the struct, in order.
         pointers: the fields that `point` writes. Each has the indices of two fields, whose product is the number of
             elements there.
-        sizes: the argument `rows`.
         rows: `rows x fields`, int64.
     """
 
@@ -62,11 +61,8 @@ class Table:
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
-        """Call a function of the library for consecutive `rows`, in as many threads as torch would use.
-
-        Raises:
-            MemoryError: there is no memory for its scratch space.
-        """
+        """Call a function of the library for consecutive `rows`, in as many threads as torch would use. Raises
+        MemoryError if there is no memory for its scratch space."""
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
@@ -133,11 +129,8 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`. This is the only check of its memory before C uses it.
-
-    Raises:
-        HookRunError: the memory does not contain `numel` contiguous numbers of `dtype`.
-    """
+    """Return the address of `tensor`. Raises HookRunError unless its memory contains `numel` contiguous numbers of
+    `dtype`; C uses it without further checks."""
     place = tensor.data_ptr()
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own

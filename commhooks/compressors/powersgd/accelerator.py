@@ -175,7 +175,6 @@ class AcceleratorKernel:
         return self._residual_of
 
     def _new_residuals(self) -> NamedViews:
-        """Allocate the residuals of all matrices, with one flat entry per parameter."""
         names, begin = [], 0
         for x in self.work.matrices:
             names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
@@ -316,8 +315,6 @@ def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 @dataclass(frozen=True)
 class _Group:
-    """Matrices whose factors share one padded tensor."""
-
     members: list[int]
     shape: tuple[int, int, int]
     """`k x r x length` of the padded tensor, with the largest r and length."""
@@ -347,20 +344,15 @@ _WEAK, _NUDGE = 1e-2, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """Orthonormalise the rows of a stack of matrices on an accelerator, in about 40 kernels, independent of k and r.
+    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator, in about 40 kernels, independent of
+    k and r. The result is in float64. Non-finite numbers count as zero. `refill`: random rows of norm 1 (k x r x n),
+    independent of `rows` with probability 1.
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
     for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
     reveal dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
     which makes it independent. This turns the row by an angle of at most 1e-6. It turns the component that a weak row
     adds to the others, of norm e, by about 1e-6 / e.
-
-    Args:
-        rows: k x r x n; non-finite numbers count as zero.
-        refill: k x r x n, random rows of norm 1, independent of `rows` with probability 1.
-
-    Returns:
-        k x r x n in float64.
     """
     rows, _ = unit_stack(torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
     triangle, failed = _triangle(rows)

@@ -61,11 +61,8 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """An `AcceleratorKernel` for the single matrix of a bucket. Its masks have a value per element.
-
-    Attributes:
-        parts: the number of elements of each parameter, and of the padding.
-    """
+    """An `AcceleratorKernel` for the single matrix of a bucket. Its masks have a value per element. `parts`: the number
+    of elements of each parameter, and of the padding."""
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         super().__init__(work, stack_deltas=stack_deltas)
@@ -105,8 +102,6 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
-    """Compresses each bucket as one square matrix, padded with zeros."""
-
     Config = BatchedPowerSGD
     q = BucketQ("q", per="bucket")
     Cpu = BatchedCpuKernel

@@ -89,12 +89,7 @@ class ParameterQ(FactorField):
 
 
 class LowRankCompressor(Compressor[AnyPowerSGD]):
-    """Base of PowerSGD and batched PowerSGD: two all-reduces per bucket.
-
-    Attributes:
-        q: the field of the learned Q.
-        Cpu, Accelerator: classes of the kernels.
-    """
+    """Base of PowerSGD and batched PowerSGD: two all-reduces per bucket."""
 
     title = "PowerSGD"
     collectives = ("sum", "sum")

@@ -139,13 +139,10 @@ def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.
 
 class TorchProducts:
     """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can
-    depend on both.
+    depend on both. `shapes`: n, m and rank of each matrix.
 
     A factor of rank 1 is padded to two rows with a row of zeros. Otherwise the BLAS would use another algorithm for
     products with a single row, whose bits depend on the alignment of the memory.
-
-    Args:
-        shapes: n, m and rank of each matrix.
 
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`.
@@ -283,11 +280,8 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 class NativeProducts:
     """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices. P and Q
-    are packed as they are sent. A call reads each matrix once; torch reads it several times.
-
-    Args:
-        refills: whether the C library also replaces dependent rows of P; otherwise torch does.
-    """
+    are packed as they are sent. A call reads each matrix once; torch reads it several times. `refills`: whether the C
+    library also replaces dependent rows of P; otherwise torch does."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
         self._dtype, self._refills = dtype, refills

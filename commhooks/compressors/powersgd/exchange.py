@@ -71,17 +71,13 @@ class LowRankKernel(Protocol):
 
 
 class BucketPass:
-    """The tensors of one bucket in one backward pass.
-
-    Args:
-        flat: the bucket's buffer, 1-D, changed in place.
-        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
+    """The tensors of one bucket in one backward pass. `flat` is changed in place. `state`: "q" per matrix, `r x m`;
+    "residual" per parameter, flat in memory order.
 
     Attributes:
         gradients: per matrix a 1-D view of the bucket.
         plain: 1-D views of the uncompressed gradients.
-        first: the message with P, uncompressed gradients and flags.
-        last: the message with Q.
+        first, last: the message with P, uncompressed gradients and flags; the message with Q.
         deltas: gradient + residual, in the shape that the kernel needs; set in `form_p`.
         used: in `AcceleratorKernel`, a mask of the matrices that have a gradient on some rank.
         used_elements: the same mask per element of a batched bucket.
@@ -134,8 +130,7 @@ class Message:
 
     Attributes:
         buffer: before the all-reduce this rank's numbers, divided by the world size; afterwards the means.
-        packed: the factors of all matrices, 1-D.
-        factors: per matrix a view of `packed`, `r x length`.
+        packed: the factors of all matrices, 1-D; `factors` has views of them, `r x length`.
         plain: uncompressed gradients, 1-D, in bucket order.
         flags: per parameter 1 if its gradient is not zero, else 0; after the sum positive if any rank has a gradient.
     """
@@ -149,16 +144,11 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The matrices of one bucket layout, and the memory of their messages.
-
-    Args:
-        matrices: in the order in which they are sent.
-        wire_dtype: the dtype of the messages.
+    """The matrices of one bucket layout in the order in which they are sent, and the memory of their messages.
 
     Attributes:
         dtype: the compute dtype.
-        slots: the parameters in the matrices.
-        flags_of: per matrix a slice of `slots`.
+        slots: the parameters in the matrices; `flags_of` has per matrix a slice of them.
         in_bucket: whether delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
         first, last: the messages; see `BucketPass`.
         buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.

@@ -63,7 +63,6 @@ class QuantizedWorkspace:
 
     Attributes:
         slots: the compressed parameters.
-        sizes: elements of each parameter in the bucket.
         place_of_plain: indices of the uncompressed parameters.
     """
 

@@ -79,10 +79,7 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 class BlockBuffers:
     """The memory of `TorchKernel` and `TritonKernel` that contains learned state and does not depend on the number of
-    ranks.
-
-    Args:
-        slots: the tensors whose blocks are averaged.
+    ranks. `slots`: the tensors whose blocks are averaged.
 
     Attributes:
         delta: `blocks + 1` rows; the last row is zero, and so is the padding at the end of each slot's last block.
@@ -110,7 +107,6 @@ class BlockBuffers:
 
     @property
     def of_slots(self) -> torch.Tensor:
-        """`delta` without its last row."""
         return self.delta[:-1]
 
     def put_gradients(self, flat: torch.Tensor) -> None:
@@ -222,13 +218,9 @@ class TorchKernel:
 
 
 class NativeKernel:
-    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer (in a copy if the buffer
-    has 16 bits) block by block, and leaves the rounding error there.
-
-    Args:
-        slots: the tensors, in the order of the blocks.
-        dtype: the dtype of the buffer.
-    """
+    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer, whose dtype is `dtype`
+    (in a copy if the buffer has 16 bits), block by block, and leaves the rounding error there. `slots`: in the order of
+    the blocks."""
 
     def __init__(
         self, messages: ShareMessages, rank: int, slots: Sequence[Slot], dtype: torch.dtype, *, error_feedback: bool

@@ -118,11 +118,8 @@ class Shares:
     """The blocks of several tensors, divided among the ranks as equally as possible. Each rank averages its share.
 
     The owner of a block depends only on the tensor's name and on the world size, so that bits do not depend on the
-    bucket layout.
-
-    Args:
-        tensors: name and number of blocks. A rank owns `blocks / world_size` of them, rounded up or down. The name
-            selects the first owner, so that small tensors do not all have the same owner.
+    bucket layout. Of each tensor a rank owns `blocks / world_size` blocks, rounded up or down. The name selects the
+    first owner, so that small tensors do not all have the same owner. `tensors`: name and number of blocks.
 
     Attributes:
         pieces: in block order.
@@ -178,9 +175,8 @@ class ShareMessages:
     Attributes:
         plain: 1-D input; the numbers to be summed over the ranks.
         flags: uint8, 1-D input; the flags whose maximum over the ranks is computed.
-        sent: uint8, one message for each rank.
-        mean: uint8, one message for all ranks, with the averages of this rank's share.
-        in_sent, in_mean: the sections of `sent` and `mean`.
+        sent: uint8, one message for each rank; `in_sent` has its sections.
+        mean: uint8, one message for all ranks, with the averages of this rank's share; `in_mean` has its sections.
         most: the largest scale.
         size: bytes of a message.
         scales_at, codes_at: offsets of the sections in bytes.
@@ -257,10 +253,7 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 class Averaged:
-    """The averages of all shares: the same bytes on every rank.
-
-    Args:
-        means: the message `mean` of each rank.
+    """The averages of all shares, from the message `mean` of each rank: the same bytes on every rank.
 
     Attributes:
         finite: whether all scales and plain numbers are finite (0-dim bool tensor).

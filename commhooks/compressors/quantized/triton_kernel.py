@@ -283,11 +283,7 @@ class TritonKernel:
 @functools.cache
 def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
     """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the device. Returns an id;
-    see `Compressor.native_build`.
-
-    Raises:
-        HookConfigError: they cannot be compiled or run, or compute other bits.
-    """
+    see `Compressor.native_build`. Raises HookConfigError if they cannot be compiled or run, or compute other bits."""
     expected = results_of(TorchKernel, device, dtype, code)
     try:
         found = results_of(TritonKernel, device, dtype, code)

@@ -177,7 +177,9 @@ def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[s
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {str(error).splitlines()[0]}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it
-        raise HookConfigError(f"{source}: overrides {given}: a key for what is a list in the file") from error
+        raise HookConfigError(
+            f"{source}: overrides {given}: the file has a list where an override has a key"
+        ) from error
     except yaml.YAMLError as error:
         raise HookConfigError(f"{source}: overrides {given}: {' '.join(str(error).split())}") from error
 

@@ -269,7 +269,7 @@ def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int |
     if request.off:
         raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
     if compressor is None:
-        raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
+        raise HookConfigError(f"hook {request.name!r} is a function, whose traffic cannot be planned")
     names = all_names(module)
     trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
     if not trained:

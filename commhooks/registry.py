@@ -134,7 +134,7 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
     ignored = [config.start_option or "", "exclude"]
     if not compressor.transactional and (compressor.state_fields or set(ignored) & set(names)):
         return (
-            "with transactional=False it learns nothing and acts from the first step: no state_fields, start, exclude"
+            "with transactional=False there is no learned state and no start step: remove state_fields, start, exclude"
         )
     try:
         config()

@@ -229,7 +229,7 @@ class HookRequest:
         if self.wrapper is not None and compressor is not None and not compressor.wrappers:
             wire = " and set its option wire" if hasattr(compressor.Config, "wire") else ""
             raise HookConfigError(
-                f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
+                f"wrapper={self.wrapper!r} with {hook}, which itself chooses what it sends: omit wrapper{wire}"
             )
 
         if self.members is not None:

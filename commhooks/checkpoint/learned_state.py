@@ -244,7 +244,7 @@ class LearnedStateCheckpointer:
             )
             if strict:
                 raise PayloadError(
-                    f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
+                    f"{text}\nstrict=False, with hook=... or in the load, gives these parameters fresh memory and "
                     "loads the others"
                 )
             if self._is_logging_rank:

@@ -347,9 +347,9 @@ def cut_off(path: str | Path, error: Exception) -> str:
     except OSError:
         return ""
     if size == 0:
-        return "cannot be read: it is empty: what wrote it was interrupted"
+        return "cannot be read: it is empty, because the program that wrote it was interrupted"
     # In torch's older format the pickle itself ends early (torch 2.13, Python 3.10 to 3.14).
     early = isinstance(error, EOFError) or re.search("unexpected EOF|data was truncated|Ran out of input", str(error))
     if early or (is_zip and not zipfile.is_zipfile(path)):
-        return f"cannot be read: it is cut off after {size} bytes: what wrote or copied it was interrupted"
+        return f"cannot be read: it is cut off after {size} bytes, because writing or copying it was interrupted"
     return ""

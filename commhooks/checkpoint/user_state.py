@@ -98,7 +98,7 @@ class UserStateCheckpointer:
             problem += "load_state_dict"
             if strict:
                 raise PayloadError(
-                    f"{problem}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+                    f"{problem}; strict=False, with hook=... or in the load, loads the step without that state"
                 )
             saved = None
             problem += ": it is left out (strict=False)"
@@ -116,8 +116,8 @@ class UserStateCheckpointer:
                 except Exception as error:
                     raise PayloadError(
                         f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved hook_state "
-                        f"({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
-                        "tells; the step is as it was"
+                        f"({type(error).__name__}: {shown(error)}). It may have changed a part of the state; "
+                        "the step is unchanged"
                     ) from error
             self._passes_before = step - self._counters.backward_passes
             self._counters.resume_from(content[COUNTERS])

@@ -303,7 +303,7 @@ def _gather_different(
 def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
     if tensor.dim() == 0 or len(tensor) != group.size():
         raise HookRunError(
-            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} has not one row for each of "
+            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} does not have one row for each of "
             f"{group.size()} ranks"
         )
 
@@ -393,7 +393,7 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
     place = f"rank {group.rank()} of {group.size()}"
     if dist.is_initialized() and group.size() < dist.get_world_size():
         place = f"rank {dist.get_rank()} of {dist.get_world_size()} ({place} in its group)"
-    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend says: {error}")
+    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend reports: {error}")
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:

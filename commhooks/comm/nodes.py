@@ -86,7 +86,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     if len(set(sizes)) > 1:
         raise AttachError(
             f"ranks_per_node={ranks_per_node!r}: the nodes have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} "
-            "ranks, and a hook between nodes needs equally many on each. Use ranks_per_node=None, which compresses "
+            "ranks, and a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
             "between all ranks"
         )
     if len(members) == 1 or sizes[0] == 1:

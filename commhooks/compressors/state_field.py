@@ -38,11 +38,11 @@ class StateField:
         if self.key in ("shape", "row_dim") or (self.key == "q" and type(self) is StateField):
             raise ValueError(f"StateField({self.key!r}): the checkpoint keeps something else under this key")
         if self.replicated and self.key == "residual":
-            raise ValueError("StateField('residual') is each rank's own: use RESIDUAL, or replicated=False")
+            raise ValueError("StateField('residual') differs between ranks: use RESIDUAL, or replicated=False")
         if not self.replicated and (self.key, self.per) != ("residual", "parameter"):
             raise ValueError(
-                f"StateField({self.key!r}): what each rank has for itself is its residual, one per parameter; a "
-                "checkpoint has no place for anything else of the kind. Use RESIDUAL"
+                f"StateField({self.key!r}): the only field that may differ between ranks is the residual, one per "
+                "parameter; use RESIDUAL"
             )
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:

@@ -103,8 +103,7 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
         raise HookConfigError(supports[rank].cannot)
     if unable:
         raise error(
-            f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
-            f"Why: {supports[unable[0]].cannot}"
+            f"ranks {unable} of {len(supports)} cannot run the hook that all ranks attach: {supports[unable[0]].cannot}"
         )
     builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]

@@ -326,8 +326,8 @@ class CommHook:
             )
         if not content.get(REPLICAS_EQUAL, True) and self._logs:
             logger.warning(
-                "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
-                "saved with it are one rank's.",
+                "the checkpoint was saved by hook %s, which averages nothing: the ranks had drifted apart, and the "
+                "saved weights are one rank's.",
                 shown(content["hook"]),
             )
         checkpointer = self._hook.checkpointer
@@ -341,11 +341,11 @@ class CommHook:
                     log_summary(f"{self.name} resumed at {checkpointer.step_is} {content['step']}{resumed}")
 
             return resume
-        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
+        text = f"the saved state is of hook {shown(content['hook'])}, but this hook is {self.name!r}"
         if strict:
             raise PayloadError(
-                f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
-                "hook=... or in the load to begin this one with fresh memory"
+                f"{text}. Attach the saved hook to continue with its memory, or pass strict=False, with "
+                "hook=... or to the load, to begin this one with fresh memory"
             )
         if self._logs:
             logger.warning("%s: it begins with fresh memory (strict=False)%s", text, checkpointer.not_begun_anew)

@@ -76,9 +76,9 @@ class DCPFolder:
             reason, _ = next(iter(error.failures.values()))
             if strict and "Missing key" in str(reason):
                 raise PayloadError(
-                    f"{self._path} does not hold all that hook {hook.name!r} remembers: it was saved by another hook, "
+                    f"{self._path} lacks learned state that hook {hook.name!r} needs: it was saved by another hook, "
                     f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
-                    f"begin with what is missing fresh: {self._front_end}(strict=False)"
+                    f"start the missing state fresh: {self._front_end}(strict=False)"
                 ) from error
             why = (str(reason).splitlines() or [""])[0]  # torch's next lines advise to unpickle it without checks
             raise PayloadError(f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}") from error

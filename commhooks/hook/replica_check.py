@@ -69,7 +69,7 @@ def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[
     if differing:
         listed = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise HookRunError(
-            f"the replicas have drifted apart before step {step}: different are {listed}. Something changes the model "
+            f"the replicas have drifted apart before step {step}: they differ in {listed}. Something changes the model "
             "on some ranks only: weights set or loaded on one rank, parameters that DDP does not reduce (unfrozen "
             "after the wrap), or another optimizer or learning rate. Go back to the last checkpoint in which they "
             "were equal"

@@ -115,8 +115,8 @@ def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: boo
 def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
     return (
         f"the ranks of this process group, a {type(group).__name__}, have the numbers {', '.join(map(str, ranks))}, "
-        f"not 0 to {group.size() - 1}: its rank() does not say which one this is, as with the groups of torchft 0.2. "
-        "Make a subclass whose rank() returns the number that the group was configured with"
+        f"not 0 to {group.size() - 1}: its rank() does not return this one's number, as with the groups of torchft "
+        "0.2. Make a subclass whose rank() returns the number that the group was configured with"
     )
 
 

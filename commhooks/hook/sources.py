@@ -83,8 +83,8 @@ def _cannot_take_a_hook(model: object) -> AttachError:
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     if wrapped := [name for name, part in parts if isinstance(part, DistributedDataParallel)]:
         return AttachError(
-            f"{type(model).__qualname__} is no DistributedDataParallel model, but holds some: {', '.join(wrapped)}. "
-            f"Attach a hook to each of them, such as attach(model.{wrapped[0]}, ...)"
+            f"{type(model).__qualname__} is not a DistributedDataParallel model, but contains some: "
+            f"{', '.join(wrapped)}. Attach a hook to each of them, such as attach(model.{wrapped[0]}, ...)"
         )
     hint = "the model comes first, then the hook" if isinstance(model, str) else "wrap the model first"
     return AttachError(

@@ -85,7 +85,7 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
         hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
-        raise DoctorError(f"the ranks make no process group{which}{hint}: {error}") from error
+        raise DoctorError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
     try:
         yield
     finally:

@@ -62,8 +62,8 @@ CONTRACT = (
 )
 LEGEND = (
     "step: forward, backward and exchange, without the optimizer, from a common start to the end of the last rank. MB "
-    "sent: handed to all-reduce. error: of the gradient of one step, as a share of its norm; hooks with error feedback "
-    "send what is missing in later steps, so compare the loss that you reach."
+    "sent: passed to all-reduce. error: relative error of the gradient in one step; hooks with error feedback send the "
+    "missing part in later steps, so compare the losses at the end of training."
 )
 _ALONE = (
     "one rank only: there is nothing to exchange, and nothing to compress. Start as many ranks as the training will "
@@ -143,7 +143,9 @@ def doctor(
     own = torch.tensor([agreement_key((steps, float(seconds), candidates))], dtype=torch.int64, device=device)
     found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
     if others := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise DoctorError(f"ranks {others} call the doctor with other arguments than rank 0: give all the same")
+        raise DoctorError(
+            f"ranks {others} call the doctor with different arguments than rank 0: pass the same on every rank"
+        )
     restore_random = keep_random_state({p.device for p in parameters})
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -167,7 +169,7 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     """Return the hooks to measure. Raises HookConfigError for invalid PowerSGD options."""
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
-            raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
+            raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is set by the doctor; see powersgd_ranks")
     for rank in powersgd_ranks:  # an invalid option must not end the doctor halfway
         PowerSGD(**{"matrix_approximation_rank": rank, **options})
     low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
@@ -589,7 +591,7 @@ class DoctorReport:
         else:
             options = f", hook_options={dict(chosen.candidate.options)!r}" if chosen.candidate.options else ""
             use = (
-                f"The fastest, or the most exact one within {percent} of it:\n"
+                f"The most exact hook within {percent} of the fastest:\n"
                 f"    commhooks.attach(ddp_model, {chosen.candidate.hook!r}{options})"
             )
         unused = [f"{label} compresses no parameter of this model: not measured." for label in self.not_measured]

@@ -250,7 +250,7 @@ class Interface:
     def words(self) -> str:
         if not self.name:
             return "interface unknown"
-        return self.name + (f", made for {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else "")
+        return self.name + (f", rated at {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else "")
 
 
 def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
@@ -455,7 +455,7 @@ class NetworkReport:
             if worst is not None and worst.mbit_per_s < SLOW * usual:
                 found.append(
                     f"Ranks {worst.ranks[0]} and {worst.ranks[1]} reach {bandwidth(worst.mbit_per_s)} where "
-                    f"{bandwidth(usual)} is usual {where}: every all-reduce waits for the slowest connection. Look at "
+                    f"{bandwidth(usual)} is usual {where}: every all-reduce waits for the slowest connection. Check "
                     "this one first."
                 )
         return found

@@ -38,7 +38,7 @@ def _from_another(root: str, kind: str, strict: bool | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("hook", "the saved state is of hook 'allreduce', this one is 'powerSGD'"),
+        ("hook", "the saved state is of hook 'allreduce', but this hook is 'powerSGD'"),
         ("model", "(?s)the saved hook state is of another model:.*extra.weight: in the model, not in the saved state"),
     ],
 )

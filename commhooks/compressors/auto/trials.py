@@ -122,7 +122,7 @@ class Decision:
             if any(each < SHORTEST_S for each in tried_s.values()):
                 raise ValueError("a step that takes no time")
             if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
-                raise ValueError("it has figures of what is no candidate")
+                raise ValueError("it has figures for something that is not a candidate")
             if phase == "trying" and not (tried_s and counted_bytes.keys() == labels):
                 raise ValueError("trials without figures")
             return cls(

@@ -73,9 +73,7 @@ def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> s
         return _build(load(), results_of)
     except HookConfigError as error:
         reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
-        raise HookConfigError(
-            f"{reason} (it is several times faster than torch; {SWITCH}=0 does without it)"
-        ) from error
+        raise HookConfigError(f"{reason} (it is several times faster than torch; {SWITCH}=0 turns it off)") from error
 
 
 @functools.cache
@@ -111,9 +109,8 @@ def load() -> ctypes.CDLL:
             library = _load_or_compile(compiler.split(), folder / f"kernels_{key}.so")
     except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
-            "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
-            "XDG_CACHE_HOME that takes files and from which programs may run, or another compiler in CC. The system "
-            f"says: {error}"
+            "the compiled native kernel cannot be saved or loaded; set XDG_CACHE_HOME to a folder that is writable and "
+            f"allows execution, or CC to another compiler. The system reports: {error}"
         ) from error
     for name, types in _FUNCTIONS.items():
         for real in C_TYPES.values():
@@ -172,7 +169,7 @@ def _run(command: Sequence[str]) -> None:
     if failed:
         raise HookConfigError(
             f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
-            f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
+            f"another one in the environment variable CC. Its output: {said.strip() or 'nothing'}"
         )
 
 

@@ -125,8 +125,8 @@ def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> s
         from commhooks.compressors.quantized.triton_kernel import build
     except ImportError as error:
         raise HookConfigError(
-            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or do "
-            f"without the kernel by {library.SWITCH}=0"
+            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or turn "
+            f"the kernel off by {library.SWITCH}=0"
         ) from error
     return build(device, dtype, code)
 

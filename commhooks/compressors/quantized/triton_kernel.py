@@ -293,8 +293,8 @@ def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
         problem = "" if found == expected else "computes other bits than torch"
     if problem:
         raise HookConfigError(
-            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 does "
-            "without it)"
+            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 "
+            "turns it off)"
         )
     return f"triton {hashlib.sha256(expected).hexdigest()[:12]}"
 

@@ -59,7 +59,8 @@ class CommHookTrainerMixin(_Base):
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
             of steps that the Trainer computes for each `train()`.
         hook_options, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`. A machine that
-            comes (`members`) also takes the Trainer's global step and learning rate scheduler.
+            comes (`members`) also takes the Trainer's global step and learning rate scheduler. One whose training ends
+            before `max_steps` leaves (`Members.leave`), such as after SIGTERM with `enable_jit_checkpoint`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
@@ -267,6 +268,8 @@ class HookCallback(TrainerCallback):
         if (hook := self.trainer.comm_hook) is not None:
             if not (args.load_best_model_at_end and state.best_model_checkpoint):  # loaded by now, on all ranks
                 hook.synchronize()
+                if hook.members is not None and state.global_step < state.max_steps:
+                    hook.members.leave()
             hook.close()
             self.trainer._closed_hook = hook
 

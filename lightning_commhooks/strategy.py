@@ -117,6 +117,13 @@ class HookedStrategy(ParallelStrategy):
             if self._comm_hook is not None and left is not None:
                 self._comm_hook.will_end(left)
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        # After SIGTERM Lightning raises a SystemExit between two batches.
+        if self._comm_hook is not None and self._trainer.received_sigterm and isinstance(exception, SystemExit):
+            if (members := self._comm_hook.members) is not None:
+                members.leave()
+
     def on_train_end(self) -> None:
         super().on_train_end()
         # Launchers that fork or spawn send rank 0's `trainer.state` back to the main process (lightning 2.6).
@@ -210,7 +217,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
     Args:
         hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`.
             A machine that comes (`members`) also takes the Trainer's epoch, batch and global step, and the learning
-            rate schedulers.
+            rate schedulers. One that gets SIGTERM leaves (`Members.leave`).
         save_residual: which residuals checkpoints hold; see `CommHookCheckpoint`. Default "mean".
         ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 

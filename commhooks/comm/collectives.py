@@ -1,5 +1,4 @@
-"""Issue collectives, count their bytes, and wait for them. All of them raise HookRunError if another rank has failed,
-or did not take part within the process group's timeout."""
+"""Issue the collectives of hooks, count their bytes, and wait for them."""
 
 import contextlib
 import hashlib
@@ -23,7 +22,7 @@ Op = Literal["sum", "max", "gather", "all_to_all"]
 Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""torch 2.13 has renamed `all_gather_into_tensor`."""
+"""The name of the all-gather into one tensor, which torch 2.13 has renamed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,28 +31,28 @@ class Send:
 
     "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
     *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
-    new tensor, came from rank i. With `splits`, the tensors and results of "gather" and "all_to_all" are 1-D.
+    new tensor, came from rank i. With `splits`, tensors and results of "gather" and "all_to_all" are 1-D.
     """
 
     tensor: torch.Tensor
     _: KW_ONLY
     what: str = ""
-    """Name of the tensor in messages, e.g. "P". The bucket and the step are added."""
+    """Description in messages, e.g. "P"; the bucket and the step are added."""
     op: Op = "sum"
     last: bool = False
-    """No further collective of this exchange follows, so the engine waits for it only after all buckets have been
+    """Whether this is the last collective of its exchange. The engine waits for it only after all buckets have been
     sent."""
     meanwhile: Callable[[], None] | None = None
-    """Called once the collective has been issued, to compute while the network is busy. It must not read the result or
-    touch `tensor`."""
+    """Called when the collective has been issued, to compute while the network is busy. It must neither need the result
+    nor touch `tensor`."""
     splits: tuple[Sequence[int], Sequence[int]] | None = None
     """For parts of different sizes: the number of elements to each rank, and the number from each rank. With "gather"
-    every rank receives all of `tensor`."""
+    every rank gets all of `tensor`."""
     into: torch.Tensor | None = None
     """Memory for the result with `splits`; None: new memory."""
     over: Scope = "all"
-    """The ranks that take part. If the ranks form nodes, the engine sets it to "intra_node" (the ranks of this node) or
-    "inter_node" (the ranks with this local rank on all nodes)."""
+    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
+    "inter_node" for the ranks with this local rank on all nodes."""
     reduces: bool = field(init=False)
     """Whether the result is `tensor` itself, reduced in place."""
 
@@ -66,16 +65,18 @@ class Send:
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
+        """Return the bytes that `Counters` adds for this collective."""
         sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
         size = sent.numel() * sent.element_size()
         if self.reduces:
             return size
-        whole = size * world_size if self.op == "gather" else size  # a rank's parts are as large as its own
+        # The tensor with the parts of all ranks: `tensor` holds one part for "gather", one per rank for "all_to_all".
+        whole = size * world_size if self.op == "gather" else size
         return -(-whole // 2)
 
 
 class MessageWork:
-    """The messages of one collective in flight. `in_flight` holds this object until `wait` has returned."""
+    """The messages of one collective. `in_flight` keeps this object alive until `wait` has returned."""
 
     def __init__(self, in_flight: set["MessageWork"]) -> None:
         self.works: list[dist.Work] = []
@@ -94,12 +95,11 @@ class MessageWork:
 
 
 class PointToPoint:
-    """Implements all-to-all and all-gather on gloo as messages from each rank to each other rank, with the receives
-    posted first.
+    """Runs all-to-all and all-gather on gloo as messages between each pair of ranks, and posts the receives first.
 
-    gloo sends a message once the receiver has announced that it waits for it. gloo's own all-to-all and all-gather post
-    the send first, so on a busy link the announcement queues behind the rank's own message. With the receives posted
-    first, both directions are busy all the time.
+    gloo sends a message only when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather
+    post the send first, so on a busy link the announcement queues behind the rank's own message. With the receives
+    first, both directions stay busy.
 
     torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
     but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
@@ -114,18 +114,16 @@ class PointToPoint:
 
     @classmethod
     def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
-        """Return the messages in `group` that no session has waited for yet."""
         return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
     def applies_to(group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether tensors on `device` are exchanged as messages in `group`."""
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
     def exchange(
         self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> MessageWork:
-        """Start to send `sent[i]` to rank i of `group` and to receive `arriving[i]` from it. The tensors must be
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors must be
         contiguous; empty tensors are not sent. All ranks of `group` must call this in the same order."""
         here, size = group.rank(), group.size()
         self._groups.add(group)
@@ -141,8 +139,8 @@ class PointToPoint:
         return messages
 
     def forget_abandoned(self) -> None:
-        """Release messages in this session's groups that no caller waits for. Call this only once later messages have
-        arrived on all ranks: messages between two ranks arrive in order."""
+        """Release the messages of this session's groups for which nobody waits. Call this only after later messages
+        have arrived on all ranks: messages between two ranks arrive in order."""
         for group in self._groups:
             self.in_flight(group).clear()
 
@@ -176,27 +174,26 @@ class Pending:
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the backend's future, for callers that do not `wait`. Messages have no future."""
-        assert not isinstance(self._work, MessageWork)
+        assert not isinstance(self._work, MessageWork)  # messages have no future
         return self._work.get_future()
 
     def writes(self, buffer: torch.Tensor) -> bool:
-        """Whether the collective may write into `buffer` when it ends."""
+        """Return whether the collective may write into `buffer` when it ends."""
         if buffer.is_sparse or self.answer.is_sparse:
             return self.answer is buffer
         return self.answer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
-    """Wait for collectives whose results are not needed before their buffers are used again. With NCCL the current
-    stream waits, not the host. With gloo the host waits for at most `limit_s` seconds in all, and then logs one
-    warning. Does not raise, because the caller is already handling an error."""
+    """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
+    stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
+    Raise nothing, because the caller already has an error to raise."""
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
         with contextlib.suppress(RuntimeError):  # a failed collective writes nothing
             future = each.future()
-            # NCCL completes a future at once. `wait` then makes the current stream wait for an event on the device.
+            # NCCL completes a future at once; `wait` then makes the current stream wait for an event on the device.
             while not future.done() and time.monotonic() < deadline:
                 time.sleep(0.002)
             if future.done():
@@ -277,7 +274,7 @@ def start(
 
 
 def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-    """Gather `own`, contiguous, from all ranks into `rows`. Returns torch's work, or None without `async_op`."""
+    # Returns torch's work, or None without `async_op`. `own` is contiguous.
     if type(group) is dist.ProcessGroup:
         return getattr(dist, ALL_GATHER)(rows.view(-1), own.view(-1), group=group, async_op=async_op)
     # torchft's groups have no all-gather into one tensor.
@@ -287,11 +284,10 @@ def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGrou
 def _gather_different(
     own: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work | MessageWork:
-    """Start to gather `own` from all ranks into `parts`, which differ in size. Does not allocate."""
     if backend_of(group, own.device) != "gloo":
         work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
         return work
-    # gloo gathers equal sizes only.
+    # gloo only gathers equal sizes.
     broadcasts = MessageWork(set())
     parts[group.rank()].copy_(own)
     for rank, part in enumerate(parts):
@@ -323,7 +319,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
-    """Gather `own` from every rank, as `gather_rows` does. The lengths may differ."""
+    """Gather `own` of every rank, as `gather_rows` does. The lengths may differ."""
     lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if own:
@@ -356,11 +352,9 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum of the bits of `tensor` and their order, as a 0-dim int64 tensor on the same device.
-
-    It uses integer arithmetic modulo 2**64, so it is exact, equal in all processes, and different if exactly one
-    element differs.
-    """
+    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order. Integer
+    arithmetic modulo 2**64 is exact and equal in all processes. Tensors that differ in exactly one element have
+    different checksums."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -369,21 +363,20 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
     rest = bits[whole:]
     columns[: rest.numel()] += rest
-    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
+    # Odd factors are invertible modulo 2**64, so a difference in one column always changes the result.
     factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
     return (columns * (factors | 1)).sum()
 
 
 def agreement_key(*parts: object) -> int:
-    """Hash the `repr` of `parts` to a number below 2**62 that is equal in all processes, so that ranks can compare
-    `parts`."""
+    """Hash the `repr` of `parts` to a number below 2**62, equal in all processes, by which ranks compare `parts`."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that failed on this rank. It names the ranks that have ended or hang, which
-    takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed on this rank. Finding the ranks that have ended or hang, which
+    it names, takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
@@ -397,8 +390,8 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """Create a future for a tensor on `device`. Without `devices`, a future accepts a tensor on an accelerator, but its
-    waiters do not synchronise with the stream and read the tensor too early."""
+    """Create a future for a tensor on `device`. Without `devices` a future would accept a tensor on an accelerator, but
+    its waiters would not synchronise with the stream and would read too early."""
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
@@ -406,9 +399,8 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`: the shards of a replica, or the ranks
-    of a node. All of them must call this. The host does not wait for an accelerator. The hook's byte counters do not
-    include it."""
+    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`, the shards of a replica or the ranks
+    of a node. All of them must call this. The host does not wait for an accelerator. The bytes are not counted."""
     bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 

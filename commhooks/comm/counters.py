@@ -1,7 +1,7 @@
-"""Counters and times of a hook's work, for `CommHook.stats()`.
+"""Count and time a hook's work for `CommHook.stats()`.
 
-On the CPU, times are measured on the host. On CUDA, events on the stream measure them without synchronising: an event
-is read once it has completed, or when `collect(wait=True)` is called.
+On the CPU the host measures times. On CUDA events on the stream measure them without synchronising: an event is read
+once it has completed, or when `collect(wait=True)` is called.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ Mark = Any
 @dataclass
 class Times:
     codec_s: float = 0.0
-    """Seconds inside the hook without waiting."""
+    """Time inside the hook without waiting."""
     waiting_s: float = 0.0
-    """Seconds spent waiting for collectives, including the delay of other ranks."""
+    """Time spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """The part of `waiting_s` for which DDP waits for the futures of hooks that return at once: from the last hook call
-    to the completion of the last future."""
+    """The part of `waiting_s` that DDP waits for the futures of hooks that return at once: from the last hook call to
+    the completion of the last future."""
 
 
 class Clocks:
@@ -49,8 +49,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Context manager: count the time of the body as codec time. With `waiting`, in a nested body, count it as
-        waiting time instead."""
+        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting time instead."""
         begin = mark(device)
         try:
             yield
@@ -58,7 +57,7 @@ class Clocks:
             self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Start to time a future for which DDP waits. Call the returned function when the future completes."""
+        """Record that a hook has returned a future for which DDP waits. Call the result when the future completes."""
         this_pass = self.last_pass
 
         def count(seconds: float) -> None:  # replaces the value of the previous future
@@ -71,8 +70,8 @@ class Clocks:
         return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
-        # Without `wait`, this thread must not block on another thread that is waiting for the device here.
+        """Count the intervals whose events have completed. With `wait`, synchronise and count all of them."""
+        # Without `wait` this must not block: another thread may hold the lock while it waits for the device.
         if not self._collecting.acquire(blocking=wait):
             return
         try:
@@ -107,14 +106,14 @@ def has_clock(device: torch.device) -> bool:
 
 
 def mark(device: torch.device) -> Mark:
-    """Mark the present time on the current stream of `device`."""
+    """Record the present time, on the current stream of `device`."""
     if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Compute the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both marks."""
+    """Return the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both."""
     if begin is None or end is None:
         return float("nan")
     if isinstance(end, float):
@@ -125,19 +124,18 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def has_passed(point: Mark) -> bool:
-    """Whether the device has reached the mark, so that reading it does not wait."""
+    """Return whether the device has reached a mark, so that reading it does not wait."""
     return point is None or isinstance(point, float) or bool(point.query())
 
 
 def event_on(device: torch.device) -> Any:
-    """Record a timing event on the current stream of `device`."""
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_sent", "bytes_uncompressed")
-"""The counters that a checkpoint holds."""
+"""The counters in a checkpoint."""
 
 
 @dataclass
@@ -150,12 +148,12 @@ class PassCounters:
 class Counters:
     """Counters of one session on this rank.
 
-    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Another collective counts as an all-reduce that
-    puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank sends 2
-    (W - 1) / W times the counted bytes, whatever the collective.
+    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Any other collective counts as the all-reduce
+    that puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank
+    sends 2 (W - 1) / W times the counted bytes, whatever the collective.
 
-    `backward_passes` counts synchronised backward passes. `nonfinite_steps` counts passes that were not committed
-    because a number was inf or NaN on some rank; `compressed_steps` counts passes that were compressed and committed.
+    `backward_passes` counts synchronised backward passes, `nonfinite_steps` the passes that were not committed because
+    a number was inf or NaN on some rank, and `compressed_steps` the passes that were compressed and committed.
     """
 
     backward_passes: int = 0
@@ -164,28 +162,27 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """If a hook compresses between nodes: bytes of collectives inside this rank's node, not included in
-    `bytes_sent`."""
+    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not in `bytes_sent`."""
     bytes_uncompressed: int = 0
-    """Bytes that DDP would have passed to all-reduce in the same passes without a hook."""
+    """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Number of small collectives in which the ranks compare their states; not included in the bytes."""
+    """Number of small collectives in which the ranks compare their states. Their bytes are not counted."""
     numel_before: int = 0
     numel_after: int = 0
-    """Gradient elements before and after compression, in compressed passes only."""
+    """`numel_before` and `numel_after` count gradient elements before and after compression, in compressed passes
+    only."""
     last_issued: str = ""
     """Description, bucket and step of the latest collective, for finding out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """The `CONTINUED` counters of earlier runs."""
+    """The `CONTINUED` counters of earlier runs, from which this run was resumed."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """Return the `CONTINUED` counters, including earlier runs."""
+        """Return the `CONTINUED` counters of this run plus the earlier runs."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Set the result of `cumulative` to `saved`."""
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -1,9 +1,10 @@
-"""Process groups: their backend, new groups of their ranks, and the ranks that caused a collective to fail.
+"""Manage process groups: their backend, new groups of their ranks, and the ranks that a failed collective has lost.
 
-gloo closes the connection to a rank that has ended. After a timeout it closes all connections of this rank, at both
-ends, so that the other ranks fail in turn. To find the cause, each failed rank leaves a note in the store of the
-default group. A rank whose connection is closed and that has left no note has ended or hangs. The note also names the
-ranks that its author has found to be the cause, for ranks that communicate only with ranks that failed in turn.
+gloo closes the connection to a rank that has ended. After a timeout it closes all connections of this rank at both
+ends, so that the other ranks fail in turn. To find the cause, each rank that has failed leaves a note in the store of
+the default group. A rank whose connection is closed and that has left no note has ended or hangs. A note also names the
+ranks that its author has found to be the cause, because other ranks may communicate only with ranks that failed in
+turn.
 """
 
 import contextlib
@@ -21,11 +22,11 @@ from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.torch_private import groups_here, is_torchcomms, store_of, timeout_of
 
 TAG = 2**30
-"""The tag of all messages, larger than the tags of users who send in the same group."""
+"""The tag of all messages. It is larger than the tags of users who send in the same group."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for `device`. A group may have one per device type ("cpu:gloo,cuda:nccl")."""
+    """Return the name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
     if group in _ADOPTED:
         return _ADOPTED[group]
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
@@ -45,27 +46,26 @@ GLOO_INTERFACE = (
     "on several machines set GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works "
     "with NCCL only"
 )
-"""Advice for messages about ranks that cannot connect over gloo."""
+"""Advice in messages about ranks that cannot connect over gloo."""
 
 
 def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Divide the ranks of `within` into new groups with the same timeout, and return this rank's group. All ranks of
-    `within` must call this with the same `parts`. torch keeps the groups until `destroy_process_group`.
+    """Divide the ranks of `within` into new groups with the same timeout, and return the group of this rank. All ranks
+    of `within` must call this with the same `parts`. torch keeps the groups until `destroy_process_group`.
 
     Args:
-        parts: for each group its ranks, as ranks of `within`; every rank is in exactly one group.
-        device: the device of this rank's model. On an accelerator the group is bound to it.
+        parts: the ranks of each group, as ranks in `within`; every rank is in one of them.
+        device: the device of this rank's model. The group is bound to an accelerator.
 
     Raises:
-        AttachError: torch can only make groups together with all ranks of the run, and some of them are not in
-            `within`.
+        AttachError: torch can only make groups together with all ranks of the run, and `within` lacks some of them.
         HookRunError: the ranks cannot connect.
     """
     everywhere, world = dist.get_process_group_ranks(within), dist.group.WORLD
     assert world is not None
     bound, partial = getattr(world, "bound_device_id", None), len(everywhere) < world.size()
     if partial and bound is not None:
-        # NCCL would split the communicator of the default group, in which all of its ranks must take part.
+        # NCCL would split the communicator of the default group, and all of its ranks must do that together.
         raise AttachError(
             f"the default process group is bound to {bound}, and torch can then make new groups of all ranks only, but "
             "this model is on some of them: call init_process_group without device_id, or use a model on all ranks"
@@ -75,7 +75,8 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
     bind: dict[str, Any] = {} if device.index is None or device.type == "cpu" or bound else {"device_id": device}
     own: list[dist.ProcessGroup] = []
     for part in parts:
-        # Ranks outside of `within` do not call this. Otherwise all ranks make all groups, in the same order.
+        # With `use_local_synchronization` only the members make a group, because ranks outside of `within` do not call
+        # this. Otherwise all ranks must make all groups, in the same order.
         if partial and within.rank() not in part:
             continue
         ranks = [everywhere[rank] for rank in part]
@@ -89,8 +90,8 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
 
 
 def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise AttachError if the collectives of `group` have no futures, which DDP needs, as with some versions of
-    torchcomms. All ranks of `group` must call this."""
+    """Check that collectives of `group` have futures, which DDP needs. Raise AttachError if they have none, as with
+    some versions of torchcomms. All ranks of `group` must call this."""
     if not is_torchcomms(group, device):
         return
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -105,9 +106,9 @@ def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
-    """Make all ranks of `within` members of the same number of groups. torch 2.13 includes this number in the name
-    under which the ranks of a new group find each other. If the numbers differ, the ranks wait until the timeout. A
-    rank that is in fewer groups gets unused groups of its own."""
+    """Make all ranks of `within` members of equally many groups. torch 2.13 includes this number in the name under
+    which the ranks of a new group find each other. If the numbers differ, the ranks wait until the timeout. A rank in
+    fewer groups therefore creates unused groups of its own."""
     own = groups_here()
     most = torch.tensor([own], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=within)
@@ -120,21 +121,21 @@ CPU = torch.device("cpu")
 _LOST: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
 """The lost ranks of each failed group. The futures of its buckets fail one by one, and all report the same ranks."""
 _NOTED: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Default groups in whose store this rank has left a note. A rank that continues with another group could not
-distinguish old notes from new ones."""
+"""Default groups in whose store this rank has left a note. A rank that continues with another group cannot distinguish
+old notes from new notes."""
 
 CLOSED_LIMIT_S = 0.5
 TIMED_OUT_LIMIT_S = 2.0
-"""Seconds to wait for notes. Ranks whose connection was closed leave a note at once. A rank that was busy when another
+"""How long to wait for notes. Ranks whose connection was closed leave a note at once. A rank that was busy when another
 rank's collective timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
-    """Find the ranks that have ended or hang, after a collective of `group` failed with `error`.
+    """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
 
-    Returns their ranks in the default group; [] if they are unknown, for example on a rank that has continued after an
-    earlier failure. `group` cannot be used afterwards. Takes up to three times `CLOSED_LIMIT_S`, or three times
-    `TIMED_OUT_LIMIT_S` after a timeout.
+    Returns their ranks in the default group; empty if they are unknown, as on a rank that has continued after an
+    earlier failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three
+    times `TIMED_OUT_LIMIT_S` after a timeout.
     """
     if group.size() == 1 or group in _ADOPTED or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
@@ -156,7 +157,7 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
         with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
             found = notes.find(ranks[here], closed, ranks)
 
-    # The process that holds the store may be stopped, and then a call to the store never returns.
+    # If the process that holds the store is stopped, a call of the store never returns, whatever its time limit.
     thread = threading.Thread(target=look, name="commhooks lost ranks", daemon=True)
     thread.start()
     thread.join(3.5 * notes.limit_s)
@@ -166,7 +167,7 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
 
 
 def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
-    """Whether the connection to rank `other` of `group` is closed. gloo then refuses even to post a receive."""
+    """Return whether the connection to rank `other` of `group` is closed: gloo then refuses even to post a receive."""
     try:
         dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=TAG + 1)
     except RuntimeError:
@@ -181,10 +182,10 @@ class _Notes:
         self.limit_s = limit_s
 
     def find(self, own: int, closed: Collection[int], group: Collection[int]) -> list[int]:
-        """Leave a note, and find the ranks that have ended or hang."""
-        self._store.set(str(own), "")
+        self._store.set(str(own), "")  # leave a note
         others = [rank for rank in group if rank != own]
-        # In this order, because a rank that was not in a collective may not have noticed the failure.
+        # Look at the ranks with closed connections first, because a rank that was not in a collective yet may not have
+        # noticed the failure.
         found = self._silent(closed) or self._silent(others) or self._within_limit(lambda: self._named_by(others))
         self._store.set(str(own), " ".join(map(str, found)))
         return found
@@ -210,5 +211,5 @@ class _Notes:
 
 
 def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank logs messages that concern all ranks of the model."""
+    """Return whether this rank logs the messages that concern all ranks of the model."""
     return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)

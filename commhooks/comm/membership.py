@@ -55,12 +55,14 @@ class Torchft:
             TORCHFT_LIGHTHOUSE.
         min_machines: with fewer machines an outer step waits for more.
         timeout_s: seconds after which a machine that does not answer is left out.
+        leave_s: seconds that a machine which leaves waits until the others come to their outer step.
         name: name of this machine, different on every machine. None: the host name.
     """
 
     lighthouse: str | None = None
     min_machines: int = 1
     timeout_s: float = 60.0
+    leave_s: float = 20.0
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class Torchft:
             raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
             raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
+        if type(self.leave_s) not in (int, float) or not 0 <= self.leave_s < float("inf"):
+            raise invalid("Torchft: leave_s", self.leave_s, "seconds, 0 or more")
         for option in ("lighthouse", "name"):
             value = getattr(self, option)
             if not isinstance(value, str | None) or value == "":

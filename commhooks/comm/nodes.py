@@ -1,4 +1,4 @@
-"""Nodes: groups of ranks, usually machines, with fast communication inside."""
+"""Divide ranks into nodes: groups of ranks, usually machines, with fast communication inside."""
 
 import os
 import socket
@@ -16,11 +16,10 @@ from commhooks.gradients.source import held_weakly
 logger = logger_of(__name__)
 
 RanksPerNode = int | str | None
-"""A number, "auto" or None."""
 
 
 class Nodes:
-    """This rank's groups if the ranks form `count` nodes of equal size."""
+    """This rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the rank in `intra_node`."""
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
         self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
@@ -41,14 +40,14 @@ class Nodes:
         return self._inter_node()
 
 
-# The nodes of each group, by their members. A second training reuses the nodes of the first: in torch 2.13 a group
-# cannot be destroyed and made again with the same ranks, because it would connect to the destroyed group's addresses.
+# The nodes of each group, by their members. A second training reuses the nodes of the first training. In torch 2.13 a
+# group cannot be destroyed and made again with the same ranks, because it would connect to the old group's addresses.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
 def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Gather the machine of each rank of `group`: its host name and its launcher's number (torchrun's GROUP_RANK). All
-    ranks of `group` must call this."""
+    """Gather the machine of each rank of `group`: its host name and the number of its launcher (torchrun's GROUP_RANK).
+    All ranks of `group` must call this."""
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     return gather_texts(own, group, device, "the names of the nodes")
 
@@ -72,7 +71,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
-        # A run that resumes with fewer ranks must not fail. For a single rank the summary has its own message.
+        # Do not fail, because a run may continue with fewer ranks. For a single rank the summary has its own message.
         if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
             logger.warning(
                 "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "

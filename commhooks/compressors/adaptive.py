@@ -1,7 +1,7 @@
-"""The base of compressors, such as `auto`, that measure the training and decide what to do.
+"""Define the base of compressors that measure training and decide what to do, such as `auto`.
 
-The engine times the steps of `AdaptiveCompressor.watch`, and passes each measurement to `observe`. Before the step at
-the end of the watch, it calls `reconsidered` on all ranks, which returns the compressor to continue with.
+The engine times the steps in `AdaptiveCompressor.watch` and passes each measurement to `observe`. Before the step at
+the end of the watch it calls `reconsidered` on all ranks, and continues with the compressor that this returns.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,7 @@ from commhooks.options import ConfigT
 
 @dataclass(frozen=True)
 class Watch:
-    """The committed steps to measure: `begin` to `end - 1`. At `end`, `reconsidered` is called."""
+    """The committed steps to measure: `begin` to `end - 1`. The engine calls `reconsidered` before step `end`."""
 
     begin: int
     end: int
@@ -31,12 +31,11 @@ class Watch:
 
 @dataclass
 class ObservedPass:
-    """One measured and committed backward pass of this rank.
+    """One committed backward pass of this rank, with its measurement.
 
     Attributes:
         step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
-        layouts: the layouts of its buckets.
-        memory_plan: returns the bytes that a compressor needs on this rank, from its plans for the buckets.
+        memory_plan: returns the bytes that a compressor needs on this rank, given its plans by bucket.
     """
 
     step_s: float
@@ -58,8 +57,8 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks of the model that average their gradients. `shards`: the ranks with the other shards of a replica; None
-    without shards."""
+    """Exchanges numbers between the ranks that average their gradients (`group`) and, if a replica is sharded, between
+    its shards (`shards`). `device` holds the tensors in these collectives."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Ranks:
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gather the numbers of all ranks, one row per rank. All ranks must call this, with equally many numbers."""
+        """Return the numbers of all ranks, one row per rank. All ranks must call this with equally many numbers."""
         what = "what each rank has measured (let every rank take part in each pass)"
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows = gather_rows(own, self._group, self._counters, what)
@@ -85,39 +84,38 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that measures steps and decides what to do. `ranks_per_node`: 1 if there are no nodes."""
-
     ranks_per_node: int = 1
+    """1 without nodes."""
 
     @property
     def between_nodes(self) -> bool:
-        """Whether its current choice works between nodes, on gradients that were averaged inside them."""
+        """Whether the current choice works between nodes, on gradients averaged inside them."""
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy without a decision, for ranks that form nodes. A class that does not override this method does
-        not work between nodes."""
+        """Return a copy that has decided nothing yet, for ranks that form nodes. Subclasses without it do not support
+        nodes."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def watch(self) -> Watch | None:
-        """The steps to measure; None: no steps, and no further decisions."""
+        """The steps to measure; None if no further decision follows."""
 
     @property
     @abstractmethod
     def notes(self) -> dict[str, Any]:
-        """Its decision, for checkpoints: plain types, equal on all ranks."""
+        """The decision for checkpoints, in plain types. Equal on all ranks."""
 
     @property
     @abstractmethod
     def chosen(self) -> str:
-        """The name of its current choice, for plans and statistics."""
+        """The name of the current choice in plans and statistics."""
 
     @property
     @abstractmethod
     def chosen_at(self) -> int | None:
-        """The first step of its current choice; None before the first decision."""
+        """The first step of the current choice; None before the first decision."""
 
     @property
     @abstractmethod
@@ -131,22 +129,22 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that continues with saved `notes`. Raises HookConfigError if they cannot be used.
+        """Return a copy that continues with saved `notes`.
 
         Args:
-            notes: the saved `notes`, perhaps damaged; None: nothing was saved.
-            step: committed steps at the time of the save.
-            same_ranks: whether the world size is the same as at the save.
+            notes: the saved notes, which may be damaged; None: nothing was saved.
+            step: number of committed steps at the save.
+
+        Raises:
+            HookConfigError: the notes cannot be used.
         """
 
     @abstractmethod
     def observe(self, seen: ObservedPass) -> None:
-        """Record a step of `watch` on this rank. Called after the step's commit."""
+        """Record one step of `watch` on this rank. Called after the commit."""
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """Return the compressor to continue with (itself or another one), and a message for rank 0 to log, or "".
-
-        Called at the end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All
-        ranks must return equal results.
-        """
+        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on all ranks at the
+        end of `watch`, at the same committed step, before the first bucket of a pass. All ranks must return equal
+        results."""

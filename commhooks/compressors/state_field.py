@@ -1,5 +1,5 @@
-"""Descriptions of a compressor's learned state, from which checkpoints, the comparison of the ranks, loss scaling and
-the memory plan are derived."""
+"""Describe a compressor's learned state. Checkpoints, the consensus, loss scaling and the memory plan use these
+descriptions."""
 
 import math
 from dataclasses import dataclass
@@ -52,23 +52,22 @@ class StateField:
         return math.prod(self.shape(plan)) * self.dtype(plan).itemsize
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value` on the CPU, independent of the parameter's memory format."""
+        """Return a copy of `value` on the CPU that does not depend on the parameter's memory format."""
         # Copy to the CPU first: a clone on the accelerator would need additional device memory.
         return to_logical(value.detach().to("cpu", copy=True), parameter).contiguous()
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
-        """Invert `to_saved`. Returns None if `saved` cannot be used. `row_dim`: the slowest dimension at the time of
-        the save."""
+        """Invert `to_saved`. Return None if `saved` cannot be used. `row_dim` was the slowest dimension at the save."""
         return to_memory(saved.detach(), parameter)
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert `value` after the plan has changed, or return None to discard it. `initial`: see
+        """Convert `value` after the plan has changed. Return None to discard it. `initial`: see
         `Compressor.initial_value`."""
         return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         """Return an error message if `value` cannot belong to this unit, else None."""
-        # Other shapes may depend on options; then the field is refitted or starts afresh.
+        # Any other shape may depend on options: then the field is refitted or starts afresh.
         if self.shape(plan) == (plan.numel,) and value.numel() != plan.numel:
             shape = tuple(plan.shape)
             return f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has shape {shape}"
@@ -79,5 +78,4 @@ class StateField:
 
 
 RESIDUAL = StateField("residual", replicated=False, scales_with_loss=True)
-"""Error feedback: the part of each parameter's gradient that has not been sent yet, to be added to the next
-gradient."""
+"""Error feedback: the part of a parameter's gradient that was not sent. It is added to the next gradient."""

@@ -1,4 +1,4 @@
-"""Replaces `torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks`."""
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks`."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ __all__ = ["noop_hook"]
 def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: every rank keeps its own gradients, so replicas drift apart.
 
-    For measurements only. If training is not much faster with this hook, the network is not the bottleneck, and
-    compression will not help. Replaces torch's `noop_hook`.
+    For measurements only: if training is not much faster with this hook, the network is not the bottleneck, and no
+    compression will help. Replaces torch's `noop_hook`.
     """
     buffer = checked_bucket(bucket).buffer()
     future = new_future(buffer.device)

@@ -1,7 +1,6 @@
-"""Replaces `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
 
-Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
-them.
+Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
 """
 
 from collections.abc import Callable
@@ -62,9 +61,9 @@ def bf16_compress_hook(
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Make `hook` communicate in float16. The result has the bucket's dtype.
+    """Make `hook` communicate in float16; the result has the bucket's dtype.
 
-    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16; arithmetic and residuals stay in
+    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16: arithmetic and residuals stay in
     float32, and error feedback compensates for the rounding. Any other hook gets a float16 bucket. Replaces torch's
     `fp16_compress_wrapper`.
     """
@@ -72,7 +71,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Make `hook` communicate in bfloat16; otherwise like `fp16_compress_wrapper`. Works on gloo and NCCL. Replaces
+    """Make `hook` communicate in bfloat16; otherwise as `fp16_compress_wrapper`. Works on gloo and NCCL. Replaces
     torch's `bf16_compress_wrapper`."""
     return _wrap(hook, torch.bfloat16, "bf16_compress_wrapper")
 
@@ -117,8 +116,8 @@ def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.
 
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
-    """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements; otherwise raise
-    HookRunError. If this runs in a callback of the future, backward raises a RuntimeError with the same text."""
+    """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements; raise HookRunError
+    otherwise. If a callback of the future raises it, backward raises a RuntimeError with the same text."""
     if not isinstance(value, torch.Tensor):
         raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
     if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket

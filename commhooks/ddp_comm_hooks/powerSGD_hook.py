@@ -1,4 +1,4 @@
-"""Replaces `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
 
 Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
 them.
@@ -30,13 +30,12 @@ from commhooks.gradients.names import PositionalNames
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logger_of(__name__)
-_as_torch = logging.getLogger(__name__)  # for lines that torch logs with the same words
+_as_torch = logging.getLogger(__name__)  # for lines that torch logs in the same words
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of PowerSGD that a hook function runs: per parameter or per bucket, and the wire dtype (None: the
-    bucket's)."""
+    """What a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the bucket's)."""
 
     batched: bool
     wire_dtype: torch.dtype | None = None
@@ -54,13 +53,13 @@ class Form:
 
 
 _forms: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
-"""The form of each PowerSGD hook function; the wrappers add entries."""
+"""The form of each PowerSGD hook function. The wrappers add entries."""
 
 
 def _form_of(hook: Callable[..., Any]) -> Form | None:
     try:
         return _forms.get(hook)
-    except TypeError:  # callable objects need not be hashable
+    except TypeError:  # a callable object may be unhashable
         return None
 
 
@@ -71,9 +70,9 @@ def _option(name: str) -> Any:
 class PowerSGDState:
     """Holds the options and the learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
-    The arguments, their order and their defaults are the same as in torch. Unlike torch, it allows
-    `start_powerSGD_iter` 0 and 1 with error feedback or warm start, ignores `orthogonalization_epsilon`, and needs no
-    process group to load a pickled state. See `commhooks.PowerSGD` for the other arguments.
+    Arguments, their order and their defaults are torch's. Unlike torch, it allows `start_powerSGD_iter` 0 and 1 with
+    error feedback or warm start, ignores `orthogonalization_epsilon`, and needs no process group to load a pickled
+    state. See `commhooks.PowerSGD` for the other arguments.
 
     Args:
         process_group: the ranks to average over; None: the default group at the time of the backward pass.
@@ -113,8 +112,8 @@ class PowerSGDState:
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. The function references this
-        object weakly, because this object owns the session that calls the function."""
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. It references this object
+        weakly, because this object owns the session that calls it."""
         weak = weakref.ref(self)
 
         def group() -> dist.ProcessGroup:
@@ -124,15 +123,8 @@ class PowerSGDState:
         return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to a model. `commhooks.attach` calls this on every rank.
-
-        Args:
-            model: the module that DDP wraps.
-            function: the hook.
-
-        Raises:
-            AttachError: another model uses the state.
-        """
+        """Bind the state to `model`, the module that DDP wraps. `commhooks.attach` calls this on every rank. Raises
+        AttachError if another model uses the state."""
         other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(
@@ -143,9 +135,9 @@ class PowerSGDState:
         self._reader = BucketReader(len(binding.names.named_parameters()))
         binding = dataclasses.replace(binding, group=self._group_or(binding.group))
         consensus = self.session.consensus
-        if self.session.has_run:  # a second training: the state keeps its names of the parameters
+        if self.session.has_run:  # in a second training the state keeps its parameter names
             consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
-            consensus.replace_compressor(self.session.compressor)  # the ranks may have changed, so compare their states
+            consensus.replace_compressor(self.session.compressor)  # compare the states again: the ranks may be others
         else:
             consensus.bind(binding)
             form = _form_of(function)
@@ -199,7 +191,7 @@ class PowerSGDState:
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restore a pickled state. Its process group is the default group, which need not exist yet."""
+        """Restore a pickled state. It uses the default process group, which need not exist yet."""
         _as_torch.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -211,7 +203,7 @@ class PowerSGDState:
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
-    # Set by __setstate__: the (rank, world size) that pickled the residual, and the kind of names used as its keys.
+    # Set by __setstate__: the (rank, world size) that pickled the residual, and the class of the names in its keys.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
     # Set by `bind`.
@@ -236,7 +228,7 @@ class PowerSGDState:
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in this form. The hook functions call this on all ranks, in the same order."""
+        """Reduce one bucket in this form. All ranks must call this, through the hook functions, in the same order."""
         session = self.session
         if not session.has_run:
             self.use(form)
@@ -249,9 +241,8 @@ class PowerSGDState:
         return session.run(self._reader.read(bucket, session.end_pass))
 
     def use(self, form: Form) -> None:
-        """Switch to this form, before the first backward pass."""
-        if not form.fits(self.session):
-            # As in torch, a state works with both forms, so both compressors have the same options.
+        if not form.fits(self.session):  # before the first backward pass
+            # As in torch, a state can be used with either form, so both compressors take the same options.
             self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 
 
@@ -259,7 +250,7 @@ def with_wire_dtype(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
     """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. If two wrappers are nested, the inner
-    one determines the dtype."""
+    one decides."""
     form = _form_of(hook)
     if form is None:
         return None
@@ -279,7 +270,7 @@ _EACH, _WHOLE = Form(batched=False), Form(batched=True)
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by PowerSGD, parameter by parameter: low-rank factors, warm start, error feedback.
 
-    It runs two all-reduces per bucket, for any number of buckets, on gloo and NCCL, and a plain average for the first
+    Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the first
     `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with equal options. The bucket is
     changed in place. The state changes once per backward pass, and only if all received numbers are finite.
 
@@ -289,10 +280,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise like `powerSGD_hook`.
+    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as `powerSGD_hook`.
 
-    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q, but keeps its residuals, which belong to
-    parameters. Replaces torch's `batched_powerSGD_hook`.
+    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q; residuals belong to parameters and are
+    kept. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 

@@ -1,4 +1,4 @@
-"""Plan each bucket layout at its first occurrence, and keep the plan with its workspace."""
+"""Plan each bucket layout when it first occurs, and keep its plans and workspace."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,12 +20,11 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """A bucket layout with its plans, one per unit. If nothing in the bucket is compressed, `work` and `make_exchange`
-    are None.
+    """A bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
 
     Attributes:
-        numel_sent: elements that a rank sends once compression has begun, without flags.
-        work: the workspace.
+        plans: one per unit.
+        numel_sent: number of elements that a rank sends once compression has begun, without flags.
         make_exchange: returns the exchange for `(flat, work, state, step)`.
         used: whether the layout occurs in the current or the latest backward pass.
     """
@@ -50,12 +49,11 @@ class KnownBucket:
 
 
 class KnownBuckets:
-    """The known bucket layouts. They are derived from the buckets and the options, and never saved.
+    """The known bucket layouts, derived from the buckets and the options. They are never saved.
 
     Attributes:
-        is_logging_rank: whether this rank logs warnings that concern all ranks.
-        dead_units: keys of units whose layouts no longer exist but whose state has not been deleted yet.
-        no_longer_compressed: parameters whose residuals have not been deleted yet.
+        dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.
+        no_longer_compressed: parameters whose residuals are not deleted yet.
     """
 
     def __init__(self, state: LearnedState, names: ParameterNames) -> None:
@@ -74,7 +72,6 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def plans(self) -> list[UnitPlan]:
-        """Return the plans of all known buckets, in registration order."""
         plans = [plan for known in self for plan in known.plans]
         order = {name: place for place, name in enumerate(self._names.named_parameters())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
@@ -88,13 +85,12 @@ class KnownBuckets:
     def find(
         self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, *, first: bool
     ) -> KnownBucket:
-        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace. `first`: whether
-        `bucket` is the first of its backward pass. Raises HookRunError if the learned state belongs to another
-        model."""
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace. `first` is True
+        for the first bucket of a backward pass. Raises HookRunError if the learned state belongs to another model."""
         if first:
             for known in self._buckets.values():
                 known.used = False
-        key = tuple(map(id, bucket.parameters))  # the known layouts keep the parameters alive
+        key = tuple(map(id, bucket.parameters))  # ids stay unique, because the layouts keep the parameters alive
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket)
@@ -143,9 +139,9 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def _forget_dead(self, new: Bucket) -> None:
-        """Delete layouts that share parameters with `new` and do not occur in this pass, because DDP rebuilds its
-        buckets once and never returns to the old ones. This frees their workspaces before the new one is allocated.
-        Keep other unused layouts: DDP may only have skipped their buckets."""
+        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
+        and never returns to the old ones. This frees their workspaces before the new one is allocated. Keep other
+        unused layouts, because DDP may merely have skipped their buckets."""
         parameters = {id(p) for p in new.parameters}
         for key, known in list(self._buckets.items()):
             if not known.used and any(id(p) in parameters for p in known.layout.parameters):
@@ -154,9 +150,8 @@ class KnownBuckets:
                 self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
-        """Check loaded state against its parameters, move it to their device and refit it. Its dtype follows this
-        bucket, which under FSDP's `reduce_dtype` differs from the dtype of the weights. Raises HookRunError if an entry
-        cannot belong to its parameter."""
+        """Check loaded state against its parameters, move it to their device and refit it. The state takes the dtype in
+        which this bucket is computed. Under FSDP's `reduce_dtype` it differs from the dtype of the weights."""
         of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:

@@ -1,5 +1,5 @@
-"""Reduce a bucket with a compressor without learned state. The hook call returns at once, and each future completes on
-its own."""
+"""Reduce a bucket with a compressor without learned state. The hook call returns at once; each future completes by
+itself."""
 
 import contextlib
 import inspect
@@ -26,8 +26,8 @@ from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 CALLBACK_S = 0.05
-"""Seconds after which a backend thread has surely left a callback. A group's destructor waits for that thread, in torch
-2.13 while holding the GIL."""
+"""Seconds until a thread of the backend has left a callback. The destructor of a group waits for that thread, in torch
+2.13 with the GIL held."""
 
 
 def reduce_immediately(
@@ -74,14 +74,13 @@ def reduce_immediately(
     what, group_if_alive = pending.what, held_weakly(group)
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # This runs in a thread of the backend. Hold no reference to the process group here: if it were the last one,
-        # the group would be destroyed in its own thread, which aborts the process.
+        # This runs in a thread of the backend. Hold no reference to the process group: if it were the last one, the
+        # group would be destroyed in its own thread, which aborts the process.
         try:
             sent.value()
         except RuntimeError as error:
             raise _error_of(what, group_if_alive, error) from error
-        # On CUDA the callback has its own stream, and the host frees these tensors before the kernels that read them
-        # have run.
+        # On CUDA the callback has its own stream, and these tensors are freed before the kernels that read them run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))
             if new_answer is not None:
@@ -114,7 +113,7 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
 
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the local variables of an exchange, and of the exchanges to which it delegates."""
+    """Yield the tensors in the local variables of an exchange, and of the exchange to which it delegates."""
     while inspect.isgenerator(exchange):
         yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
         exchange = exchange.gi_yieldfrom

@@ -1,7 +1,7 @@
-"""Choose the kernel for all ranks: the native library if all ranks have the same build of it, otherwise torch.
+"""Choose the kernel of all ranks: the native library if all ranks have the same build of it, otherwise torch.
 
 Every rank computes its own copy of the averaged gradient, so replicas drift apart if the kernels differ in the last
-bits. Ranks compare `KernelSupport.key` in a collective that they run anyway, and send the rest only if the keys differ.
+bits. The ranks compare `KernelSupport.key` in an exchange that they make anyway, and send the rest only if keys differ.
 """
 
 import json
@@ -18,7 +18,7 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 class KernelSupport(NamedTuple):
-    """What one rank can compute with. An empty attribute is "".
+    """The kernels that one rank can use. An attribute is "" if it does not apply.
 
     Attributes:
         build: `Compressor.native_build`, if it is the same for all dtypes.
@@ -34,7 +34,7 @@ class KernelSupport(NamedTuple):
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
-        """Determine this rank's support for gradients of `dtypes` (at least one) on `device`."""
+        """Return what this rank has for gradients of `dtypes`, at least one, on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -53,11 +53,11 @@ class KernelSupport(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """The kernel for all ranks.
+    """The kernel of all ranks.
 
     Attributes:
         native: whether all ranks use the native library.
-        slower: why they do not; "" if every rank has it.
+        slower: why they do not; "" if no rank lacks it.
         drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
     """
 
@@ -70,7 +70,7 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """Return the warnings for rank 0 to log. `checked`: whether the replicas' weights are compared regularly, which
+        """Return the warnings for rank 0 to log. With `checked`, the replicas' weights are compared regularly, which
         reveals drift."""
         found = []
         if self.slower:
@@ -97,7 +97,6 @@ def agreed_choice(
 
 
 def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> KernelChoice:
-    """Choose the kernel from the support of each rank, as `agreed_choice` does. `rank`: this rank."""
     unable = [each for each, support in enumerate(supports) if support.cannot]
     if len(unable) == len(supports):
         raise HookConfigError(supports[rank].cannot)
@@ -108,7 +107,7 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
     builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
-    if lacking:  # one reason is enough: each reason may name other files
+    if lacking:  # show one reason only: the reasons may differ in the files that they name
         slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
     elif supports[0].build and len(builds) > 1:
         texts = [f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports]

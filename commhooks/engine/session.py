@@ -1,8 +1,8 @@
 """Run the backward passes of one model, each as a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, after everything received was found finite. So after an abandoned
-pass the state is that of the last committed step. Without learned state no bucket depends on another, and each bucket
-ends on its own; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass
+therefore leaves the state of the last committed step. Without learned state no bucket depends on another, and each is
+reduced by itself; see `immediate.py`.
 """
 
 import collections
@@ -35,15 +35,15 @@ from commhooks.gradients.loss_scale import chosen, read_scale
 logger = logger_of(__name__)
 
 ABANDONED_LIMIT_S = 5.0
-"""Seconds for which the host waits, after an exception, for collectives that may still write into a bucket."""
+"""How long the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
 class ExchangeDriver:
-    """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
-    `FragmentSession`, which averages weights. `state`: the learned state, changed at commits only.
+    """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients, `FragmentSession`
+    weights.
 
     Attributes:
-        held: guards the learned state.
+        state: the learned state, changed at commits only; `held` guards it.
         consensus: what is equal on all ranks: compressor, kernel, reduction.
     """
 
@@ -65,15 +65,14 @@ class ExchangeDriver:
         return self.consensus.nonce is not None
 
     def close(self) -> None:
-        """Move the learned state to the host until another training of the model begins."""
         with self.held.settled():
             self.state.to_host()
 
 
 @dataclass(frozen=True)
 class WatchedPass:
-    """A backward pass that an adaptive compressor watches: the end of the previous pass, and of this one; its outcome
-    (`HeldState.outcome`, valid after `ended`); the layouts of its buckets."""
+    """A backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its own
+    (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
 
     began: Mark
     ended: Mark
@@ -82,8 +81,6 @@ class WatchedPass:
 
 
 class Session(ExchangeDriver):
-    """Runs the exchanges of a compressor in the backward passes of one model."""
-
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
@@ -92,7 +89,7 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        # For an adaptive compressor: the end of the previous pass, and passes not yet passed to `observe`.
+        # For an adaptive compressor: the end of the previous pass, and the passes not passed to `observe` yet.
         self._step_began: tuple[Mark] | None = None
         self._watched: collections.deque[WatchedPass] = collections.deque()
 
@@ -125,7 +122,6 @@ class Session(ExchangeDriver):
         return exchange.future
 
     def end_pass(self) -> None:
-        """End the current pass if DDP has marked no bucket as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):
@@ -140,7 +136,7 @@ class Session(ExchangeDriver):
         super().close()
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
-        if self._pass is not None:  # it ended in an exception and was never committed
+        if self._pass is not None:  # the previous pass ended in an exception
             self._drop_pass()
         consensus, state = self.consensus, self.state
         if self._closed:
@@ -148,7 +144,7 @@ class Session(ExchangeDriver):
             self._closed = False
         binding, agreement = consensus.binding, consensus.agreement
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            if agreement is None:  # a state was loaded since the previous pass
+            if agreement is None:  # a state was loaded since the last pass
                 self._watched.clear()
                 self._step_began = None
             elif consensus.decision_is_due(consensus.compressor):
@@ -160,7 +156,7 @@ class Session(ExchangeDriver):
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
-        # Without a scaler the scale is 1, and residuals saved with a scaler are rescaled to 1.
+        # Without a scaler the loss scale is 1, and residuals saved with another scale are rescaled.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
         group = binding.group()
@@ -191,7 +187,6 @@ class Session(ExchangeDriver):
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
     def _comparing(self, current: BackwardPass, bucket: Bucket, issue: Issue) -> Issue:
-        """Wrap `issue` in a comparison of the ranks' Sends."""
         if current.comparison is None:
             nodes = self.consensus.reduction.nodes
             exchanging = current.group if nodes is None else nodes.inter_node
@@ -206,10 +201,9 @@ class Session(ExchangeDriver):
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
-        """Run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
         nodes = consensus.reduction.nodes
-        if nodes is not None:  # its ranks receive different shares
+        if nodes is not None:  # each rank of a node has checked another share of the bucket
             good = good_on_all(good, nodes.intra_node, "the node")
         if consensus.binding.shards is not None:
             good = good_on_all(good, consensus.binding.shards(), "all shards")
@@ -222,7 +216,7 @@ class Session(ExchangeDriver):
         self._pass = None
 
     def _commit(self, current: BackwardPass, verdict: torch.Tensor | bool) -> None:
-        """Write the gradients and, where `verdict` is true, the learned state; count the step."""
+        """Write the gradients and, if `verdict` is true, the learned state. Count the step."""
         if current.compressing:
             self.state.local_shared = False
         current.commit(verdict)
@@ -234,36 +228,36 @@ class Session(ExchangeDriver):
             buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
-            # The exchanges themselves rescale the state of the parameters that they compress.
+            # The exchanges have rescaled the state of what they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
             self.state.rescale(compressor.state_fields, factor, but=compressed)
         if current.compressing and current.step_at_most >= self._statistics_due:
             every = compressor.stats_every
             if every is not None:
-                self._statistics_due = current.step_at_most + every  # the step at whose commit they are logged next
+                self._statistics_due = current.step_at_most + every
                 rate, before, after = self.counters.compression_stats()
                 stats = f"total before compression {before}, total after compression {after}, rate {rate}"
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches this step. The pass before a watch is timed, too,
-        because the first watched step begins at its end."""
+        """Time the pass that ends now, if the compressor watches this step. Also time the pass before a watch, because
+        the first watched step begins at its end."""
         began, self._step_began = self._step_began, None
         if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
             return
-        outcome = self.held.outcome(good)  # before the mark, after which it is valid
+        outcome = self.held.outcome(good)  # queued before the mark, so that it is valid once the mark has passed
         self._step_began = ended = (mark(good.device),)
         if began is not None:
             layouts = [known.layout for known in self.consensus.buckets if known.used]
             self._watched.append(WatchedPass(*began, *ended, outcome, layouts))
             self._show_watched(compressor, wait=False)
             if precision.is_host_readable(good.device):
-                self._step_began = (mark(good.device),)  # exclude the time for `observe` from the next step
+                self._step_began = (mark(good.device),)  # exclude the time of `_show_watched` from the next step
 
     def _show_watched(self, compressor: AdaptiveCompressor[Any], *, wait: bool) -> None:
-        """Pass the watched passes to the compressor's `observe`. On an accelerator this happens once the device has
-        finished a pass, usually in the next pass; with `wait` the host waits for all of them."""
+        """Pass the watched passes to `observe`. On an accelerator, do so once the device has finished a pass, usually
+        in the next pass. With `wait` the host waits for all of them."""
         watch, names = compressor.watch, self.consensus.binding.names
         while self._watched and (wait or has_passed(self._watched[0].ended)):
             seen = self._watched.popleft()
@@ -278,8 +272,8 @@ class Session(ExchangeDriver):
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
-        """Context manager: run the body, a part of a pass, on the codec stream and in full precision. An exception ends
-        the pass. The host then waits for the pass's collectives, because the caller may fill the buckets again."""
+        """Run the body, a part of a pass, on the codec stream and in full precision. An exception ends the pass: the
+        host waits for the collectives of the pass, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
             with on_stream, precision.full_precision(flat.device):
@@ -291,7 +285,7 @@ class Session(ExchangeDriver):
             raise
 
     def _drop_pass(self) -> list[Pending]:
-        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Returns the
+        """Drop an unfinished pass, and all workspaces, because its collectives may still write into them. Return the
         collectives that may still write into a bucket."""
         writing: list[Pending] = []
         if self._pass is not None:

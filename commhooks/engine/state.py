@@ -1,5 +1,7 @@
-"""Learned state, the tensors and counters that a compressor keeps from step to step, and the lock that guards it. On an
-accelerator the outcome of a pass stays on the device until the host needs it."""
+"""Define learned state, the tensors and counters that a compressor keeps from step to step, and its lock.
+
+On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
+"""
 
 import contextlib
 import threading
@@ -22,20 +24,18 @@ Entries = dict[str, dict[str, torch.Tensor]]
 class LearnedState:
     """Tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
 
-    Pickles of `PowerSGDState` contain the attributes by name, so do not rename them.
+    Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
 
     Attributes:
-        step: committed synchronised backward passes, the same on every rank.
-        nonfinite_steps: passes that were not committed.
-        entries: per field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry means zeros,
-            or the initial value that the compressor draws.
+        step: number of committed synchronised backward passes, the same on every rank.
+        nonfinite_steps: number of passes that were not committed.
+        entries: for each field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry means
+            zeros, or the initial value that the compressor draws.
         local: keys of the fields that differ between ranks, such as residuals.
-        loss_scale: the loss scale with which fields with `scales_with_loss` were written. On an accelerator a 0-dim
-            tensor until the host reads it.
-        local_missing: this rank has lost its local tensors. At the next comparison all ranks drop theirs.
-        missing_was_said: whether a warning about `local_missing` was logged.
-        local_shared: whether the local tensors are equal on every rank: the mean that was just saved or loaded, or no
-            tensor.
+        loss_scale: the loss scale of the stored fields with `scales_with_loss`. On an accelerator a 0-dim tensor until
+            the host reads it.
+        local_missing: whether this rank has lost its local tensors. At the next comparison all ranks then drop theirs.
+        local_shared: whether the local tensors are equal on every rank: the mean just saved or loaded, or no tensors.
     """
 
     step: int = 0
@@ -49,8 +49,7 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Create the empty state of a compressor with these fields. Raises HookConfigError if two of them have the same
-        key."""
+        """Create the empty state for these fields. Raise HookConfigError if two of them have the same key."""
         fields = list(fields)
         keys = [each.key for each in fields]
         if len(set(keys)) < len(keys):
@@ -61,7 +60,7 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state so that no tensor is a slice of a larger storage: pickling a slice would save the whole
+        """Copy the state without tensors that are slices of larger storages, because pickling a slice saves the whole
         storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
@@ -83,13 +82,13 @@ class LearnedState:
             self[key].clear()
 
     def drop_local(self) -> None:
-        """Delete the local tensors. Called on all ranks, which continue from zeros."""
+        """Delete the local tensors. Call this on all ranks, which then continue from zeros."""
         self.forget_local()
         self.local_missing = False
         self.local_shared = True
 
     def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
-        """Multiply the tensors of fields with `scales_with_loss` by `factor`, except the names in `but`."""
+        """Multiply the tensors of the fields that follow the loss scale by `factor`, except the names in `but`."""
         for each in fields:
             for name, tensor in self[each.key].items() if each.scales_with_loss else ():
                 if name not in but:
@@ -107,10 +106,10 @@ class HeldState:
     """Guards the learned state of a session, and maintains `state.step` and the counters of committed steps.
 
     Attributes:
-        state: the learned state. It changes only in `committing` and by `overwrite`.
-        lock: to be held while writing the learned state, and while reading it from another thread.
-        in_commit: a commit is writing; a save from a signal handler would mix two steps.
-        commit_failed: the latest commit failed on this rank, and no state was loaded since.
+        state: the learned state. Only `committing` and `overwrite` change it.
+        lock: hold it while writing the learned state, and while reading it from another thread.
+        in_commit: whether a commit is writing. A save from a signal handler would then mix two steps.
+        commit_failed: whether the latest commit failed on this rank, and no state was loaded since.
     """
 
     def __init__(self, state: LearnedState, counters: Counters) -> None:
@@ -120,12 +119,13 @@ class HeldState:
         self.commit_failed = False
         self._counters = counters
         self._mark = CommitMark()
-        # Passes whose outcome the host has not read: number committed (on the device), number of passes, compressed?
+        # Passes whose outcome the host has not read: how many were committed (on the device), how many there were, and
+        # whether they count as compressed.
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """Return a lower and an upper bound of the number of committed steps, because the outcome of some passes may be
-        unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
+        """Return the smallest and the largest possible number of committed steps; they differ while the outcome of some
+        passes is unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
         with self.lock:  # a save in another thread may be updating `state.step` and the unread passes
             step, unread = self.state.step, self._unread
             passes = unread[1] if unread else 0
@@ -136,13 +136,13 @@ class HeldState:
 
     @contextlib.contextmanager
     def committing(self, device: torch.device) -> Iterator[None]:
-        """Context manager: hold the lock while the body writes the gradients of a pass and the learned state."""
+        """Hold the lock while the body writes the gradients of a pass and the learned state."""
         with self.lock:
             self.in_commit = True
             try:
                 yield
             except BaseException:
-                # The tensors are a mix of two steps, so none of them may be saved.
+                # The tensors are now a mix of two steps, so none of them may be saved.
                 self.state.forget_local()
                 self.state.local_missing = self.commit_failed = True
                 raise
@@ -152,12 +152,12 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict`: whether the pass is
-        committed, a bool on the CPU, else a 0-dim bool tensor. `compressed`: whether the pass counts as compressed."""
+        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict`, a bool on the CPU, else
+        a 0-dim bool tensor, is whether the pass is committed."""
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
-            # After a failed commit the residual restarted at zero. This commit makes it valid again.
+            # After a failed commit the residuals start at zero. This commit has written them, so they are valid again.
             self.state.local_missing = self.commit_failed = False
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
@@ -167,8 +167,7 @@ class HeldState:
 
     def outcome(self, good: torch.Tensor) -> torch.Tensor:
         """Return two integers on the host: the number of committed steps after the latest pass, and whether that pass
-        is one of them (`good`). On CUDA the host does not wait; the numbers are valid after the work that is queued
-        now."""
+        was committed (`good`). On CUDA the host does not wait; they are valid after the work that is queued now."""
         with self.lock:
             committed = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device) + self.state.step
             found = torch.stack((committed, good.to(torch.int64)))
@@ -176,7 +175,7 @@ class HeldState:
 
     def settle(self) -> None:
         """Bring `state.step` up to date. On an accelerator the host and the caller's current stream wait for the latest
-        commit, so that the caller reads the learned state as that commit wrote it."""
+        commit, so that the caller reads the learned state as written by that commit."""
         with self.lock:
             self._mark.wait()
             with self._mark.reading():
@@ -184,9 +183,8 @@ class HeldState:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Context manager: hold the lock, with `state.step` up to date, while the body runs. The body may copy tensors
-        of the state to the host, which waits for the latest commit but for no later work. Change tensors by `overwrite`
-        only."""
+        """Hold the lock of the learned state, with `state.step` up to date, while the body runs. The body may copy
+        tensors of the state to the host, which waits only for the latest commit. Change tensors by `overwrite` only."""
         with self.lock, self._mark.reading():
             self._read()
             yield
@@ -198,7 +196,7 @@ class HeldState:
     def _read(self) -> None:
         while (unread := self._unread) is not None:
             committed, loss_scale = int(unread[0].item()), float(self.state.loss_scale)
-            # While this thread waited for the device, a signal handler may have read and counted the passes.
+            # A signal handler may have read and counted the passes while this thread waited for the device.
             if self._unread is unread:
                 self._count(committed, loss_scale, *unread[1:])
 

@@ -11,15 +11,18 @@ from commhooks.errors import HookRunError
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an exchange. `result` is the bucket's buffer, or another tensor that holds the averaged gradient."""
+    """Marks the end of an exchange. `result`, the bucket's buffer or another tensor, holds the averaged gradient."""
 
     result: torch.Tensor
 
 
 class ExchangeTask:
-    """The exchange of one bucket, not begun yet. Only this class resumes exchanges. It checks what they yield and
-    return, and raises HookRunError, which names the compressor, if `exchange` is not a generator or breaks a rule.
-    `expects_verdict`: False for a compressor that is not transactional."""
+    """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so that errors name the
+    compressor. Raises HookRunError if `exchange` is not a generator.
+
+    Args:
+        expects_verdict: False if the compressor is not transactional.
+    """
 
     def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
         if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):
@@ -45,7 +48,7 @@ class ExchangeTask:
                     "before it writes its state"
                 ) from None
             return Done(self._flat if end.value is None else self._checked_result(end.value))
-        # After the verdict the engine itself sends inside a node.
+        # After the verdict only the engine sends, inside a node (`HierarchicalReduction`).
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "intra_node"):
             raise HookRunError(
                 f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
@@ -84,8 +87,7 @@ class ExchangeTask:
 def new_task(
     compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
 ) -> ExchangeTask:
-    """Create the exchange of one bucket, or an exact average if nothing in the bucket is compressed. See
-    `Compressor.exchange` for the arguments."""
+    """Create the exchange of one bucket, or an exact average if the compressor does not compress the bucket."""
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:
@@ -94,8 +96,6 @@ def new_task(
 
 
 class _NoState:
-    """The state passed to compressors without learned state."""
-
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
 

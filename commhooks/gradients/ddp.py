@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` as a source of gradients."""
+"""Read gradients from a `DistributedDataParallel` model."""
 
 import functools
 import sys
@@ -30,18 +30,18 @@ _NO_BUCKET_YET = sys.maxsize
 
 
 class BucketReader:
-    """Converts DDP's buckets, and detects the first and the last of each backward pass.
+    """Converts DDP's buckets, and detects the first and the last bucket of each backward pass.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
-    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last bucket by
-    the number of parameters (None: unknown).
+    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last one by
+    counting parameters. `parameters` is the number of parameters in the model; None: unknown.
     """
 
     def __init__(self, parameters: int | None = None) -> None:
         self._parameters = parameters
-        self._index = _NO_BUCKET_YET  # of the latest bucket of the running pass
-        self._task = -1  # in which it was read
-        self._read = 0
+        self._index = _NO_BUCKET_YET  # index of the latest bucket in the running pass
+        self._task = -1  # the backward pass in which it was read
+        self._read = 0  # parameters read so far in a pass with `static_graph`
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
         """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass
@@ -65,10 +65,11 @@ class BucketReader:
                 index = self._index + 1
             self._read += len(parameters)
             is_last = self._read == self._parameters
-        # After a pass that ended in an exception the index does not increase.
+        # The index increases within a pass. If it does not, the previous pass ended in an exception.
         is_first = index <= self._index
         self._index, self._task = _NO_BUCKET_YET if is_last else index, task
-        # Reentrant checkpointing runs inner backward passes, which drop callbacks that were queued in them.
+        # Queue the callback again for each task: reentrant checkpointing runs backward passes inside this one, and
+        # callbacks queued in an inner pass are dropped at its end.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
         return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
@@ -94,12 +95,12 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group`: None: the model's group. `module`: the user's module; None: the module that `ddp_model` wraps.
-        Raises AttachError if DDP has registered a hook of its own."""
+        """`group` and `module` default to the process group of `ddp_model` and the module that it wraps. Raises
+        AttachError if DDP has registered a hook of its own."""
         _check_free(ddp_model)
         self.finds_unused = ddp_model.find_unused_parameters and not ddp_model.static_graph
         self._ranks_differ = self._closed = False
-        self._used: set[int] | None = None  # ids of the parameters used since the latest synchronised pass; None: all
+        self._used: set[int] | None = None  # ids of the parameters used since the last synchronised pass; None: all
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -108,7 +109,7 @@ class DDPGradients(GradientSource):
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
         self._reader = BucketReader(len(self.names.named_parameters()))
-        # All parameters may have been frozen after wrapping.
+        # If all parameters were frozen after wrapping, `names` is empty: take the device of a frozen parameter.
         self.device = next(iter([*self.names.named_parameters().values(), *ddp_model.module.parameters()])).device
 
     @property
@@ -169,7 +170,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         self._ranks_differ = True
-        ddp_model.broadcast_buffers = False  # otherwise each forward pass copies rank 0's buffers (torch 2.13)
+        ddp_model.broadcast_buffers = False  # else each forward pass copies rank 0's buffers to all ranks (torch 2.13)
         if not self.finds_unused:
             return []
         return [
@@ -190,7 +191,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         if ddp_model is None:
             return
-        # With uneven division DDP averages over the active ranks only, but it does not pass their number to hooks.
+        # In this mode gradients are divided by the number of active ranks, which DDP does not pass to hooks.
         if joined_with_uneven_division(ddp_model):
             raise HookRunError(
                 "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) "
@@ -250,22 +251,22 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
     """Keep the process group alive until DDP's `Reducer` is destroyed.
 
-    If the `Reducer` were the last owner of the group, it would destroy the group while holding the GIL (torch 2.13). On
-    gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of the
-    latest collective. When Python destroys a group, it releases the GIL. The group's owner is a finalizer and not the
-    model, because the garbage collector takes a model apart in any order.
+    If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
+    On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
+    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, and not
+    the model, because the garbage collector destroys the parts of a model in any order.
     """
     finalizer = weakref.finalize(ddp_model.reducer, _release, ddp_model.process_group)
     finalizer.atexit = False  # at exit the Reducer may still exist
 
 
 def _release(group: dist.ProcessGroup) -> None:
-    """Does nothing. The finalizer drops its reference to the group after this call."""
+    """Do nothing: the finalizer drops its reference to the group after this call."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:
-    """Return `grad_bucket`. Raises HookRunError if it is not a GradBucket, as with compiled DDP, or while a CUDA graph
-    is being captured."""
+    """Return `grad_bucket`. Raise HookRunError if it is not a GradBucket, as with compiled DDP, or if a CUDA graph is
+    being captured."""
     if not isinstance(grad_bucket, dist.GradBucket):
         raise HookRunError(
             "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "

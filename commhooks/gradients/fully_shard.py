@@ -1,19 +1,19 @@
-"""`fully_shard` (FSDP2) as a source of gradients: the reduced shards of its units.
+"""Read gradients from a model sharded by `fully_shard` (FSDP2): the reduced shards of its units.
 
 In the backward pass FSDP reduce-scatters the gradients of one unit after another within the sharding group. For each
-unit (torch 2.13, `foreach_reduce`) it
+unit (torch 2.13, `foreach_reduce`)
 
-1. calls the all-reduce hook with this rank's part, a flat buffer in which every parameter is padded to the size of the
-largest shard;
-2. divides the buffer in place. Then, for each parameter in buffer order, it makes the parameter's piece its `.grad` and
-calls its post-accumulate hooks.
+1. it calls the all-reduce hook with this rank's part: a flat buffer in which every parameter is padded to the size of
+   the largest shard;
+2. it divides the buffer in place. Then, for each parameter in the order of the buffer, it makes the parameter's piece
+   its `.grad` and calls its post-accumulate hooks.
 
-Parameters without a gradient are missing from the buffer, so only the calls of step 2 reveal which parameters it
-contains. After the last of these calls the bucket is complete and is sent. At the end of the backward pass, when all
-buckets have been found finite, the averages replace the `.grad`.
+The calls of step 2 reveal which parameters are in the buffer, because parameters without a gradient are missing from
+it. After the last of these calls the bucket is complete and is sent. At the end of the backward pass, when all buckets
+have been found finite, the averages replace the `.grad`.
 
 After `set_requires_all_reduce(False)` nothing is sent. As FSDP does on a two-dimensional mesh, the reduced gradients of
-this replica are kept apart, and added to the buffer of the next pass that averages them.
+this replica are kept apart, and are added to the buffer of the next pass that averages them.
 """
 
 import dataclasses
@@ -51,14 +51,13 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """Return `parameter`, typed as a DTensor. Do not use its `.data`: torch 2.13 caches results of operations by mesh,
-    and may return a mesh whose process group was destroyed."""
+    """Return `parameter`, typed as a DTensor. Do not use `.data` instead: torch 2.13 caches results of operations by
+    mesh, and may return a DTensor whose mesh has a destroyed process group."""
     assert isinstance(parameter, DTensor)
     return parameter
 
 
 def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a view of this rank's shard."""
     return as_dtensor(parameter).to_local().detach()
 
 
@@ -68,8 +67,7 @@ class LocalShard:
 
     Attributes:
         local: the values of the shard; represents the parameter in buckets.
-        extent: the position of the shard in the parameter.
-        numel_padded: its number of elements in FSDP's buffers: the size of the largest shard.
+        numel_padded: number of elements in FSDP's buffers, the size of the largest shard.
     """
 
     name: str
@@ -90,7 +88,7 @@ class LocalShard:
         return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
-        """Return `part`, which has the shard's shape, as a DTensor placed like the parameter."""
+        """Return `part`, of the shard's shape, as a DTensor with the parameter's placement."""
         sharded = as_dtensor(self.parameter)
         shape, stride = sharded.shape, sharded.stride()
         return DTensor.from_local(
@@ -105,13 +103,12 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """The buffer in which FSDP has reduced a unit. It is sent as soon as all of its parameters are known.
+    """The buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its parameters are known.
 
     Attributes:
-        flat: the buffer that FSDP passed.
         averaged: False after `set_requires_all_reduce(False)`.
         sent: the bucket's buffer: `flat`, or a copy without the padding.
-        average: the average of `sent`.
+        average: the future of the average of `sent`.
     """
 
     flat: torch.Tensor
@@ -130,7 +127,7 @@ class UnitBuffer:
         return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
 
     def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
-        """Return each shard with its part of `buffer` (1-D)."""
+        """Return each shard with its part of `buffer`, 1-D."""
         found, offset = [], 0
         for shard in self.shards:
             found.append((shard, buffer[offset : offset + shard.local.numel()]))
@@ -140,12 +137,15 @@ class UnitBuffer:
 
 @dataclass(eq=False)
 class RunningPass:
-    """Attributes:
-    task: see `current_task`.
-    began: whether a unit has been reduced.
-    units: the units that have been sent.
-    filling: the unit whose parameters are being determined.
-    earlier: accumulated gradients of earlier backward passes, removed from `.grad`."""
+    """A running backward pass.
+
+    Attributes:
+        task: see `current_task`.
+        began: whether a unit has been reduced.
+        units: the units that have been sent.
+        filling: the unit whose parameters are becoming known.
+        earlier: accumulated gradients of earlier backward passes, taken out of `.grad`.
+    """
 
     task: int
     began: bool = False
@@ -171,8 +171,7 @@ class RunningPass:
             )
 
     def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
-        """Remove accumulated gradients from `.grad`. Otherwise FSDP would add gradients that are not averaged yet to
-        them."""
+        """Take accumulated gradients out of `.grad`, where FSDP would add gradients that are not averaged yet."""
         for shard in shards:
             if shard.parameter.grad is not None:
                 self.earlier.append((shard, shard.parameter.grad))
@@ -193,8 +192,8 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raises AttachError if it is sharded
-    in an unsupported way."""
+    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raise AttachError if it is sharded
+    in a way that hooks do not support."""
     data: object = parameter
     if not isinstance(data, DTensor):
         return False
@@ -224,8 +223,7 @@ def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
-    """Return the mesh over which all of `parameters` are sharded. Raises AttachError if there are several meshes, or
-    none."""
+    """Return the mesh over which all of `parameters` are sharded. Raise AttachError if there are several, or none."""
     meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
     if len(meshes) > 1:
         raise AttachError(
@@ -238,14 +236,12 @@ def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
 
 
 class FullyShardGradients(GradientSource):
-    """The gradients of a model sharded by `fully_shard` over a one-dimensional mesh."""
-
     nothing_to_reduce = NOTHING_SHARDED
     gives_grad_buckets = False
     averages_alone = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """`group`: the ranks that hold the same shard. Raises AttachError if the sharding is not supported."""
+        """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support the sharding."""
         self._module = weakref.ref(model)
         self.before_weights_change()
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
@@ -271,7 +267,7 @@ class FullyShardGradients(GradientSource):
         )
         self._callbacks: HookCallbacks | None = None
         self._pass: RunningPass | None = None
-        self._partial: dict[str, torch.Tensor] = {}  # reduced over the shards, not yet averaged over the replicas
+        self._partial: dict[str, torch.Tensor] = {}  # gradients reduced over the shards, not averaged over the replicas
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
 
@@ -297,7 +293,7 @@ class FullyShardGradients(GradientSource):
 
     def before_weights_change(self) -> None:
         for unit in self._units():
-            unit.reshard()  # after an evaluation the root's parameters may still be whole
+            unit.reshard()  # after an evaluation the root's parameters may still be unsharded
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}
@@ -324,7 +320,7 @@ class FullyShardGradients(GradientSource):
         model = self.module
         assert model is not None
         for shard in self._shards.values():
-            # Such a hook would see this replica's gradient before it is averaged.
+            # Another post-accumulate hook would see the gradient of this replica before the average.
             if count_accumulate_hooks(shard.parameter):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
@@ -384,7 +380,7 @@ class FullyShardGradients(GradientSource):
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook of every parameter."""
         shard, current = self._of_parameter[id(parameter)], self._pass
-        if count_accumulate_hooks(parameter) > 1:  # the other one runs after this
+        if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(
                 f"parameter {shard.name} has got a post-accumulate-grad hook since the communication hook was "
                 "attached, such as an optimizer's that steps in the backward pass: it would see the gradient of "
@@ -404,11 +400,11 @@ class FullyShardGradients(GradientSource):
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
-        """Return the current pass, or begin one. `within`: see `run_after_backward`."""
         current = self._pass
         if current is None:
             current = self._pass = RunningPass(current_task())
-        # FSDP's own callback, which reduces units whose inputs need no gradient, was queued before this one.
+        # Begin a pass if none is running. FSDP has queued its own callback before this one; it reduces the units whose
+        # inputs need no gradient.
         run_after_backward(lambda: self._end(current), within)
         return current
 
@@ -446,7 +442,7 @@ class FullyShardGradients(GradientSource):
         current.take_over_averages()
 
     def _check_pieces(self, unit: UnitBuffer) -> None:
-        """Check the layout of each buffer at its first occurrence, because FSDP does not document it."""
+        """Check each buffer's layout when it first occurs, because FSDP does not document it."""
         key = tuple(id(shard) for shard in unit.shards)
         if key in self._checked:
             return
@@ -476,7 +472,7 @@ def _refuse_reentrant() -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output, including those inside mappings, lists, tuples and dataclasses."""
+    """Yield the tensors in a module's output, through mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -1,8 +1,8 @@
-"""A bucket of gradients, and the position of each parameter's gradient in it.
+"""Define a bucket of gradients, and the position of each parameter's gradient in it.
 
-DDP packs gradients into flat buffers in the *memory* order of the parameters. For a channels_last weight or a
-transposed parameter this is not the logical order, and `GradBucket.gradients()` returns the elements permuted. Layouts
-identify buckets by their parameters and not by index, because DDP rebuilds its buckets after the first step.
+DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
+a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted.
+Layouts identify buckets by their parameters and not by index, because DDP rebuilds its buckets after the first step.
 """
 
 import math
@@ -19,14 +19,12 @@ class Bucket:
     """Gradients that are reduced together. Every rank passes the same buckets in the same order.
 
     Attributes:
-        flat: this rank's gradients, 1-D, replaced in place by the result; a sparse tensor for a sparse gradient.
-        parameters: in buffer order.
+        flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a sparse gradient.
+        parameters: in the order of the buffer.
         index: increases within a backward pass.
-        nbytes: bytes of the buffer; for a sparse gradient, of its values.
-        is_first, is_last: within the backward pass.
+        nbytes: bytes of the buffer; for a sparse gradient only of the values.
         grad_bucket: the bucket that DDP passed; None without DDP.
-        unused: positions of parameters that have a gradient although this rank has not used them since the latest
-            synchronised pass.
+        unused: positions of parameters with a gradient that this rank has not used since the last synchronised pass.
     """
 
     def __init__(
@@ -63,13 +61,12 @@ class Slot:
         return self.offset + self.numel
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's part of a buffer: a 1-D view of `numel` elements in memory order."""
         return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The parameters of one bucket, in buffer order. The buffer has `numel` elements of `dtype`."""
+    """The parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -89,8 +86,8 @@ class BucketLayout:
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
 
-    DDP's buckets use the strides of a parameter that is dense in memory, and pack other parameters contiguously (torch,
-    reducer.cpp, `initialize_bucket_views`).
+    DDP uses the strides of a parameter in its buckets if the parameter is dense in memory, and packs it contiguously
+    otherwise (torch, reducer.cpp, `initialize_bucket_views`).
     """
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     expected = 1
@@ -110,7 +107,6 @@ def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Invert `to_logical`: return a tensor of the parameter's shape as a 1-D tensor in memory order."""
     return logical.permute(memory_order(parameter)).reshape(-1)
 
 
@@ -132,7 +128,7 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return (n, m) for a parameter with two or more dimensions viewed as a matrix: n is the size of its slowest
-    dimension in memory, m the product of the others."""
+    """Return (n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in
+    memory."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

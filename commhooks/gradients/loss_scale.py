@@ -1,5 +1,5 @@
-"""The loss scale, by which a GradScaler multiplies the loss. It is read once per backward pass, without synchronising
-with an accelerator."""
+"""Read the loss scale, the factor by which a GradScaler multiplies the loss, without synchronising with an
+accelerator."""
 
 import math
 import numbers
@@ -12,12 +12,12 @@ from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 
 LossScale = float | torch.Tensor
-"""A float, or a 0-dim tensor on an accelerator, which the host does not read."""
+"""A float, or a 0-dim tensor on an accelerator that the host has not read."""
 
 
 class ScaleOf:
-    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, which may be created later, or None
-    for a scale of 1."""
+    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, or None for scale 1; it may be
+    created later."""
 
     def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
         self.scaler = scaler
@@ -33,7 +33,7 @@ class ScaleOf:
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
-    """Return the GradScaler of `loss_scale`, which is a `ScaleOf` or a user's `scaler.get_scale`; None if unknown."""
+    """Return the GradScaler of `loss_scale`, a `ScaleOf` or a user's `scaler.get_scale`; None if unknown."""
     if isinstance(loss_scale, ScaleOf):
         return loss_scale.scaler()
     owner = getattr(loss_scale, "__self__", None)
@@ -51,7 +51,7 @@ def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossSc
             "number, or a tensor that holds one"
         )
     if isinstance(scale, torch.Tensor) and not precision.is_host_readable(scale.device):
-        # A copy, because the scaler changes its tensor in place.
+        # `where` returns a copy, which is needed because the scaler changes its tensor in place.
         return torch.where(scale.isfinite() & (scale > 0), scale.detach(), before)
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):
@@ -67,7 +67,7 @@ def chosen(good: torch.Tensor | bool, new: torch.Tensor, old: torch.Tensor) -> t
 @overload
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale: ...
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale:
-    """Return `new` if `good`, else `old`. The result is a tensor only if `good` is one."""
+    """Return `new` if `good`, else `old`. The result is a tensor only if `good` is on a device."""
     if isinstance(good, bool):
         return new if good else old
     if not isinstance(new, torch.Tensor) and not isinstance(old, torch.Tensor):
@@ -78,4 +78,5 @@ def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossSca
 
 
 def is_one(factor: LossScale) -> bool:
+    """Return whether `factor` is the float 1. False for a tensor, which is not read."""
     return not isinstance(factor, torch.Tensor) and factor == 1

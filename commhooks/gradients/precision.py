@@ -1,4 +1,4 @@
-"""Full precision for the arithmetic of hooks, whatever the user's settings are.
+"""Run the arithmetic of hooks in full precision, whatever the user's settings are.
 
 A hook runs inside `backward`: grad mode may be on (`create_graph=True`), autocast may be active, and TF32 or bf16
 products may be allowed. Rounding a product to 10 bits would lose what error feedback stores in the residual.
@@ -24,25 +24,24 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Whether the host can read tensors on `device` without synchronising. If not, hooks use masks instead of
+    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
     branches."""
     return device.type == "cpu"
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single queue."""
+    """Return whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single queue."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type != "mps"
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError if there are several devices. A step is committed for all buckets together, so buckets on
-    several devices would have to wait for each other. `what`: name of the compression, for the message."""
+    """Raise HookConfigError if there are several devices: all buckets are committed together, and buckets on several
+    devices would have to wait for each other. `what` is the compressor's name in the message."""
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
@@ -55,8 +54,7 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
 
 
 class GlobalSwitch:
-    """`torch.set_float32_matmul_precision`, which applies to all libraries, with the interface of a per-library
-    switch."""
+    """Wraps `torch.set_float32_matmul_precision`, which applies to all libraries, as a switch."""
 
     _NAMES = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 
@@ -70,9 +68,9 @@ class GlobalSwitch:
         torch.set_float32_matmul_precision(old.get(value, "highest"))  # "none" is torch's default
 
 
-# After torch 2.8 each library that multiplies float32 matrices (oneDNN on CPU, cuBLAS on CUDA) has a switch of its own,
-# to be read and restored separately. `torch.set_float32_matmul_precision`, the only switch of torch 2.8, raises if a
-# user has set these.
+# torch newer than 2.8 has a switch per library that multiplies float32 matrices: oneDNN on the CPU, cuBLAS on CUDA.
+# Each is read and restored separately. `torch.set_float32_matmul_precision`, the only switch in 2.8, raises if a user
+# has set these.
 _PRECISION_SWITCHES: tuple[Any, ...] = (
     (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
     if hasattr(torch.backends.mkldnn, "matmul")
@@ -88,9 +86,8 @@ _before: list[tuple[Any, str]] = []
 
 @contextlib.contextmanager
 def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
-    """Context manager: disable grad mode and autocast, and compute float32 products in full precision. `products`:
-    False for a body without products; the global switches, which a training in another thread may need, then stay
-    unchanged."""
+    """Run the body without grad mode and autocast, and with float32 products in full precision. Pass `products=False`
+    for a body without products: then the global switches stay as they are, because another thread may be training."""
     global _inside
     with _lock:
         _inside += products
@@ -108,18 +105,18 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
             _inside -= products
             while _inside == 0 and _before:
                 switch, precision = _before.pop()
-                # "none" inherits from the parent switch; set an explicit value only if there was one before.
+                # "none" inherits from the parent switch. Set an explicit value only if there was one before.
                 switch.fp32_precision = "none"
                 if switch.fp32_precision != precision:
                     switch.fp32_precision = precision
 
 
-# ---- what determines the last bits -----------------------------------------------------------------------------------
+# ---- what the last bits depend on ------------------------------------------------------------------------------------
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Describe everything that determines the order of sums in matrix products, for example "torch 2.13.0+cpu, AMD EPYC
-    7763 64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute equal bits."""
+    """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763
+    64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute equal bits."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         threads = torch.get_num_threads()
@@ -133,7 +130,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def processor_lines(*beginnings: str) -> list[str]:
-    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] on systems other than Linux."""
+    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] if the system is not Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The interface through which hooks access a model's gradients, and its implementation for an unwrapped module."""
+"""Define sources of gradients, the interface between hooks and a model, and the source for an unwrapped model."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class HookCallbacks:
     """The functions that a source of gradients calls in each backward pass.
 
     Attributes:
-        run: reduces one bucket, and returns a future of the result.
+        run: reduces one bucket and returns a future of the result.
         finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
         before_pass: called before the first bucket of every pass.
@@ -43,11 +43,12 @@ class HookCallbacks:
         return self.run(bucket)
 
     def end_pass(self) -> None:
-        """End a pass in which no bucket was marked as the last."""
+        # No bucket of this pass was marked as the last.
         self.finish()
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
+        """Must be called at the end of every backward pass."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -55,8 +56,8 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of this rank's shard in the whole parameter: the shard begins at index `start` of dimension `dim`,
-    and is complete in the other dimensions. `whole`, `shape`: the shapes of the parameter and of the shard."""
+    """Where this rank's shard, of shape `shape`, lies in the whole parameter, of shape `whole`: it begins at index
+    `start` of dimension `dim` and is complete in the other dimensions."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
@@ -67,9 +68,9 @@ class Extent:
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
 
-    A hook that owned the group would keep its threads and its store alive. And if the garbage collector destroyed the
-    group in a forked process, such as a DataLoader worker, that process would die, because the group's threads do not
-    exist there.
+    A hook that owned the group would keep its threads and its store alive. Moreover, if the garbage collector destroyed
+    the group in a forked process, such as a DataLoader's worker, the process would die, because the group's threads do
+    not exist there.
     """
     weak = weakref.ref(group)
 
@@ -86,15 +87,14 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A model whose gradients are reduced in buckets. References to modules and process groups are weak.
+    """A model that provides buckets. References to modules and process groups are weak.
 
     Attributes:
-        names: the parameters that are reduced; for a sharded model, this rank's shards.
-        device: the device of the gradients.
-        sparse: ids of the parameters with sparse gradients.
+        names: the parameters that are reduced; in a sharded model, this rank's shards.
+        sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
         gives_grad_buckets: whether buckets have torch's `GradBucket`, which users' functions need.
-        averages_alone: whether gradients are averaged over `group` even without a hook.
+        averages_alone: whether gradients are averaged over `group` without a hook.
     """
 
     names: ModelNames
@@ -125,8 +125,8 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. `state`: the state that DDP passes to its hook. Raises AttachError if the
-        model already has a hook."""
+        """Register the hook with the model. DDP passes `state` to its hook. Raises AttachError if the model has a
+        hook."""
 
     @abstractmethod
     def described(self) -> list[str]:
@@ -134,27 +134,26 @@ class GradientSource(ABC):
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return by name the tensors that must be equal on all ranks of `group`; {} if the model was deleted."""
+        """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """Return the current `.grad` for each entry of `names`."""
+        """Return the current `.grad` of each entry of `names`."""
 
     @abstractmethod
     def unregister(self) -> None:
-        """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""
+        """Undo `register`, between two backward passes. Raises AttachError if the model keeps its hook for life."""
 
     def stepped(self) -> Sequence[torch.Tensor]:
         """Return the parameters that optimizers hold, in the order of `names`."""
         return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
-        """Called before anything other than an optimizer changes weights."""
+        """Prepare for a change of the weights. Must be called before anything but an optimizer changes weights."""
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Stop synchronising buffers, such as running statistics. Returns warnings about messages that are still sent
-        in every step."""
+        """Stop synchronising buffers, such as running statistics. Return warnings about what every step still sends."""
         return []
 
     def close(self) -> None:
@@ -178,17 +177,17 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Make a tensor from this rank's `part` that is placed like the parameter."""
+        """Return this rank's `part` as a tensor with the parameter's placement."""
         return part
 
 
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method(parameter)` whenever a gradient has been accumulated, as long as the method's object exists.
+    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists.
 
-    The garbage collector cannot see a parameter's hooks (torch 2.13). If a hook owned the object, which owns the
-    parameters, they and the process group would never be freed.
+    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns
+    the parameters, would keep them and the process group alive for ever.
     """
     weak = weakref.WeakMethod(method)
 
@@ -207,9 +206,9 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 
 class PlainGradients(GradientSource):
-    """The gradients of an unwrapped module, for hooks that average weights with one process per machine. At the end of
-    the backward pass each gradient becomes a bucket. `accumulates`: returns whether the current backward pass only
-    accumulates gradients; None: no pass does."""
+    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine. At the
+    end of the backward pass each gradient becomes a bucket. `accumulates` returns whether the running backward pass
+    only accumulates gradients."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
@@ -238,7 +237,7 @@ class PlainGradients(GradientSource):
         self._handles = call_after_accumulation(self.names.named_parameters().values(), self._on_accumulated)
         module = self.module
         assert module is not None
-        weakref.finalize(module, _keep, self).atexit = False  # it lives as long as the module
+        weakref.finalize(module, _keep, self).atexit = False  # keep this source alive as long as the module
 
     def unregister(self) -> None:
         while self._handles:
@@ -281,7 +280,7 @@ class PlainGradients(GradientSource):
 
 
 def _keep(source: PlainGradients) -> None:
-    """Does nothing. The module's finalizer owns the source, and drops it after this call."""
+    """Do nothing: the module's finalizer owns the source, and drops it after this call."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

@@ -49,8 +49,8 @@ class Members:
             raise HookConfigError(f"members.register({name!r}): the name is registered already")
         self._steps.registered[name] = get, set
 
-    def leave(self, wait_s: float = 0.0) -> bool:
+    def leave(self, wait_s: float | None = None) -> bool:
         """Leave the training, between two steps: end the round early and send this machine's part, if the others come
-        to their outer step within `wait_s` seconds. They no longer wait for this machine. Returns whether its part was
-        sent. A later outer step raises HookRunError."""
+        to their outer step within `wait_s` seconds (None: `Torchft.leave_s`). They no longer wait for this machine.
+        Returns whether its part was sent. A later outer step raises HookRunError."""
         return self._driver.leave(wait_s)

@@ -1,7 +1,7 @@
-"""Copies state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
+"""Copy state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
 
-The state is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their
-scales, the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model, rank 0 means the
+This state is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their
+scales, the vectors of a spectral norm, observers that start at infinity, masks. In a sharded model rank 0 means the
 rank of the first replica that holds the same shard.
 """
 
@@ -39,14 +39,8 @@ _ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
 
 
 class CommonState:
-    """Shares state among the ranks. All ranks must call each method at the same point of the training.
-
-    Args:
-        hook: name of the hook, for messages.
-        loss_scale: the argument of `attach`. If it belongs to a GradScaler, the GradScaler is shared, too.
-        counters: count the bytes that are sent.
-        logs: whether this rank logs.
-    """
+    """Shares state among the ranks. All ranks must call each method at the same point of the training. `loss_scale` is
+    as passed to `attach`; if it belongs to a GradScaler, the GradScaler is shared, too."""
 
     def __init__(
         self,
@@ -95,7 +89,7 @@ class CommonState:
         return sorted({each for text in found for each in text.splitlines()})
 
     def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
-        """Return the parts of the state: label in messages -> value, function that sets the value."""
+        """Map the label in messages of each part of the state to its value and the function that sets it."""
         found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
         module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
@@ -112,7 +106,7 @@ class CommonState:
             groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
             names = self._names_of(parameters)
             set_value = functools.partial(_set_optimizer, optimizer, names)
-            value = {names: {"state": state, "groups": groups}}  # the key keeps state from reaching other parameters
+            value = {names: {"state": state, "groups": groups}}  # the key ensures that the parameters are the same
             found[label + (f" ({same + 1})" if same else "")] = value, set_value
         if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
             found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
@@ -124,7 +118,7 @@ class CommonState:
         parts: Mapping[str, Node],
         arrived: Mapping[int, torch.Tensor],
     ) -> set[str]:
-        """Set the parts of this rank's state to those described. Returns the labels that only one side has."""
+        """Set the parts of this rank's state to the described ones. Return the labels that only one side has."""
         differing = set(own.keys() ^ parts.keys())
         for label, node in parts.items():
             value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
@@ -170,7 +164,7 @@ class CommonState:
     def _receive(
         self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dict[int, torch.Tensor]:
-        """Broadcast tensors of rank 0, which it takes from `own`. Returns them by their numbers on rank 0."""
+        """Broadcast tensors of rank 0, which sends them from `own`. Return them by their numbers on rank 0."""
         found: dict[int, torch.Tensor] = {}
         for piece in _messages(leaves):
             sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
@@ -187,14 +181,14 @@ class CommonState:
     # ---- for a machine that is behind --------------------------------------------------------------------------------
 
     def described(self, more: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-        """Describe all state of this rank, and the values `more` by label. Returns the description and the tensors."""
+        """Describe all state of this rank, and the values `more` by label. Return the description and the tensors."""
         tensors, file = list[torch.Tensor](), io.BytesIO()
         values = {label: value for label, (value, _) in self._parts(optimizers=True).items()} | dict(more)
         torch.save({label: _described(value, tensors) for label, value in values.items()}, file)
         return file.getvalue(), tensors
 
     def read(self, form: bytes, read: Callable[[int, torch.Tensor], None]) -> dict[int, torch.Tensor]:
-        """Read the tensors of a description into host memory, by their numbers."""
+        """Read the tensors of a description into host memory. Return them by their numbers."""
         found = {}
         for _, leaf in self._leaves_of(form):
             found[leaf.number] = torch.empty(leaf.shape, dtype=leaf.dtype)
@@ -238,7 +232,7 @@ class CommonState:
 
     @torch.no_grad()
     def differing_weights(self) -> list[str]:
-        """Return the names of trained weights that are not equal on all ranks."""
+        """Return the names of the trained weights that are not equal on all ranks."""
         known = self._source.names.named_parameters()
         own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
         rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
@@ -246,7 +240,7 @@ class CommonState:
 
     @torch.no_grad()
     def equalize(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """If `parameters`, which should be equal on all ranks, are not, average them and warn."""
+        """Average `parameters` and warn if they are not equal on all ranks, as they should be."""
         if not parameters.keys() & set(self.differing_weights()):
             return
         if self._logs:
@@ -262,11 +256,11 @@ class CommonState:
             write_back(layout, collectives.start(send, group, self._counters, "").wait())
 
 
-# ---- functions that set a part of the state --------------------------------------------------------------------------
+# ---- how a part of the state is set ----------------------------------------------------------------------------------
 
 
 class _CannotRebuild(Exception):
-    """Raised if this rank has no object into which rank 0's state can be copied."""
+    """Raised if this rank has no object into which the state of rank 0 can be copied."""
 
 
 def _set_buffer(module: torch.nn.Module | None, name: str, value: Any) -> None:
@@ -308,7 +302,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Leaf(NamedTuple):
-    """A tensor in a description. `number`: its index in the list of all tensors."""
+    """A tensor in a description. `number` is its index in the list of all tensors."""
 
     number: int
     shape: tuple[int, ...]
@@ -355,8 +349,8 @@ def _keeps_own(node: Node) -> bool:
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
-    """Make `own` the value that `node` describes, in place where possible, and return it. `arrived`: tensors of rank 0
-    by number; a tensor that is not there already has the same value in `own`."""
+    """Set `own` to the value that `node` describes, in place where possible, and return it. `arrived` has tensors of
+    rank 0 by number; tensors missing from it are equal in `own`."""
     kind, inner = node
     if kind == "own":
         return own

@@ -1,6 +1,6 @@
-"""The fragments of a model's weights, which take their outer steps in turn (Douillard et al.: Streaming DiLoCo, 2025,
-section 2). Without fragments and delay, all weights take an outer step at the end of each round, as in the first
-paper."""
+"""Run the outer steps of a model's weights, which may be divided into fragments that take turns (Douillard et al.:
+Streaming DiLoCo, 2025, section 2). Without fragments and delay, all weights take the outer step of the first paper at
+the end of a round."""
 
 import collections
 import contextlib
@@ -42,17 +42,16 @@ class FragmentSession(ExchangeDriver):
     """Runs the outer steps of one model. All ranks must call each method after the same backward passes.
 
     A round has H passes and P fragments. Fragment k is applied after (k + 1) * H / P passes: its anchor takes the outer
-    step, and its weights become the anchor plus what the training has added since the exchange started. The exchange
+    step, and its weights become the anchor plus the changes of the training since the exchange started. The exchange
     starts `delay` passes earlier; exchanges of different fragments never overlap.
 
     Args:
-        compressor: its exchange is an outer step.
         binding: the model and the ranks. With a `delay` nothing else may use the group.
         sizes: number of elements of each whole parameter, of which this rank may have a shard.
         nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages its
             weights with one rank of every other node. None: all ranks average their weights.
         membership: the machines, which come and go; `MemberSteps` then runs the outer steps by `held_step`. The ranks
-            of a machine average gradients. None: the model's ranks are all ranks.
+            of a machine average gradients. None: the ranks of the model are all.
 
     Attributes:
         immediate: whether all weights are exchanged together while the training waits.
@@ -94,24 +93,24 @@ class FragmentSession(ExchangeDriver):
 
     @property
     def apart(self) -> int:
-        """The number of ranks, nodes or machines that train independently."""
+        """The number of ranks, nodes or machines that train apart."""
         return self.group.size() if self.membership is None else max(1, len(self.membership.machines))
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """The ranks that average their gradients in each pass; None if this rank has no others to average with."""
+        """The ranks that average their gradients with this rank in each pass; None without other ranks."""
         if self.nodes is not None:
             return self.nodes.intra_node
         model = self.consensus.binding.group()
         return model if self.membership is not None and model.size() > 1 else None
 
     def due(self, passes: int) -> bool:
-        """Whether a fragment must be sent or applied after `passes` passes of the round."""
+        """Return whether a fragment must be sent or applied after `passes` passes of the round."""
         turn = (self._turn + 1) * self._distance
         return passes >= (turn - self._delay if self._in_flight is None else turn)
 
     def advance(self, passes: int) -> bool:
-        """Send and apply what is due after `passes` passes of the round. Returns whether the round has ended."""
+        """Send and apply what is due after `passes` passes of the round. Return whether the round has ended."""
         while self.due(passes):
             if self._delay and self._in_flight is None:
                 self._in_flight = _DelayedExchange(self, self._fragment(self._turn))
@@ -141,8 +140,8 @@ class FragmentSession(ExchangeDriver):
             self._exchange(buffers)
 
     def forget(self, *, until_timeout: bool = False) -> None:
-        """Drop the exchange in flight and begin a round. `until_timeout`: wait for the exchange up to the process
-        group's timeout, not only for some seconds."""
+        """Drop the exchange in flight and begin a round. With `until_timeout` wait for the exchange up to the process
+        group's timeout, otherwise for a few seconds."""
         exchange, self._in_flight, self._turn = self._in_flight, None, 0
         self._buffers.clear()
         if exchange is not None:
@@ -152,7 +151,7 @@ class FragmentSession(ExchangeDriver):
         return norm_and_cosine(self._measured)
 
     def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        for name, each in parameters.items():  # one by one, because the anchor may have no room on the device
+        for name, each in parameters.items():  # one by one, because the whole anchor may not fit on the device
             self.state[ANCHOR.key].update(copied({name: each}))
             self.place_state([name])
 
@@ -163,7 +162,7 @@ class FragmentSession(ExchangeDriver):
             for name in kept.keys() if names is None else kept.keys() & names:
                 if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(known[name].device):
                     kept[name] = to_host(kept[name])
-                elif self._delay:  # commits on the background stream free what this stream has allocated
+                elif self._delay:  # commits on the background stream free memory that this stream has allocated
                     with in_background(kept[name].device, after_current=False):
                         keep_for_current_stream([kept[name]])
 
@@ -177,22 +176,22 @@ class FragmentSession(ExchangeDriver):
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
-        """Begin an outer step of all weights among the machines, without a commit. `weight`: weight of this machine's
-        differences in the mean. `exchanges`: whether this rank exchanges them; otherwise it gets the result from rank 0
+        """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
+        machine's differences in the mean. A rank that does not exchange them (`exchanges`) gets the result from rank 0
         of its model."""
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
     @torch.no_grad()
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
-        """Take the outer step of a fragment while the training waits. Two buffers are exchanged at a time, so that the
-        memory needed does not grow with the model."""
+        """Run the outer step of a fragment while the training waits. Exchange two buffers at a time, so that the memory
+        needed does not grow with the model."""
         if not buffers:
             return
         device = buffers[0].layout.device
         self.held.settle()  # a save may have written the residuals on another stream
-        # A buffer is committed before the next but one is sent. To commit all buffers or none, each contains a NaN if
-        # any weight of the fragment is not finite here, or on a rank with another part of the weights.
+        # A buffer is committed before the one after the next is sent. To commit all buffers or none, each carries a NaN
+        # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
         good = self.weights_finite(buffers)
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
         with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
@@ -206,11 +205,11 @@ class FragmentSession(ExchangeDriver):
         self._count(self._on_all_parts(good), buffers)
 
     def _commit(self, work: OuterStepWorkspace, exchange: RunningExchange, good: torch.Tensor) -> torch.Tensor:
-        """Finish the exchange of a buffer, and set the weights to the new anchor. Returns whether this buffer and all
-        buffers before it (`good`) are finite."""
+        """Finish the exchange of a buffer, and set the weights to the new anchor. Return whether this and all earlier
+        buffers (`good`) are finite."""
         finish_sends([exchange])
         good = good & exchange.finite
-        if self.nodes is not None:  # their weights stay equal
+        if self.nodes is not None:  # the ranks of a node must keep equal weights
             good = good_on_all(good, self.nodes.intra_node, "the node")
         self.write_anchor([exchange], good)
         write_back(work.layout, exchange.result)
@@ -222,7 +221,6 @@ class FragmentSession(ExchangeDriver):
         return self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
-        """Let exchanges write what they have learned, if `good`."""
         with self.held.committing(good.device):
             self.state.local_shared = False
             for each in exchanged:
@@ -235,7 +233,7 @@ class FragmentSession(ExchangeDriver):
         if exchange is None or not exchange.buffers:
             return
         before = self.state.nonfinite_steps
-        # Not after the work queued by the training: the two overlap until the weights are set.
+        # Do not wait for the work queued by the training: the commit does not depend on it.
         with in_background(exchange.device, after_current=False):
             good = self._on_all_parts(exchange.finite())
             with self.held.committing(good.device):
@@ -254,8 +252,8 @@ class FragmentSession(ExchangeDriver):
         self._measured = [each.measured for each in buffers if each.measured is not None]
 
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
-        """Whether `good` is true for all parts of the weights. Each rank of a node, or each shard, exchanges its part
-        with its counterparts."""
+        """Return whether `good` is true for all parts of the weights, which the ranks of a node or the shards
+        exchange."""
         if self.nodes is not None:
             good = good_on_all(good, self.nodes.intra_node, "the node")
         if self.consensus.binding.shards is not None:
@@ -284,8 +282,8 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class HeldOuterStep:
-    """An outer step of all weights among the machines. It can be given up between `exchange` and `commit`, because
-    nothing is written before `commit`."""
+    """An outer step of all weights among the machines. It can be abandoned until `commit`, because nothing is written
+    before."""
 
     def __init__(
         self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
@@ -294,7 +292,7 @@ class HeldOuterStep:
         self._running: list[RunningExchange] = []
         if not exchanges:
             return
-        # To commit all buffers or none, each contains a NaN if any weight is not finite.
+        # To commit all buffers or none, each carries a NaN if any weight is not finite.
         good = session.weights_finite(buffers)
         for work in buffers:
             work.weight = weight
@@ -310,7 +308,7 @@ class HeldOuterStep:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of the model must call
+        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of a model must call
         this."""
         session, device = self._session, self._buffers[0].layout.device
         good = torch.ones((), dtype=torch.bool, device=device)
@@ -340,9 +338,10 @@ class HeldOuterStep:
 
 
 class _DelayedExchange:
-    """The outer step of a fragment in the background. It starts in the constructor, and overlaps with the training. On
-    an accelerator it is queued on a stream of its own, and the host does not wait. On the CPU a thread waits for the
-    network."""
+    """Runs the outer step of a fragment in the background while the training continues. It begins in the constructor.
+
+    On an accelerator it runs on a stream, and the host does not wait. On the CPU a thread waits for the network.
+    """
 
     def __init__(self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace]) -> None:
         self.buffers = buffers
@@ -362,11 +361,11 @@ class _DelayedExchange:
             return
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
-        # At exit, too, because the process would abort if it stopped a thread inside a collective.
+        # This also joins the thread at exit: the process would abort if it stopped a thread within a collective.
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
     def _exchange(self) -> None:
-        # Do not set the precision of products: the setting is global, and the training may be multiplying now.
+        # Leave the precision of products alone: it is a setting of the process, and the training may be multiplying.
         with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance()
@@ -381,14 +380,13 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait for the thread to end. On an accelerator nothing needs to wait, because memory is kept for the
-        stream."""
+        # On an accelerator nothing needs to wait, because the memory is kept for the stream.
         if self._thread is not None:
             _join(self._thread, limit_s)
 
     def finite(self) -> torch.Tensor:
-        """Return whether everything received is finite (0-dim bool tensor). On the CPU this waits, and raises the
-        thread's error; on an accelerator call it on the background stream."""
+        """Return whether everything received is finite (0-dim bool tensor). On the CPU wait, and raise the thread's
+        error. On an accelerator call this on the background stream."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -402,7 +400,7 @@ class _DelayedExchange:
 
     @torch.no_grad()
     def write_weights(self, *, keep_training: bool) -> None:
-        """Set the weights to the anchor. With `keep_training`, add what the training has changed since the weights were
+        """Set the weights to the anchor. With `keep_training` add what the training has changed since they were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
             if keep_training:

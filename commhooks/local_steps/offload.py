@@ -1,7 +1,7 @@
-"""Keeps the anchor and the momentum in host memory while the weights are on an accelerator.
+"""Keep the anchor and the momentum in host memory while the weights are on an accelerator.
 
-An outer step reads and writes each of them once in many steps, so they need no device memory beside the model. Copies
-run on a stream of their own, while other buffers are exchanged.
+An outer step reads and writes each of them once in many steps, so they need no memory on the device between outer
+steps. Copies run on a stream of their own, while other buffers are exchanged.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +29,8 @@ def fetch(kept: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.
 
 
 def put_back(values: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Copy `values`, on `device`, to host memory: into the existing tensors of `kept`, or into new ones. The host does
-    not wait, so call `wait_for_copies` before `HeldState.committing` ends."""
+    """Copy `values`, on `device`, into the host tensors in `kept`, adding tensors for missing names. The host does not
+    wait: call `wait_for_copies` before `HeldState.committing` ends."""
     for name in values.keys() - kept.keys():
         kept[name] = to_host(torch.zeros_like(values[name], device="cpu"))
     with copying(device, after_current=True):

@@ -16,7 +16,7 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: accelerate sharded --> the same on four ranks, where FSDP2 of Accelerate works
     <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
     <!-- snippet: transformers sharded --> `model`, `train_dataset` and `TrainingArguments`, on such four ranks
-    <!-- snippet: continued -->   whatever the snippet above it left
+    <!-- snippet: continued -->   whatever the python snippet above it left
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
                                   (of a diff the new version; the old one as below)
     <!-- snippet: lightning ranks --> the same in processes as torchrun starts them, which is much faster
@@ -36,6 +36,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -113,7 +114,8 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
             if not snippets or snippets[-1].needs not in RUN_AS_SCRIPTS:
                 raise WrongSnippet(f"{where}: the output of what? Above it must be a script")
             snippets[-1] = dataclasses.replace(snippets[-1], output=text)
-        above = snippets[-1] if needs == "continued" and snippets else None
+        python = [each for each in snippets if each.language == "python"]
+        above = python[-1] if needs == "continued" and python else None
         snippets.append(Snippet(page, number + 1, opening[3], needs, text, above))
         number = end + 1
     return snippets
@@ -278,6 +280,7 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     os.chdir(folder)
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, before)
+        undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         if lighthouse is not None:
             undo.enter_context(mock.patch.dict(os.environ, TORCHFT_LIGHTHOUSE=lighthouse[0]))
         undo.enter_context(_logging_as_before())

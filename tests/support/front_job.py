@@ -2,11 +2,13 @@
 
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
 optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
-as long as there is a file "slow" in the folder.
+as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after this outer step, in mid-round.
 """
 
 import hashlib
 import json
+import os
+import signal
 import socket
 import sys
 import time
@@ -24,8 +26,8 @@ EVERY = 5
 class Rounds:
     """Prints the lines."""
 
-    def __init__(self, folder: Path) -> None:
-        self._slow, self._before = folder / "slow", 0
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._slow, self._before, self._sigterm = Path(given["folder"]) / "slow", 0, given.get("sigterm")
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
@@ -36,6 +38,9 @@ class Rounds:
             more["weights"], more["moments"] = hash_of(weights), hash_of(optimizer.state[p]["exp_avg"] for p in weights)
             lr = optimizer.param_groups[0]["lr"]
             said("round", step=stats["step"], names=names_in(hook), steps=steps, lr=lr, **more)
+        if self._sigterm is not None and stats["step"] >= self._sigterm and stats["step_in_round"] == 2:
+            self._sigterm = None
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1 if self._slow.exists() else 0.0)
 
 
@@ -90,7 +95,7 @@ def lightning(given: dict[str, Any]) -> None:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     class Looks(pl.Callback):
-        rounds, weights = Rounds(Path(given["folder"])), ""
+        rounds, weights = Rounds(given), ""
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             hook, optimizer = trainer.strategy.comm_hook, trainer.optimizers[0]
@@ -119,10 +124,14 @@ def lightning(given: dict[str, Any]) -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    module = Module()
-    trainer.fit(module, loader, loader, ckpt_path=given.get("resume"))
-    hook = trainer.strategy.comm_hook
-    said("end", steps=trainer.global_step, round=hook.stats()["step"], names=names_in(hook))
+    module, ended_by = Module(), ""
+    try:
+        trainer.fit(module, loader, loader, ckpt_path=given.get("resume"))
+    except SystemExit as error:
+        ended_by = type(error).__name__
+    hook, weights = trainer.strategy.comm_hook, hash_of(module.parameters())
+    end = {"steps": trainer.global_step, "round": hook.stats()["step"], "names": names_in(hook)}
+    said("end", weights=weights, ended_by=ended_by, **end)
 
 
 def fabric(given: dict[str, Any]) -> None:
@@ -137,7 +146,7 @@ def fabric(given: dict[str, Any]) -> None:
     optimizer, scheduler = new_optimizer(bare)
     model, optimizer = fabric.setup(bare, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(new_data(given["name"]), batch_size=4))
-    hook, done, rounds = strategy.comm_hook, [0], Rounds(Path(given["folder"]))
+    hook, done, rounds = strategy.comm_hook, [0], Rounds(given)
     hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
     while done[0] < given["steps"]:
@@ -173,7 +182,8 @@ def accelerate(given: dict[str, Any]) -> None:
     optimizer, scheduler = new_optimizer(model)
     loader = DataLoader(new_data(given["name"]), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    hook, done, rounds = handler.attached, [0], Rounds(Path(given["folder"]))
+    hook, done, rounds = handler.attached, [0], Rounds(given)
+    signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
     hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
     while done[0] < given["steps"]:
@@ -187,6 +197,11 @@ def accelerate(given: dict[str, Any]) -> None:
                 continue
             done[0] += 1
             rounds.look(hook, optimizer.optimizer, done[0])
+            if accelerator.check_trigger():
+                hook.members.leave()
+                weights = hash_of(model.parameters())
+                said("end", steps=done[0], round=hook.stats()["step"], names=names_in(hook), weights=weights)
+                return
             if done[0] in (7, given["steps"] - 3):
                 before = hash_of(model.parameters())
                 accelerator.save_state(folder / "state")
@@ -214,7 +229,7 @@ def transformers(given: dict[str, Any]) -> None:
             return {"loss": found.square().mean(), "logits": found}
 
     class Looks(TrainerCallback):
-        rounds, weights = Rounds(Path(given["folder"])), ""
+        rounds, weights = Rounds(given), ""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer = trainer.optimizer.optimizer
@@ -241,6 +256,7 @@ def transformers(given: dict[str, Any]) -> None:
         save_total_limit=2,
         logging_steps=5,
         report_to=given.get("report_to", "none"),
+        enable_jit_checkpoint="sigterm" in given,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
@@ -258,6 +274,7 @@ def transformers(given: dict[str, Any]) -> None:
     trainer.train()
     hook = trainer.comm_hook
     end = {"steps": trainer.state.global_step, "round": hook.stats()["step"], "names": names_in(hook)}
+    end["weights"] = hash_of(p for group in trainer.optimizer.param_groups for p in group["params"])
     if given["name"] == "a":  # the last 16 steps once more, as a new machine; it meets the others after the first one
         trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 16}")
         assert hook is not trainer.comm_hook

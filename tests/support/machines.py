@@ -128,6 +128,28 @@ def assert_equal(*machines: Machine) -> None:
     assert compared > 3
 
 
+def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> dict[str, Any]:
+    """Two machines train by front_job.py, and b gets SIGTERM in mid-round: it ends the round early, together with a,
+    which goes on alone at once. Returns the last line of b."""
+    (folder / "slow").touch()
+    with lighthouse() as address:
+        new = functools.partial(Machine, _JOB, address, folder, steps=10_000, **given)
+        first = new("a", *modules, seed=0)
+        second = new("b", *modules, seed=1, sigterm=first.round(2)["step"] + 4)
+        try:
+            end = second.end()
+            first.wait_for(lambda line: line.get("names") == ["a"] and line["step"] > end["round"], 20.0)
+            last = first.rounds[end["round"]]
+            assert last["names"] == ["a", "b"] and last["weights"] == end["weights"], (last, end)
+            log = second.log.read_text()
+            assert "this machine leaves, and has sent its part of the round" in log, log
+        finally:
+            first.kill()
+            second.kill()
+    assert_equal(first, second)
+    return end
+
+
 def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[Machine, Machine, dict[str, Any]]:
     """Machine a trains `given["steps"]` steps by front_job.py. b comes later, with other weights, trains some rounds
     with it, and is killed. Returns both and the last line of a."""

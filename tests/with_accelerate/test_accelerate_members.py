@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machines import one_comes_and_is_killed
+from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm
 
 
 @pytest.mark.timeout(180)
@@ -19,3 +19,9 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
     log = a.log.read_text()
     assert log.count("marked inexact") == 1, log
     assert "nothing is sent" not in log and "Warning" not in log, log
+
+
+@pytest.mark.timeout(180)
+def test_sigterm(tmp_path: Path) -> None:
+    """With the trigger of Accelerate, as in docs/members.md."""
+    one_gets_sigterm(tmp_path, "accelerate", front="accelerate")

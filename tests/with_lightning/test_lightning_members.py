@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machines import one_comes_and_is_killed
+from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,3 +24,8 @@ def test_trainer(tmp_path: Path) -> None:
 
 def test_fabric(tmp_path: Path) -> None:
     one_comes_and_is_killed(tmp_path, "lightning.pytorch", front="fabric", steps=170)
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """A spot instance that is taken away."""
+    assert one_gets_sigterm(tmp_path, "lightning.pytorch", front="lightning")["ended_by"] == "SIGTERMException"

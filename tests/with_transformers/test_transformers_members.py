@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from tests.support.machines import one_comes_and_is_killed  # noqa: E402
+from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm  # noqa: E402
 
 
 @pytest.mark.timeout(180)
@@ -20,3 +20,10 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
     log = a.log.read_text()
     assert log.count("marked inexact") == 2, log  # by a hook in each training
     assert "nothing is sent" not in log and "Warning" not in log, log
+
+
+@pytest.mark.timeout(180)
+def test_sigterm(tmp_path: Path) -> None:
+    """With the Trainer's own handling of SIGTERM, which saves first."""
+    one_gets_sigterm(tmp_path, "transformers.trainer", front="transformers")
+    assert any((tmp_path / "b").glob("checkpoint-*/trainer_state.json"))

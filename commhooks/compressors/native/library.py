@@ -1,7 +1,7 @@
-"""Compiles the C kernels on this machine, loads them, and compares builds.
+"""Compile the C kernels on this machine, load them, and compare builds.
 
-The first hook that needs them uses the machine's C compiler to build one shared library from `powersgd.c` and
-`quantized.c`, for float and for double. The library stays in the user's cache folder.
+The first hook that needs them compiles `powersgd.c` and `quantized.c`, for float and for double, into one shared
+library, with the machine's C compiler. The library is kept in the user's cache folder.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fPIC", "-fvisibility=default")
 SOURCES = {
     "powersgd.c": ("-ffp-contract=fast",),
-    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # every operation is rounded, as in torch
+    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # round every operation, as torch does
 }
-"""The sources, with flags in addition to `FLAGS`."""
+"""The sources, with compiler flags in addition to `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes in which the kernels compute, and the values of `REAL` in the sources."""
 COMPILE_LIMIT_S = 60.0
-"""Compiling takes one or two seconds; other ranks wait for this rank."""
+"""Time limit for the compiler. Compiling takes one or two seconds; other ranks wait for this one."""
 SWITCH = "COMMHOOKS_NATIVE"
-"""The environment variable that turns off the C kernels and the Triton kernels: COMMHOOKS_NATIVE=0."""
+"""The environment variable that disables the C and Triton kernels: COMMHOOKS_NATIVE=0."""
 _MESSAGE_LENGTH = 500
 _TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
 """The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows, first row."""
@@ -48,7 +48,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "quantise": (ctypes.c_int, ctypes.c_double, ctypes.c_double, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
     "dequantise": (ctypes.c_int,),
 }
-"""The functions of the sources, with the types of their other arguments."""
+"""The functions in the sources, with the types of their other arguments."""
 
 
 def is_wanted(device: torch.device) -> bool:
@@ -85,7 +85,7 @@ def _build(library: ctypes.CDLL, results_of: Callable[[torch.dtype], bytes]) -> 
 
 
 def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers between -0.5 and 0.5, with the same bits on every machine."""
+    """Return numbers between -0.5 and 0.5 that have the same bits on every machine."""
     counted = torch.arange(start, start + numel, dtype=torch.float64)
     return ((counted * 0.6180339887498949).frac() - 0.5).to(dtype)
 
@@ -102,7 +102,7 @@ def load() -> ctypes.CDLL:
         )
     try:
         processor = sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
-        # The key includes the processor, because machines with different processors may share a home folder.
+        # The key includes the processor: machines with different processors may share a home folder.
         known_by = (compiler, FLAGS, SOURCES, platform.machine(), processor)
         key = hashlib.sha256(source_text() + repr(known_by).encode()).hexdigest()[:16]
         with _cache_folder() as folder:
@@ -119,14 +119,13 @@ def load() -> ctypes.CDLL:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
+    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if memory runs out."""
     found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
     return found
 
 
 def source_text() -> bytes:
-    """Return the contents of the sources and headers, without files that editors leave beside them."""
-    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
+    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]  # no files left behind by editors
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
@@ -138,7 +137,7 @@ def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
         made = Path(temporary, library.name)
         _compile(compiler, made)
         with made.open("r+b") as written:
-            os.fsync(written.fileno())  # loading a library truncated by a power cut would end the process
+            os.fsync(written.fileno())  # loading a library that a power cut has truncated would end the process
         os.replace(made, library)  # atomic: several ranks may do this at once
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library))
@@ -175,18 +174,18 @@ def _run(command: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cache_folder() -> Iterator[Path]:
-    """Context manager: the cache folder, or a temporary folder if other users could write to the cache folder."""
+    """Yield the cache folder, or a temporary folder if other users could write to the cache folder."""
     with contextlib.suppress(RuntimeError):  # there is no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
         if _is_private(folder):
             yield folder
             return
     with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
-        yield Path(temporary)  # a loaded library does not need its file
+        yield Path(temporary)  # deleted afterwards: a loaded library does not need its file
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only the user owns the folder and can write to it. Security: code is loaded from this folder."""
+    """Return whether only the user can write to `folder`. Code is loaded from it, so this is a matter of security."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -1,7 +1,8 @@
-"""Tables for the C kernels: one row of 64-bit fields per matrix, factor or piece, as in the structs of `tables.h`.
+"""Define the arguments of the C kernels: tables with a row of 64-bit fields per matrix, factor or piece, laid out as
+the structs in `tables.h`.
 
-Kernels run in the OpenMP threads of torch's operators if torch's library has the entry point `GOMP_parallel`, as on
-Linux. A second thread pool would compete with them.
+Kernels run in the OpenMP threads of torch's operators if torch's library exports `GOMP_parallel`, as on Linux. A second
+thread pool would compete with them.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from commhooks.errors import HookRunError
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
 _GRAIN = 2**15
-"""Minimum number of elements per thread, as in torch's operators."""
+"""Minimum number of elements per thread, as for torch's operators."""
 _IMPORTED_IN = os.getpid()
 
 
@@ -27,13 +28,12 @@ class Table:
     """Base of the tables.
 
     Args:
-        rows: the values of the first fields, per row; the other fields are 0.
-        dtype: the dtype of the numbers that the kernel processes.
+        rows: the values of the first fields in each row; the other fields are 0.
 
     Attributes:
         fields: the members of the struct, in order.
-        pointers: the fields that `point` writes. Each has the indices of two fields, whose product is the number of
-            elements there.
+        pointers: the fields that `point` writes, each with the indices of two fields whose product is the number of
+            elements at that address.
         rows: `rows x fields`, int64.
     """
 
@@ -48,16 +48,15 @@ class Table:
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
         self._functions: dict[str, Callable[..., int]] = {}
-        # The memory of `rows`. Writing a column through it takes less time than one torch operator.
+        # Views the memory of `rows`: writing a whole column this way takes less time than one torch operator.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
     @staticmethod
     def elements_of(row: Sequence[int]) -> int:
-        """Estimate the number of elements processed for a row, from its sizes."""
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
-        """Return a copy with the rows at `places` (ascending), or this table if that is all rows."""
+        """Return a table of the rows at `places` (ascending), or this table if `places` has all rows."""
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
@@ -75,7 +74,7 @@ class Table:
         return self.rows[:, self.fields.index(field)]
 
     def point(self, **tensors: Sequence[torch.Tensor | None] | None) -> None:
-        """Write the addresses of tensors into fields; 0 for None. The caller must keep the tensors alive."""
+        """Write the addresses of tensors, or 0 for None, into fields. The caller must keep the tensors alive."""
         for field, each in tensors.items():
             i, j = self.pointers[field]
             place = self.fields.index(field)
@@ -85,7 +84,7 @@ class Table:
 
 
 class MatrixTable(Table):
-    """`struct matrix`: n, m and r, then addresses of delta and residual (n x m) and of factors (r x n, r x m)."""
+    """`struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x m)."""
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
@@ -102,8 +101,8 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows (or 0), and
-    of the result."""
+    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows, and of the
+    result."""
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
@@ -118,7 +117,7 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, and the block size, then
+    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
     addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
@@ -129,8 +128,8 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`. Raises HookRunError unless its memory contains `numel` contiguous numbers of
-    `dtype`; C uses it without further checks."""
+    """Return the address of `tensor`. Raise HookRunError unless it holds `numel` contiguous numbers of `dtype` on the
+    CPU: C accesses the memory without any other check."""
     place = tensor.data_ptr()
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
@@ -143,13 +142,13 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel` (or None), and the number of threads for this many elements: at most as
-    many as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on it."""
+    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`, at most as many
+    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on either."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:
         return start, 1
-    # OpenMP hangs in a forked process if the parent has used it, for the kernel or for torch.
+    # OpenMP hangs in a forked process if the parent had used it, for the kernel or for torch.
     return start, threads if os.getpid() == _IMPORTED_IN else 1
 
 

@@ -1,6 +1,6 @@
-"""Batched PowerSGD: each bucket as one square matrix, padded with zeros.
+"""Implement batched PowerSGD, which compresses each bucket as one square matrix padded with zeros.
 
-Source: `batched_powerSGD_hook` of torch.distributed. There is a residual per parameter, and a Q per bucket.
+Source: `batched_powerSGD_hook` of torch.distributed. There is one residual per parameter and one Q per bucket.
 """
 
 import math
@@ -21,22 +21,20 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 
 class BucketQ(FactorField):
-    """The Q of a bucket, saved without conversion."""
-
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        # The size of the matrix is unknown until DDP builds its buckets. A Q of another size is replaced then.
+        # Until DDP has built its buckets the size of the matrix is unknown. `refit` discards a Q of another size.
         return None
 
 
 class BatchedCpuKernel(CpuKernel):
-    """A `CpuKernel` for the single matrix of a bucket. It excludes parameters that have no gradient on any rank."""
+    """A `CpuKernel` for the single matrix of a bucket. It leaves out parameters without a gradient on any rank."""
 
     def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
-        self.largest = None  # `products.largest` is for the whole bucket
+        self.largest = None  # `products.largest` is a single number for the whole bucket
 
     def add_residuals(self, bucket: BucketPass) -> None:
         for slot in self.work.slots:
@@ -98,7 +96,7 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         factor = chosen(good, bucket.step.residual_factor, 1.0)
         if not is_one(factor):
             residual.mul_(factor)
-        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # False in the padding
+        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # the padding has no residual
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
@@ -117,7 +115,7 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
         label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
         sparse = any(info.sparse for info in parameters)
         complex_numbers = any(info.parameter.is_complex() for info in parameters)
-        # The key identifies the sequence of parameters, because another bucket layout has another matrix.
+        # The key identifies the sequence of parameters: a bucket of other parameters forms another matrix.
         key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
         plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
         if sparse or complex_numbers or 2 * side * rank >= numel:

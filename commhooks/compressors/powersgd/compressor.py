@@ -1,4 +1,4 @@
-"""PowerSGD for the engine: which matrices are compressed, the learned state, and the kernel of a bucket."""
+"""Define the compressor of PowerSGD: which matrices it compresses, its learned state, and the kernel of a bucket."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """The plan to compress a gradient as an `n x m` matrix at `rank`, or to leave it uncompressed for a reason."""
+    """Plans a gradient as an `n x m` matrix compressed at `rank`, or as uncompressed with a reason."""
 
     n: int = 0
     m: int = 0
@@ -46,14 +46,14 @@ class MatrixPlan(UnitPlan):
 
 
 class FactorField(StateField):
-    """The Q of a matrix, transposed: `r x m`."""
+    """The learned Q of a matrix, stored transposed: `r x m`."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
         return plan.rank, plan.m
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank, or append rows of `initial` (None: zeros, which the kernel replaces)."""
+        """Truncate to the new rank, or append rows of `initial`, or else zeros, which the kernel replaces."""
         rank, rows = self.shape(plan)[0], len(value)
         if not rank:
             return None
@@ -65,7 +65,7 @@ class FactorField(StateField):
 
 
 class ParameterQ(FactorField):
-    """The Q of a parameter, saved as `r x (the other dimensions in logical order)`."""
+    """Saved as `r x (the other dimensions in logical order)`."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rest = memory_order(parameter)[1:]
@@ -75,7 +75,7 @@ class ParameterQ(FactorField):
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
         order = memory_order(parameter)
-        if row_dim != order[0]:  # with another memory format, other elements form a row
+        if row_dim != order[0]:  # the memory format has changed, so the rows consist of other elements
             return None
         rest = order[1:]
         ordered = sorted(rest)
@@ -89,8 +89,6 @@ class ParameterQ(FactorField):
 
 
 class LowRankCompressor(Compressor[AnyPowerSGD]):
-    """Base of PowerSGD and batched PowerSGD: two all-reduces per bucket."""
-
     title = "PowerSGD"
     collectives = ("sum", "sum")
     exchange = staticmethod(low_rank_exchange)
@@ -120,7 +118,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # The same numbers as `PowerSGDWorkspace.draw_q` at the first step.
+        # The same numbers as `PowerSGDWorkspace.draw_q` draws at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
@@ -150,7 +148,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
 
 
 def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
-    """Return the bytes of one bucket's messages; an upper bound if `rows` belong to several buckets."""
+    """Return the bytes of the messages of one bucket; an upper bound if `rows` belong to several buckets."""
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
@@ -165,8 +163,8 @@ class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
     q = ParameterQ("q")
 
     def plan_parameter(self, info: ParameterInfo) -> MatrixPlan:
-        """Compress matrices with `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and `(n +
-        m) * rank < n * m`."""
+        """Compress a matrix if `(n + m) * rank * min_compression_rate < n * m`, as torch's `_should_compress` does, and
+        `(n + m) * rank < n * m`."""
         parameter = info.parameter
         if parameter.dim() < 2:
             return MatrixPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")

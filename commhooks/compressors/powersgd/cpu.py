@@ -1,4 +1,4 @@
-"""A step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C kernel."""
+"""Compute a step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C kernel."""
 
 import functools
 import itertools
@@ -19,16 +19,16 @@ Refill = Callable[[int], torch.Tensor]
 
 
 class CpuKernel:
-    """Implements `LowRankKernel` for matrices of one parameter each.
+    """Implements `LowRankKernel` for matrices that consist of one parameter.
 
     Attributes:
-        own_deltas: per matrix memory for delta, n x m; None: delta is computed in the bucket.
-        largest: per parameter the largest absolute value of its gradient; None: the products do not compute it.
+        own_deltas: memory for each matrix's delta, n x m; None if delta is computed in the bucket.
+        largest: the largest absolute gradient of each parameter; None if the products do not compute it.
     """
 
     def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
         self.work, self.products, self.largest = work, products, products.largest
-        # Partials of `work`, because methods of this kernel would keep its memory in a reference cycle.
+        # Bind `work` and not `self`: a reference cycle would delay freeing the kernel's memory.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
         self.own_deltas = [None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype) for x in work.matrices]
         p, q, ranks = zip(*products.pieces, strict=True)
@@ -47,7 +47,8 @@ class CpuKernel:
         residuals = self.add_residuals(bucket) if work.error_feedback else None
         known = bucket.q if work.warm_start else {}
         q = [known[x.name] if x.name in known else work.draw_q(x, bucket.step.number) for x in work.matrices]
-        # Only the span of Q matters, and without scaling P would grow with the square of the gradient.
+        # Only the span of Q matters. Without the scaling, P would grow with the square of the gradient, because Q is
+        # about as large as the gradient of the step before.
         products.unit_rows(q, self._refill_q)
         products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
         if largest is not None:
@@ -65,7 +66,7 @@ class CpuKernel:
             put_projection(q, out, bucket.step.world_size, rank=rank)
 
     def form_remainder(self, bucket: BucketPass) -> None:
-        """Do nothing: `reconstruct` computes the residual and the gradient together, which reads delta only once."""
+        """Do nothing: `reconstruct` computes the residual together with the gradient, and reads delta once for both."""
 
     def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         work, products = self.work, self.products
@@ -85,7 +86,7 @@ class CpuKernel:
         for i in () if work.in_bucket else places:
             bucket.gradients[i].copy_(bucket.deltas[i].view(-1)[: len(bucket.gradients[i])])
         factor = float(bucket.step.residual_factor)
-        for slot in idle:  # keep their residuals, which follow the loss scale
+        for slot in idle:  # keep their residuals, rescaled to the current loss scale
             if slot.name in bucket.residuals and factor != 1:
                 bucket.residuals[slot.name].mul_(factor)
             slot.of(bucket.flat).zero_()
@@ -93,12 +94,12 @@ class CpuKernel:
     # ---- overridden for batched PowerSGD -------------------------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
-        """Return the residuals for the products to add to the deltas, or add them and return None."""
+        """Return the residuals for the products to add to the deltas, or add them here and return None."""
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
     def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
-        """Return the memory into which the products write the residuals of the matrices at `places`, or write them and
-        return None."""
+        """Return where the products write the residuals of the matrices at `places`, or write them here and return
+        None."""
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
     # ---- parts of the steps --------------------------------------------------------------------------------------
@@ -112,8 +113,7 @@ class CpuKernel:
             bucket.deltas.append(gradient.view(x.n, x.m) if own is None else own)
 
     def used(self, bucket: BucketPass) -> tuple[list[int], list[Slot]]:
-        """Return the indices of matrices with a gradient on some rank, and the parameters without a gradient on any
-        rank."""
+        """Return the indices of matrices with a gradient on some rank, and the parameters without one on any rank."""
         used = (bucket.first.flags > 0).tolist()
         places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
         return places, [] if all(used) else [slot for slot, has in zip(self.work.slots, used, strict=True) if not has]
@@ -171,8 +171,7 @@ class TorchProducts:
             self._set(self._p[i], _basis(rows, functools.partial(refill, i)))
 
     def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
-        """Compute delta += factor * residual in place, then P = delta Q. `deltas`: n x m; `residuals`: flat, or
-        None."""
+        """Compute delta += factor * residual in place, then P = delta Q. Deltas are n x m, residuals flat or None."""
         for p, q, delta, residual in zip(self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True):
             if residual is not None:
                 delta.view(-1).add_(residual, alpha=factor)
@@ -197,15 +196,15 @@ class TorchProducts:
     @staticmethod
     def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:
         padded[: len(rows)] = rows
-        if len(rows) < len(padded):  # the padding row of rank 1: an inf in delta turns it into NaN
+        if len(rows) < len(padded):  # reset the padding row of rank 1, which an inf in delta turns into NaN
             padded[len(rows) :].zero_()
 
 
 def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which rows are zero (r x
-    1, bool).
+    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which rows are zero
+    (r x 1, bool).
 
-    Divides by the largest element first, because in float32 the square of 1e30 overflows, and the square of 1e-38 is 0.
+    Divides by the largest element first, because in float32 the square of 1e30 overflows and the square of 1e-38 is 0.
     """
     largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
     missing = largest == 0
@@ -215,10 +214,10 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k), and which rows were dependent (r, bool).
+    """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k) and which rows were dependent (r, bool).
 
-    For a row that is a combination of earlier rows, Householder QR yields an arbitrary orthonormal row made of rounding
-    errors. If `refill` (r x k, independent rows) is given, its rows replace dependent rows, and the result is
+    Householder QR turns a row that is a combination of the rows before it into an arbitrary orthonormal row, made of
+    rounding errors. If `refill` (r x k, independent rows) is given, its rows replace such rows, and the result is
     orthonormalised again. Non-finite numbers count as zero.
     """
     rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
@@ -246,7 +245,7 @@ _BLOCK_NUMEL = 2**18
 
 
 def reconstruct(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """Write P Q^T into `out` (n x m), from `p` (r x n) and `q` (r x m)."""
+    """Write P Q^T into `out` (n x m), given `p` (r x n) and `q` (r x m)."""
     if len(p) > _OUTER_RANK:
         torch.mm(p.t(), q, out=out)
         return
@@ -330,7 +329,7 @@ class NativeProducts:
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
         """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Return the
-        indices of unusable results, in which zero or dependent rows were not replaced."""
+        indices of factors with zero or dependent rows that were not replaced."""
         table.point(source=sources)
         table.run("unit_rows", orthogonal, self._least_norm if orthogonal else 0.0)
         missing = table.missing.tolist()
@@ -350,9 +349,9 @@ def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """Return the results of the C kernel for fixed numbers, for `library.build`."""
-    # These shapes run every loop of the kernel: odd lengths, each size of a group of rows, and once several parts (64
-    # rows), sums of Q (96 rows) and tiles of columns (8,192).
+    """Return what the C kernel computes from fixed numbers, for `library.build`."""
+    # These shapes run every loop of the kernel: odd lengths, each size of a group of rows, and in the last shape
+    # several parts (64 rows), sums of Q (96 rows) and tiles of columns (8,192).
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
     numbers = library.fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
     results = []

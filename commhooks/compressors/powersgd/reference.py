@@ -1,6 +1,6 @@
-"""PowerSGD in its readable form: simulated ranks, one matrix at a time, float64.
+"""Implement PowerSGD in readable form: simulated ranks, one matrix at a time, float64.
 
-Source: Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual of the rank's own
+Source: Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual of each rank's own
 projection. Tests compare `exchange.py` with it, so it shares no code with the package and is not optimised.
 """
 
@@ -21,7 +21,7 @@ class ReferenceMatrix:
         self.residuals: list[torch.Tensor] | None = None
 
     def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return the averaged gradient of one step. `gradients`: one n x m matrix per rank."""
+        """Return the averaged gradient of one step. `gradients` holds one n x m matrix per rank."""
         deltas = [gradient.double() for gradient in gradients]
         if self.error_feedback and self.residuals is not None:
             deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
@@ -41,7 +41,7 @@ def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns (n x r, independent). Runs twice, because one run loses digits."""
+    """Return an orthonormal basis of the columns (n x r, independent). Runs twice, because once loses digits."""
     columns: list[torch.Tensor] = []
     for column in matrix.T:
         for _ in range(2):

@@ -1,6 +1,6 @@
-"""The quantised mean over the ranks.
+"""Compute the quantised mean over the ranks.
 
-Delta, the input plus the residual of earlier steps, is divided into blocks. Each block has an owner: the rank that
+Delta, the input plus the residual of earlier steps, is divided into blocks. The owner of a block is the rank that
 averages it.
 """
 
@@ -17,47 +17,47 @@ from commhooks.gradients import precision
 from commhooks.gradients.loss_scale import LossScale
 
 Residuals = dict[str, torch.Tensor]
-"""Residuals by name, flat in memory order."""
+"""By name, flat in memory order."""
 Good = torch.Tensor | bool
 """The answer to a `Verdict`."""
 _ALIGNMENT = 8
-"""Sections of messages begin at multiples of this many bytes, the size of the largest element."""
+"""Sections of a message begin at multiples of this many bytes, the size of the largest element."""
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
     """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`.
 
-    Afterwards delta is this rank's rounding error. The mean of the rounding errors over the ranks is the difference
-    between the exact mean and the result.
+    Afterwards delta is the rounding error of this rank. The mean of the rounding errors over the ranks is the
+    difference between the exact mean and the result.
     """
     messages = kernel.messages
-    kernel.quantise()  # 1  each rank quantises the blocks of other owners
+    kernel.quantise()  # 1. quantise the blocks that other ranks own
     messages.put_plain_and_flags()
-    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2  every block is sent to its owner
-    kernel.average(arrived)  # 3  the owner averages, and quantises the mean
+    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2. send every block to its owner
+    kernel.average(arrived)  # 3. average the blocks that this rank owns, and quantise the mean
     messages.reduce_plain_and_flags(arrived)
-    means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4
-    return Averaged(messages, means)  # 5  all ranks decode the same bytes
+    means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4. send the mean to all ranks
+    return Averaged(messages, means)  # 5. all ranks decode the same bytes
 
 
 class BlockKernel(Protocol):
-    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device. `NativeKernel` on
-    the CPU and `TritonKernel` on CUDA need fewer passes over the memory. All perform the same operations in the same
-    order, so their bits are equal."""
+    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device. `NativeKernel`
+    (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory. All of them perform the same operations in the
+    same order, so their bits are equal."""
 
     messages: "ShareMessages"
     rank: int
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`. For each tensor, write 1
-        to `messages.flags` if its gradient is not zero, else 0."""
+        """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`. Write a flag per tensor
+        to `messages.flags`: 1 if its gradient is not zero, else 0."""
 
     def quantise(self) -> None:
-        """Write the blocks of other owners into `messages.sent`. Their rounding errors stay in delta."""
+        """Write the blocks of other owners into `messages.sent`. Leave their rounding errors in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: first its own blocks, not rounded, then the received blocks (on the CPU in rank
-        order). Write the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in
+        """Average this rank's share: its own blocks, not rounded, then the received ones (on the CPU in the order of
+        the ranks). Write the quantised mean into `messages.mean`. Leave its rounding error, times the world size, in
         delta."""
 
     def store(
@@ -65,17 +65,17 @@ class BlockKernel(Protocol):
     ) -> None:
         """If `good`, store delta as the residuals. Write the averages into the buffer.
 
-        A tensor without a flag keeps its residual, times the factor if `good`, and its average is zero.
+        A tensor without a flag on any rank keeps its residual, times the factor if `good`, and its average is zero.
         """
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """The integer code of a block of numbers x: round(x / scale), ties to even, with scale = max |x| / levels.
+    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x| / levels.
 
-    If a number is not finite, the scale of its block is NaN, and so is the whole block after decoding. Blocks are rows
-    of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers with
-    the dtype of the blocks.
+    If a number is not finite, the scale of its block is NaN, and the whole block decodes to NaN. Blocks are rows of a
+    tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers in the dtype
+    of the blocks.
     """
 
     bits: int
@@ -84,7 +84,7 @@ class BlockCode:
 
     @property
     def levels(self) -> int:
-        """Codes lie between -levels and levels."""
+        """The largest code; codes lie between -levels and levels."""
         return 127 if self.bits == 8 else 7
 
     @property
@@ -95,39 +95,38 @@ class BlockCode:
         return -(-numel // self.block_size)
 
     def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
-        """Return the scale of a block that is clamped to `largest`. It is slightly less than `largest / levels`, so
-        that `levels` times the scale does not exceed `largest` after rounding."""
+        """Return the scale at which a block is clamped to `largest`. It is slightly less than `largest / levels`, so
+        that rounding does not make `levels * scale` exceed `largest`."""
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
 
 class Piece(NamedTuple):
-    """Consecutive blocks of one tensor with one owner."""
+    """Consecutive blocks of one tensor with the same owner, the rank that averages them."""
 
     tensor: int
-    """Index of the tensor."""
     first: int
     """Index of the first block in the tensor."""
     blocks: int
     owner: int
-    """The rank that averages them."""
     place: int
     """Index of the first block in the owner's share."""
 
 
 class Shares:
-    """The blocks of several tensors, divided among the ranks as equally as possible. Each rank averages its share.
+    """Divides the blocks of several tensors among the ranks as equally as possible. Each rank averages its share.
 
-    The owner of a block depends only on the tensor's name and on the world size, so that bits do not depend on the
-    bucket layout. Of each tensor a rank owns `blocks / world_size` blocks, rounded up or down. The name selects the
-    first owner, so that small tensors do not all have the same owner. `tensors`: name and number of blocks.
+    The owner of a block depends only on the tensor's name and the world size, so that bits do not depend on the bucket
+    layout.
+
+    Args:
+        tensors: name and number of blocks. A rank owns `blocks / world_size` of them, rounded up or down. The name
+            selects the first owner, so that small tensors do not all have the same owner.
 
     Attributes:
-        pieces: in block order.
         counts: number of blocks in each share.
         size: number of blocks in each share as sent; shorter shares are padded with the empty block.
-        places: per block its index in the concatenated shares.
-        blocks: `world_size x size`, the indices of the blocks in each share; the empty block comes after the last
-            block.
+        places: the index of each block in the concatenated shares.
+        blocks: `world_size x size`, the indices of the blocks in each share. The empty block has the last index.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
@@ -135,7 +134,7 @@ class Shares:
         self.counts = [0] * world_size
         for number, (name, blocks) in enumerate(tensors):
             for i in range(min(blocks, world_size)):
-                part = max(i, i * world_size // blocks)  # with fewer blocks than ranks, skip empty parts
+                part = max(i, i * world_size // blocks)  # skips the empty parts if there are fewer blocks than ranks
                 begin, end = (-(-each * blocks // world_size) for each in (part, part + 1))
                 owner = (part + crc32(name.encode())) % world_size
                 self.pieces.append(Piece(number, begin, end - begin, owner, self.counts[owner]))
@@ -157,29 +156,27 @@ class Sections:
     plain: torch.Tensor
     """Numbers that are not quantised, in their wire dtype."""
     codes: torch.Tensor
-    flags: torch.Tensor
-    """uint8."""
+    flags: torch.Tensor  # uint8
 
 
 class ShareMessages:
-    """The messages for one mean over `world_size` ranks, allocated once. A message contains the blocks of one share,
-    and an equal part of everything that is not quantised.
+    """The messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share, and an
+    equal part of everything that is not quantised.
 
     Args:
-        tensors: name and number of blocks, in block order.
+        tensors: name and number of blocks, in the order of the blocks.
         dtype: the dtype of blocks and scales.
-        largest: larger numbers are clamped, and the difference is a rounding error.
+        largest: clamp larger numbers to this; the excess is a rounding error.
         plain: number and wire dtype of the elements that are not quantised.
-        flags: number of flags.
 
     Attributes:
-        plain: 1-D input; the numbers to be summed over the ranks.
-        flags: uint8, 1-D input; the flags whose maximum over the ranks is computed.
-        sent: uint8, one message for each rank; `in_sent` has its sections.
-        mean: uint8, one message for all ranks, with the averages of this rank's share; `in_mean` has its sections.
+        plain: 1-D; write numbers here to get their sum over the ranks.
+        flags: uint8, 1-D; write flags here to get their maximum over the ranks.
+        sent: uint8, one message for each rank.
+        mean: uint8, one message for all ranks, with the averages of this rank's share.
         most: the largest scale.
         size: bytes of a message.
-        scales_at, codes_at: offsets of the sections in bytes.
+        scales_at, codes_at: the offsets of these sections, in bytes.
     """
 
     def __init__(
@@ -241,9 +238,9 @@ class ShareMessages:
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
     """Return the sum over the first dimension of `parts`, which is used as scratch memory.
 
-    The additions are element by element, in one operator for half of the ranks, then for a quarter, and so on; the size
-    of the first half is a power of two. `torch.sum` would be a single operator, but on an accelerator its order, and so
-    its bits, would depend on the bucket layout.
+    Adds element by element: one operator adds the second half of the ranks to the first half, whose size is a power of
+    two, then the next operator halves again. `torch.sum` would be a single operator, but on an accelerator its order,
+    and so its bits, would depend on the bucket layout.
     """
     while len(parts) > 1:
         half = 2 ** ((len(parts) - 1).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""The options of the quantised hooks."""
+"""Define the options of the quantised hooks."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
@@ -11,7 +11,7 @@ _LARGEST_BLOCK = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(HookConfig):
-    """Base of the options for both widths; see `Int8Compress`."""
+    """Base of the options of both widths; see `Int8Compress`."""
 
     bits: ClassVar[int]
     start_option: ClassVar[str | None] = "start_iter"
@@ -50,9 +50,9 @@ class Int8Compress(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Compress(Quantized):
-    """Options of the hook int4_compress: like `Int8Compress`, with 4-bit integers, two per byte, and smaller blocks.
+    """Options of the hook int4_compress, which sends gradients as 4-bit integers, two per byte, in smaller blocks.
 
-    It sends about a seventh of the bytes, and rounds more coarsely.
+    It sends about a seventh of the bytes, and rounds more coarsely than int8_compress.
     """
 
     hook_name: ClassVar[str] = "int4_compress"

@@ -1,7 +1,7 @@
-"""The arithmetic of the quantised mean with Triton, on CUDA devices: four kernels and a fill per bucket.
+"""Compute the quantised mean with Triton on CUDA devices, in four kernels and a fill per bucket.
 
-The operations and their order are the same as with torch, in `kernels.py`, and each result is rounded separately, so
-the bits are equal. Before a device is used, `build` compares them on a small bucket.
+The kernels perform the same operations in the same order as torch in `kernels.py`, and round each of them, so the bits
+are equal. Before a device is used, `build` compares them on a small bucket.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from commhooks.gradients.loss_scale import LossScale, is_one
 from commhooks.gradients.precision import compute_dtype
 
 _TILE = 2048
-"""Elements per program, or one block if it has more."""
+"""Elements per program, or more if a block has more."""
 _ROUNDED = {"enable_fp_fusion": False}
-"""A launch option: multiplications and additions are not fused."""
+"""Launch options. Triton must not fuse a multiplication with an addition, because torch rounds each of them."""
 
 
 # ---- on the device -----------------------------------------------------------------------------------------------
@@ -50,15 +50,18 @@ def _divided(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(x):  # type: ignore[no-untyped-def]
-    """`torch.round` for numbers between -127 and 127: to the nearest integer, ties to even, keeping -0.0."""
-    beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0  # 1.5 * 2^52, 1.5 * 2^23
+    """Return `torch.round(x)` for x between -127 and 127: to the nearest integer, ties to even. -0.0 stays.
+
+    Adding 1.5 * 2^23 in float32 (1.5 * 2^52 in float64) leaves no bits for the fraction, so the addition rounds.
+    """
+    beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
     whole = (x + beyond) - beyond
     return tl.where(whole == 0, x * 0, whole)
 
 
 @triton.jit
 def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return code * scale for element `j` of a block, from the byte that contains its code."""
+    """Return code * scale of element `j` of a block, from the byte that contains its code."""
     if BITS == 8:
         return codes.to(tl.int8, bitcast=True).to(real) * scale
     else:
@@ -103,7 +106,7 @@ def _quantise(  # type: ignore[no-untyped-def]
                 before *= tl.load(factor).to(real)
             x += before
 
-    # As integers, the bits of |x| have the same order as the numbers, with inf and NaN last.
+    # The largest |x|. As integers, the bits of nonnegative floats have the order of the numbers, with inf and NaN last.
     integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
     top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
     scale = tl.where(top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan"))
@@ -112,7 +115,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     scale = tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
     each = scale[:, None, None]
     whole = _divided(x, tl.where(each == 0, 1.0, each) + tl.zeros_like(x))
-    whole = tl.where(whole < LEVELS, whole, LEVELS)  # NaN, too, so that it has a code
+    whole = tl.where(whole < LEVELS, whole, LEVELS)  # also turns NaN into LEVELS, so that it has a code
     whole = _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
     error = x - whole * each
     if MEAN:
@@ -216,7 +219,7 @@ class TritonKernel:
         }
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """Load and quantise, in one kernel."""
+        """Load as `BlockKernel.load` does, and quantise in the same kernel."""
         self.messages.flags.zero_()
         buffers = self._buffers
         if buffers.residuals is not None:
@@ -224,7 +227,7 @@ class TritonKernel:
         self._quantise(flat, factor, self._blocks, mean=False)
 
     def quantise(self) -> None:
-        """Do nothing, because `load` has quantised."""
+        """Do nothing: `load` has quantised."""
 
     def average(self, arrived: torch.Tensor) -> None:
         messages, parts = self.messages, self.messages.sections(arrived)
@@ -307,7 +310,7 @@ def results_of(
     code: BlockCode,
     ranks: int = 3,
 ) -> bytes:
-    """Return the results of a kernel in two steps on `ranks` simulated ranks, for numbers of all magnitudes."""
+    """Return what a kernel computes in two steps on `ranks` simulated ranks, from numbers of all sizes."""
     sizes = (3 * code.block_size + 5, 1, code.block_size, code.block_size - 1, 2 * code.block_size)
     starts = list(itertools.accumulate(sizes, initial=1))  # after an element that is not aligned
     parameter = torch.empty(0, device=device)
@@ -323,7 +326,7 @@ def results_of(
         flats = [_numbers(starts[-1], 1000 * step + 100 * rank, dtype) for rank in range(ranks)]
         for rank, flat in enumerate(flats):
             slots[4].of(flat).zero_()
-            if step:  # a parameter without a gradient on some ranks and on all; numbers that are not finite
+            if step:  # slot 2 has no gradient on rank 0, slot 4 on no rank; slot 3 has numbers that are not finite
                 slots[2].of(flat)[: len(flat) * (rank > 0)].zero_()
                 slots[3].of(flat)[rank] = (float("nan"), float("inf"), 1.0)[rank % 3]
         flats = [flat.to(device) for flat in flats]
@@ -341,8 +344,7 @@ def results_of(
 
 
 def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of very different magnitudes, with zeros of both signs, and denormal and nearly the largest
-    numbers."""
+    """Return numbers of very different sizes, with zeros of both signs, denormal numbers, and some near the largest."""
     numbers = library.fixed_numbers(numel, start, torch.float64)
     info, places = torch.finfo(dtype), torch.arange(numel)
     sizes = torch.tensor([1e-3, 1.0, 30.0, 0.1, 0.0], dtype=torch.float64)
@@ -353,7 +355,6 @@ def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of `tensor`, with all NaNs equal."""
     if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the bits of NaN may differ
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

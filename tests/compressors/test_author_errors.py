@@ -222,7 +222,7 @@ def test_what_cannot_be_registered(members: dict[str, Any], text: str) -> None:
         ({"key": "shape"}, "keeps something else under this key"),
         ({"key": "q"}, "keeps something else under this key"),
         ({"key": "residual"}, "differs between ranks: use RESIDUAL"),
-        ({"key": "momentum", "replicated": False}, "Use RESIDUAL"),
+        ({"key": "momentum", "replicated": False}, "; use RESIDUAL"),
     ],
 )
 def test_fields_that_no_checkpoint_can_hold(arguments: dict[str, Any], text: str) -> None:

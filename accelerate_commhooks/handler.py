@@ -133,8 +133,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def attached(self) -> CommHook | None:
-        """The hook, with `stats()` and `plan()`, of the model that was prepared last and still exists. None without a
-        model."""
+        """The hook, with `stats()` and `plan()`, of the latest prepared model that still exists; None without one."""
         return next(reversed(self.attached_hooks), None)
 
     @property
@@ -238,7 +237,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return self
 
     def warn_alone(self) -> None:
-        """Warn once that a single process has no hook."""
         if not self._warned_alone and not self.off:
             self._warned_alone = True
             logger.warning(
@@ -277,8 +275,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model of a machine with one process, which Accelerate does not wrap in DDP. It replaces
-        the hook of an earlier `prepare`."""
+        """Attach a hook to a model that Accelerate does not wrap in DDP, with one process per machine. Replaces an
+        earlier hook."""
         self._detach_earlier(model)
         gradient_state = accelerator.gradient_state
         self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)

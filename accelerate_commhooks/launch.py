@@ -194,8 +194,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _end_children(signum: signal.Signals | None = None) -> None:
-    """End the script. Accelerate 1.15 leaves a single process running; torch's launcher itself ends several
-    processes."""
+    """End the script. Accelerate 1.15 leaves a single process running; torch's launcher itself ends its processes."""
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):

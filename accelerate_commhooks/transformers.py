@@ -229,8 +229,7 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
 
 
 class HookCallback(TrainerCallback):
-    """Loads the hook's state before the first step, reads its metrics, closes it after the last step, and checks that
-    each checkpoint contains it."""
+    """Loads the hook's state, reads its metrics, closes it, and checks that each checkpoint contains it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
@@ -303,8 +302,7 @@ class _Progress(_WithoutMetrics, ProgressCallback):
 
 
 def print_no_metrics(trainer: Trainer) -> None:
-    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even if they are
-    subclasses."""
+    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even subclasses."""
     for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
         for callback in [each for each in trainer.callback_handler.callbacks if type(each) is theirs]:
             trainer.remove_callback(callback)

@@ -226,8 +226,7 @@ def _build_hook(
     binding: Binding,
     choice: KernelChoice,
 ) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """Return (hook, run, finish). `run(bucket)` reduces a bucket; `finish()` ends a backward pass that had no last
-    bucket."""
+    """Return (hook, run, finish). `run(bucket)` reduces a bucket; `finish()` ends a pass that had no last bucket."""
     if compressor is None:
         assert function is not None
         of_function = FunctionHook(request, source, state, function)

@@ -90,8 +90,7 @@ class CommHook:
         state: Any,
         on_unused: Callable[[str], None] | None,
     ) -> None:
-        """Register `run` and `finish` with the model; see `HookCallbacks`. `state`: the state that DDP passes to its
-        hook."""
+        """Register `run` and `finish` with the model; see `HookCallbacks`. `state`: for DDP to pass to its hook."""
         every = self._request.check_every
         check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
         self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
@@ -315,8 +314,7 @@ class CommHook:
         self.prepare_load(saved, strict)()
 
     def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
-        """Check all of `saved` without changing anything, and return a function that applies it. See
-        `load_state_dict`."""
+        """Check `saved` without changing anything, and return a function that applies it; see `load_state_dict`."""
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:

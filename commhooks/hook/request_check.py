@@ -97,8 +97,7 @@ def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, sou
 
 
 def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """Describe the request in lines that are equal on two ranks if and only if the requests are. `options`: the current
-    options."""
+    """Describe the request in lines that are equal on two ranks if and only if the requests are."""
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
 

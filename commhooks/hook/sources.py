@@ -24,9 +24,8 @@ def source_of(
     unwrapped: bool = False,
     accumulates: Callable[[], bool] | None = None,
 ) -> GradientSource:
-    """Make the source of a model's gradients; see `attach` for the arguments and the errors. `unwrapped`: whether the
-    hook also takes a module without a wrapper; `accumulates`: then returns whether the current backward pass does not
-    count."""
+    """Make the source of a model's gradients; see `attach`. `unwrapped`: whether the hook also takes a module without a
+    wrapper; `accumulates`: then returns whether the current backward pass does not count."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise HookConfigError(
             f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "

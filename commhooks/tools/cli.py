@@ -89,8 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser and its subparsers. They accept no abbreviations, because `--rank` must not mean
-    `--ranks-per-node`."""
+    """Return the parser and its subparsers, without abbreviations: `--rank` must not mean `--ranks-per-node`."""
     parser = argparse.ArgumentParser(
         prog="commhooks",
         description="Communication hooks for DistributedDataParallel: compressed gradients.",

@@ -330,8 +330,7 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
 
 
 def keep_random_state(devices: set[torch.device]) -> Callable[[], None]:
-    """Return a function that restores the current states of the random number generators of torch (CPU and `devices`),
-    Python and numpy."""
+    """Return a function that restores the current random states of torch (CPU and `devices`), Python and numpy."""
     numpy = sys.modules.get("numpy")
     restorers: list[Callable[[], Any]] = [
         partial(torch.set_rng_state, torch.get_rng_state()),
@@ -465,8 +464,8 @@ class Rounds:
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
 
     def _compare(self, ddp_model: DistributedDataParallel, measured: Measured) -> None:
-        """Run a step on the gradients `local`, because `batch_fn` may return a different batch in every step, and
-        compare the average with plain all-reduce."""
+        """Run a step on the gradients `local`, because `batch_fn` may return other batches, and compare with plain
+        all-reduce."""
         replaced = [
             parameter.register_hook(lambda grad, own=own: own.to(grad.device))
             for parameter, own in zip(ddp_model.module.parameters(), self.local, strict=True)

@@ -9,7 +9,6 @@ parts contain the same fingerprint, a hash of the data that are equal on every r
 without communication.
 """
 
-import ctypes
 import hashlib
 import math
 import re
@@ -22,6 +21,7 @@ import torch
 
 from commhooks.comm.counters import CONTINUED
 from commhooks.errors import PayloadError, shown
+from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.precision import compute_dtype
 
 VERSION = 1
@@ -243,9 +243,7 @@ def save_id(saved: dict[str, Any]) -> str:
     for name, q in factors:
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:
-            flat = q.detach().cpu().contiguous()
-            # Without numpy, which torch does not require.
-            digest.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+            digest.update(bytes_of(q.detach().cpu()))
     return digest.hexdigest()
 
 

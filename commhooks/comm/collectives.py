@@ -27,7 +27,7 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
+    """Describes one collective over the ranks. All ranks must send tensors of equal shape and dtype.
 
     "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
     *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
@@ -76,7 +76,7 @@ class Send:
 
 
 class MessageWork:
-    """The messages of one collective. `in_flight` keeps this object alive until `wait` has returned."""
+    """Holds the messages of one collective. `in_flight` keeps it alive until `wait` has returned."""
 
     def __init__(self, in_flight: set["MessageWork"]) -> None:
         self.works: list[dist.Work] = []
@@ -375,8 +375,8 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed on this rank. Finding the ranks that have ended or hang, which
-    it names, takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang;
+    finding them takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")

@@ -1,6 +1,6 @@
 """Count and time a hook's work for `CommHook.stats()`.
 
-On the CPU the host measures times. On CUDA events on the stream measure them without synchronising: an event is read
+On the CPU the host measures times. On CUDA, events on the stream measure them without synchronising: an event is read
 once it has completed, or when `collect(wait=True)` is called.
 """
 
@@ -146,7 +146,7 @@ class PassCounters:
 
 @dataclass
 class Counters:
-    """Counters of one session on this rank.
+    """Counts the work of one session on this rank.
 
     `bytes_sent` counts the bytes of the tensors passed to all-reduce. Any other collective counts as the all-reduce
     that puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank

@@ -55,7 +55,7 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
 
     Args:
         parts: the ranks of each group, as ranks in `within`; every rank is in one of them.
-        device: the device of this rank's model. The group is bound to an accelerator.
+        device: the device of this rank's model; the group is bound to it if it is an accelerator.
 
     Raises:
         AttachError: torch can only make groups together with all ranks of the run, and `within` lacks some of them.

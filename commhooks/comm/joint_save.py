@@ -31,7 +31,7 @@ _OWN_GROUP = "own group"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a joint save failed. `logged_here` is True on one of the ranks that know the reason."""
+    """Explains why a joint save failed. `logged_here` is True on one of the ranks that know the reason."""
 
     reason: str
     logged_here: bool
@@ -92,7 +92,7 @@ class JointSave:
 
         Returns:
             None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
-                another rank.
+            another rank.
         """
         self._limit = timedelta(seconds=limit_s)
         try:

@@ -19,7 +19,8 @@ RanksPerNode = int | str | None
 
 
 class Nodes:
-    """This rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the rank in `intra_node`."""
+    """Holds this rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the rank in
+    `intra_node`."""
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
         self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()

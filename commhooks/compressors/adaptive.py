@@ -23,7 +23,8 @@ from commhooks.options import ConfigT
 
 @dataclass(frozen=True)
 class Watch:
-    """The committed steps to measure: `begin` to `end - 1`. The engine calls `reconsidered` before step `end`."""
+    """Selects the committed steps to measure: `begin` to `end - 1`. The engine calls `reconsidered` before step
+    `end`."""
 
     begin: int
     end: int
@@ -31,7 +32,7 @@ class Watch:
 
 @dataclass
 class ObservedPass:
-    """One committed backward pass of this rank, with its measurement.
+    """Holds one committed backward pass of this rank, with its measurement.
 
     Attributes:
         step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
@@ -100,7 +101,7 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     @property
     @abstractmethod
     def watch(self) -> Watch | None:
-        """The steps to measure; None if no further decision follows."""
+        """The steps to measure, or None if no further decision follows."""
 
     @property
     @abstractmethod

@@ -46,7 +46,7 @@ another tensor that holds it."""
 
 
 class State(Protocol):
-    """The learned state: `state[field][name]` is the tensor of one unit."""
+    """Provides the learned state: `state[field][name]` is the tensor of one unit."""
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]: ...
 

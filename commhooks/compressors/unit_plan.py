@@ -36,8 +36,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What happens to one unit: a parameter, or a whole bucket for a compressor of whole buckets. Subclass it to add
-    data."""
+    """Describes how one unit, a parameter or a whole bucket, is compressed. Subclass it to add data."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,8 +102,9 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes of memory that a hook needs on a rank: on the CPU once it compresses, on an accelerator from the first
-    backward pass on. The answers to messages of quantised hooks are not included: every step allocates them."""
+    """Counts the bytes of memory that a hook needs on each rank: on the CPU once it compresses, on an accelerator from
+    the first backward pass on. Does not count the received messages of quantised hooks on an accelerator, which every
+    step allocates."""
 
     residual: int = 0
     factors: int = 0
@@ -129,7 +129,7 @@ def real_itemsize(dtype: torch.dtype) -> int:
 
 
 class Unit(NamedTuple):
-    """The unit, kB or MB, for all sizes in one text or table."""
+    """Formats all sizes in one text or table in the same unit, kB or MB."""
 
     name: str
     size: int

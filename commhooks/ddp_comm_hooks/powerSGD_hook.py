@@ -35,7 +35,8 @@ _as_torch = logging.getLogger(__name__)  # for lines that torch logs in the same
 
 @dataclass(frozen=True)
 class Form:
-    """What a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the bucket's)."""
+    """Describes what a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the
+    bucket's)."""
 
     batched: bool
     wire_dtype: torch.dtype | None = None

@@ -23,7 +23,7 @@ Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
-    """The exchange of one bucket, with its pending collective.
+    """Runs the exchange of one bucket, with at most one pending collective.
 
     Args:
         issue: starts a collective for this bucket. Returns None if the ranks disagree; the exchange is then not
@@ -90,7 +90,7 @@ def finish_sends(running: Sequence[RunningExchange]) -> None:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """The exchanges of one backward pass, in bucket order. All ranks run the same sequence.
+    """Runs the exchanges of one backward pass, in bucket order. All ranks run the same sequence.
 
     Attributes:
         compressing: whether compression has begun.
@@ -125,6 +125,7 @@ class BackwardPass:
         return torch.stack([each.finite for each in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:
+        # With nodes each exchange has one more Send, inside the node: start all of them, then wait.
         for each in self.running:
             each.advance(good)
         for each in self.running:

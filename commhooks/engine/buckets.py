@@ -20,7 +20,7 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """A bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
+    """Holds a bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
 
     Attributes:
         plans: one per unit.
@@ -49,7 +49,7 @@ class KnownBucket:
 
 
 class KnownBuckets:
-    """The known bucket layouts, derived from the buckets and the options. They are never saved.
+    """Holds the known bucket layouts, derived from the buckets and the options. They are never saved.
 
     Attributes:
         dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.

@@ -37,7 +37,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts about the compressor that hold from one comparison of the ranks to the next. Compression begins after
+    """Holds facts about the compressor that hold from one comparison of the ranks to the next. Compression begins after
     `start` committed steps."""
 
     start: int
@@ -46,7 +46,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Binding:
-    """The model whose gradients a session averages, and the ranks.
+    """Describes the model whose gradients a session averages, and the ranks.
 
     Attributes:
         group: returns the process group; called at each backward pass.

@@ -18,7 +18,7 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 class KernelSupport(NamedTuple):
-    """The kernels that one rank can use. An attribute is "" if it does not apply.
+    """Describes the kernels that one rank can use. An attribute is "" if it does not apply.
 
     Attributes:
         build: `Compressor.native_build`, if it is the same for all dtypes.
@@ -53,7 +53,7 @@ class KernelSupport(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """The kernel of all ranks.
+    """Describes the kernel of all ranks.
 
     Attributes:
         native: whether all ranks use the native library.

@@ -178,7 +178,7 @@ def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, 
 
 
 class HierarchicalWorkspace:
-    """The buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
+    """Holds the buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
@@ -353,6 +353,7 @@ class HierarchicalReduction(FlatReduction):
         step: StepInfo,
     ) -> Exchange:
         own = work.own
+        # 1. Sum the node's gradients of this rank's share.
         gradients = work.by_owner(flat)
         yield Send(
             gradients,
@@ -363,12 +364,14 @@ class HierarchicalReduction(FlatReduction):
             over="intra_node",
         )
         count = self.nodes.ranks_per_node
+        # A compressor with residuals gets the node's sum, and its result is divided afterwards; see the module.
         before, after = (1, count) if state.local else (count, 1)
         first, *others = work.gradients.div_(before).view(count, own.numel())
         own.copy_(first)
         for each in others:  # add in this order, so that no bit depends on the bucket layout
             own.add_(each)
 
+        # 2. Average it between the nodes.
         had_verdict = False
         if own.numel() > 0:
             task, answer = self._between_nodes(compressor, work, state, step), None
@@ -384,6 +387,7 @@ class HierarchicalReduction(FlatReduction):
             yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
         own.div_(after)
 
+        # 3. Send the result to the node. This follows the verdict, so the compressor's learned state is included.
         results = work.results(state)
         yield Send(
             results,

@@ -71,8 +71,8 @@ class ExchangeDriver:
 
 @dataclass(frozen=True)
 class WatchedPass:
-    """A backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its own
-    (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
+    """Records a backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its
+    own (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
 
     began: Mark
     ended: Mark
@@ -102,6 +102,7 @@ class Session(ExchangeDriver):
         the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
+        # Without learned state there is no transaction, except with nodes, where an exchange has several collectives.
         if not consensus.compressor.transactional and consensus.reduction.nodes is None:
             if bucket.is_first:
                 self.counters.begin_pass()
@@ -201,6 +202,7 @@ class Session(ExchangeDriver):
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
+        """Run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
         nodes = consensus.reduction.nodes
         if nodes is not None:  # each rank of a node has checked another share of the bucket

@@ -22,7 +22,7 @@ Entries = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class LearnedState:
-    """Tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
+    """Holds tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
 
     Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
 
@@ -152,8 +152,8 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict`, a bool on the CPU, else
-        a 0-dim bool tensor, is whether the pass is committed."""
+        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict` (a bool on the CPU, else
+        a 0-dim bool tensor): whether the pass is committed."""
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)

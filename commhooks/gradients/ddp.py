@@ -65,7 +65,7 @@ class BucketReader:
                 index = self._index + 1
             self._read += len(parameters)
             is_last = self._read == self._parameters
-        # The index increases within a pass. If it does not, the previous pass ended in an exception.
+        # The index increases within a pass. After a pass that ended in an exception, `_index` is not reset.
         is_first = index <= self._index
         self._index, self._task = _NO_BUCKET_YET if is_last else index, task
         # Queue the callback again for each task: reentrant checkpointing runs backward passes inside this one, and
@@ -214,9 +214,12 @@ class DDPGradients(GradientSource):
 
 
 class _Registered(functools.partial[Future]):
-    """The function that is registered with DDP; DDP's logging data contain its name. `torch.save(ddp_model)`,
-    `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it with the model, but do not register a hook in the copy
-    (torch 2.13). So a pickle of this function does not contain the hook with its process group and learned state."""
+    """Wraps the function that is registered with DDP, which shows its `__name__` in logging data.
+
+    `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle this function with the model, but
+    register no hook in the copy (torch 2.13). So its pickle leaves out the hook with its process group and learned
+    state.
+    """
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
         made = super().__new__(cls, function, *args)

@@ -63,7 +63,7 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """This rank's shard of a parameter.
+    """Describes this rank's shard of a parameter.
 
     Attributes:
         local: the values of the shard; represents the parameter in buckets.
@@ -103,7 +103,8 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """The buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its parameters are known.
+    """Holds the buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its parameters are
+    known.
 
     Attributes:
         averaged: False after `set_requires_all_reduce(False)`.
@@ -137,7 +138,7 @@ class UnitBuffer:
 
 @dataclass(eq=False)
 class RunningPass:
-    """A running backward pass.
+    """Tracks a running backward pass.
 
     Attributes:
         task: see `current_task`.
@@ -369,7 +370,7 @@ class FullyShardGradients(GradientSource):
         self._running(within=_refuse_reentrant)
 
     def _on_reduced(self, unit: Callable[[], FSDPModule | None], flat: torch.Tensor) -> None:
-        """All-reduce hook of every unit."""
+        """Handle the all-reduce hook of every unit."""
         current, module = self._running(), unit()
         current.check_filled()
         if not current.began:
@@ -378,7 +379,7 @@ class FullyShardGradients(GradientSource):
         current.filling = UnitBuffer(flat, averaged=module is None or all_reduces(module))
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        """Post-accumulate hook of every parameter."""
+        """Handle the post-accumulate hook of every parameter."""
         shard, current = self._of_parameter[id(parameter)], self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(

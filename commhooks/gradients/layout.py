@@ -5,6 +5,7 @@ a transposed parameter is therefore not in logical order, and `GradBucket.gradie
 Layouts identify buckets by their parameters and not by index, because DDP rebuilds its buckets after the first step.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from commhooks.gradients.torch_private import sparse_values
 
 
 class Bucket:
-    """Gradients that are reduced together. Every rank passes the same buckets in the same order.
+    """Holds gradients that are reduced together. Every rank passes the same buckets in the same order.
 
     Attributes:
         flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a sparse gradient.
@@ -48,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """The elements `offset : offset + numel` of a bucket's buffer, which belong to `parameter`."""
+    """Locates a parameter in a bucket's buffer: its elements are `offset : offset + numel`."""
 
     name: str
     """Stable name of the parameter, the key of its saved state."""
@@ -66,7 +67,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
+    """Lists the parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -108,6 +109,12 @@ def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return logical.permute(memory_order(parameter)).reshape(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU, in logical order; without numpy, which torch does not require."""
+    whole = tensor.contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
 def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:

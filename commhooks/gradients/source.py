@@ -20,7 +20,7 @@ Future = torch.futures.Future[torch.Tensor]
 
 @dataclass
 class HookCallbacks:
-    """The functions that a source of gradients calls in each backward pass.
+    """Holds the functions that a source of gradients calls in each backward pass.
 
     Attributes:
         run: reduces one bucket and returns a future of the result.
@@ -43,7 +43,7 @@ class HookCallbacks:
         return self.run(bucket)
 
     def end_pass(self) -> None:
-        # No bucket of this pass was marked as the last.
+        """End a pass in which no bucket was marked as the last."""
         self.finish()
         self.on_pass_end()
 
@@ -56,8 +56,8 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where this rank's shard, of shape `shape`, lies in the whole parameter, of shape `whole`: it begins at index
-    `start` of dimension `dim` and is complete in the other dimensions."""
+    """Describes where this rank's shard, of shape `shape`, lies in the whole parameter, of shape `whole`: it begins at
+    index `start` of dimension `dim` and is complete in the other dimensions."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A model that provides buckets. References to modules and process groups are weak.
+    """Provides the buckets of a model. References to modules and process groups are weak.
 
     Attributes:
         names: the parameters that are reduced; in a sharded model, this rank's shards.

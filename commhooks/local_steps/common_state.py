@@ -18,6 +18,7 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
+from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
@@ -62,6 +63,7 @@ class CommonState:
         frozen parameters. Returns labels of the parts that still differ, because only some ranks have them; the same on
         all ranks."""
         group, device = self._source.group if group is None else group, self._source.device
+        # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
         sums = self._checksums(tensors)
@@ -70,6 +72,7 @@ class CommonState:
         same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
         if same_form and same_bits:
             return []
+        # 2. Compare tensor by tensor with the description of rank 0.
         first = described if same_form else self._of_first(described, group)
         leaves, mine = (
             {path: leaf for label, node in each.items() for path, leaf in _leaves(node, label)}
@@ -81,6 +84,7 @@ class CommonState:
         ]
         rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
         wanted = (rows != rows[0]).any(0).any(1).tolist()
+        # 3. Broadcast the tensors that differ on some rank, and set the state.
         arrived = self._receive([x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group)
         differing = self._set(own, first, arrived) if group.rank() else set()
         if same_form:
@@ -158,7 +162,7 @@ class CommonState:
             content.copy_(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
         content = content.to(device)
         broadcast_first(content, group, self._counters, _WHAT)
-        first: dict[str, Node] = torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
+        first: dict[str, Node] = torch.load(io.BytesIO(bytes_of(content.cpu())), weights_only=True)
         return first
 
     def _receive(
@@ -196,7 +200,7 @@ class CommonState:
         return found
 
     def spread(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> tuple[bytes, Mapping[int, torch.Tensor]]:
-        """Broadcast what rank 0 has read to all ranks of the model."""
+        """Broadcast to all ranks of the model what rank 0 has read."""
         group, device = self._source.group, self._source.device
         if group.size() == 1:
             return form, arrived
@@ -212,8 +216,9 @@ class CommonState:
         """Set all state of this rank from another rank's description and tensors. `more`: this rank's values for the
         other rank's `more`, each with the function that sets it.
 
-        Returns labels of the parts that only one of the two ranks has; and of the parts in `more` that contain an
-        object which cannot be sent, and which this rank therefore keeps.
+        Returns:
+            Labels of the parts that only one of the two ranks has, and of the entries in `more` in which this rank
+            keeps an object of its own because it cannot be sent.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
@@ -302,7 +307,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Leaf(NamedTuple):
-    """A tensor in a description. `number` is its index in the list of all tensors."""
+    """Describes a tensor. `number` is its index in the list of all tensors."""
 
     number: int
     shape: tuple[int, ...]

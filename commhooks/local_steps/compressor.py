@@ -24,8 +24,8 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """The plan of a parameter's weights, which always counts as compressed. `on_wire` plans how weight differences are
-    sent in an outer step, and `every` is H, the number of steps in a round."""
+    """Plans a parameter's weights, which always count as compressed. `on_wire` plans how weight differences are sent in
+    an outer step, and `every` is H, the number of steps in a round."""
 
     on_wire: UnitPlan = field(kw_only=True)
     every: int = field(kw_only=True)

@@ -375,7 +375,7 @@ class LocalStepsDriver:
 
     def is_exact(self, *, together: bool) -> bool:
         """Return whether a run that resumes from the state saved now continues exactly as this run. Warn if not.
-        `together` is whether `synchronize` succeeded before the save."""
+        `together`: whether `synchronize` succeeded before the save."""
         if self.members is not None and self.diverged:
             self._warn_once(
                 "this save in the middle of a round is marked inexact, because machines meet only at the ends of "
@@ -422,8 +422,8 @@ class LocalStepsDriver:
 
 
 class _BeforeForward:
-    """A forward pre-hook that calls the driver before forward passes that record gradients. It references the driver
-    weakly, and does nothing in a copy or pickle of the module."""
+    """Calls the driver before forward passes that record gradients. References the driver weakly, and does nothing in a
+    copy or pickle of the module."""
 
     def __init__(self, driver: LocalStepsDriver | None = None) -> None:
         self._driver = None if driver is None else weakref.ref(driver)

@@ -177,8 +177,8 @@ class FragmentSession(ExchangeDriver):
 
     def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
         """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
-        machine's differences in the mean. A rank that does not exchange them (`exchanges`) gets the result from rank 0
-        of its model."""
+        machine's differences in the mean. If `exchanges` is False, this rank gets the result from rank 0 of its
+        model."""
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
@@ -252,8 +252,8 @@ class FragmentSession(ExchangeDriver):
         self._measured = [each.measured for each in buffers if each.measured is not None]
 
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
-        """Return whether `good` is true for all parts of the weights, which the ranks of a node or the shards
-        exchange."""
+        """Return whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges one
+        part."""
         if self.nodes is not None:
             good = good_on_all(good, self.nodes.intra_node, "the node")
         if self.consensus.binding.shards is not None:
@@ -282,8 +282,8 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class HeldOuterStep:
-    """An outer step of all weights among the machines. It can be abandoned until `commit`, because nothing is written
-    before."""
+    """Runs an outer step of all weights among the machines. It can be abandoned until `commit`, because nothing is
+    written before."""
 
     def __init__(
         self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
@@ -403,7 +403,7 @@ class _DelayedExchange:
         """Set the weights to the anchor. With `keep_training` add what the training has changed since they were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
-            if keep_training:
+            if keep_training:  # weights = anchor + (weights now - weights sent)
                 flat.sub_(self._sent[place]).add_(packed(each.layout))
             write_back(each.layout, flat)
 

@@ -17,7 +17,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fetch(kept: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the tensors with these names, if they exist, to `device`."""
+    """Copy the tensors with these names, if `kept` has them, to `device`. Call `wait_for_copies` before using the
+    copies."""
     found = {}
     with copying(device, after_current=False):
         for name in names:

@@ -38,7 +38,7 @@ SAMPLED_EVERY = 64
 
 @dataclass
 class OuterStepWorkspace:
-    """A buffer of weights, and what its outer steps need.
+    """Holds a buffer of weights, and what its outer steps need.
 
     Attributes:
         plans: how the differences of each parameter are sent.

@@ -142,7 +142,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
         builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
-        return " ".join(filter(None, dict.fromkeys(builds)))  # on CUDA PowerSGD has none
+        return " ".join(filter(None, dict.fromkeys(builds)))  # on CUDA PowerSGD has no native kernel
 
     # ---- the decision ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ and a gain of less than a tenth does not justify other gradients."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """A hook with options, to be compared with others.
+    """Describes a hook with options, to be compared with others.
 
     Attributes:
         hook, options: as in `attach`, without a start step.

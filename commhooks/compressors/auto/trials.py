@@ -39,7 +39,7 @@ _PHASES = ("measuring", "trying", "resting")
 
 @dataclass(frozen=True)
 class Decision:
-    """The current candidate, and the state of the measurements.
+    """Holds the current candidate, and the state of the measurements.
 
     Attributes:
         watch: the steps of this phase to measure; None: never measure again.

@@ -20,7 +20,7 @@ from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGD
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Holds `k` matrices `n x m` of the same rank. Their deltas are in one tensor, so that one kernel multiplies all of
+    """Holds `k` matrices `n x m` of the same rank, with deltas in one tensor, so that one kernel multiplies all of
     them.
 
     Attributes:
@@ -103,6 +103,7 @@ class AcceleratorKernel:
         )
 
     def form_remainder(self, bucket: BucketPass) -> None:
+        # delta = delta - P Q^T with this rank's Q: the new residual, stored in `reconstruct`.
         for block, delta in zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ():
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
@@ -110,10 +111,12 @@ class AcceleratorKernel:
         good = torch.as_tensor(good, device=self.work.layout.device)
         if self.work.error_feedback:
             self.keep_residuals(bucket, good)
+        # Learn the mean Q of the matrices that have a gradient on some rank, if the pass is good.
         q = self.q.flat.copy_(bucket.last.packed)
         learned = self._learned_q.bind(bucket.q, functools.partial(self._draw_q, bucket))[:-1]
         keep = (good & bucket.used).index_select(0, self.q.matrix_of)
         torch.where(keep, q, learned, out=learned)
+        # gradient = P mean_Q^T, or NaN if this bucket is not finite
         q.add_(torch.where(finite, 0.0, float("nan")))
         for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.p.transpose(1, 2), block.q, out=delta)
@@ -229,7 +232,7 @@ rows have at most `_SMALL` elements in total. Neither limit depends on r, so the
 
 
 class PackedFactors:
-    """P or Q of all matrices, transposed, so that a few kernels process all of them.
+    """Holds P or Q of all matrices, transposed, so that a few kernels process all of them.
 
     Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
     one shape, so factors of similar length form a group and are padded with zeros, which change no product.

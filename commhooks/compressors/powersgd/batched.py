@@ -30,7 +30,8 @@ class BucketQ(FactorField):
 
 
 class BatchedCpuKernel(CpuKernel):
-    """A `CpuKernel` for the single matrix of a bucket. It leaves out parameters without a gradient on any rank."""
+    """Implements `LowRankKernel` for the single matrix of a bucket. Leaves out parameters without a gradient on any
+    rank."""
 
     def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
@@ -59,8 +60,11 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """An `AcceleratorKernel` for the single matrix of a bucket. Its masks have a value per element. `parts`: the number
-    of elements of each parameter, and of the padding."""
+    """Implements `LowRankKernel` for the single matrix of a bucket, with a mask value per element.
+
+    Attributes:
+        parts: the number of elements of each parameter, then of the padding.
+    """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         super().__init__(work, stack_deltas=stack_deltas)

@@ -46,7 +46,7 @@ class MatrixPlan(UnitPlan):
 
 
 class FactorField(StateField):
-    """The learned Q of a matrix, stored transposed: `r x m`."""
+    """Describes the learned Q of a matrix, stored transposed: `r x m`."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
@@ -65,7 +65,7 @@ class FactorField(StateField):
 
 
 class ParameterQ(FactorField):
-    """Saved as `r x (the other dimensions in logical order)`."""
+    """Saves Q as `r x (the other dimensions in logical order)`."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rest = memory_order(parameter)[1:]

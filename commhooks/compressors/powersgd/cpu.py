@@ -10,7 +10,7 @@ from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_ov
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import FactorTable, MatrixTable
 from commhooks.compressors.powersgd.exchange import BucketPass, PowerSGDWorkspace
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 
 Tensors = Sequence[torch.Tensor]
 Residuals = Sequence[torch.Tensor | None]
@@ -38,11 +38,13 @@ class CpuKernel:
 
     def form_p(self, bucket: BucketPass) -> None:
         work, products, flags, largest = self.work, self.products, bucket.first.flags, self.largest
+        # Write the flags here, unless `products.form_p` computes `largest`.
         if largest is None:
             gradients = [slot.of(bucket.flat) for slot in work.slots]
             put_flags(gradients, flags)
             for gradient, flag in zip(gradients, flags, strict=True):
                 put_overflow(gradient, flag)
+        # delta = gradient; `products.form_p` adds the residuals that `add_residuals` returns.
         self._load_gradients(bucket)
         residuals = self.add_residuals(bucket) if work.error_feedback else None
         known = bucket.q if work.warm_start else {}
@@ -72,16 +74,17 @@ class CpuKernel:
         work, products = self.work, self.products
         residuals: Tensors | None = None
         idle: list[Slot] = []
-        if good:
+        if good:  # learn: Q = mean Q, residual = delta - P Q^T
             places, idle = self.used(bucket)
             mean_q = [self._keep_q(bucket, i) for i in places]
             if work.error_feedback and places:
                 residuals = self.residuals_to_write(bucket, places, idle)
-        else:
+        else:  # learn nothing; NaN in Q makes the gradient NaN if this bucket is not finite
             places, mean_q = list(range(len(work.matrices))), products.q
             nan_if_bad = torch.where(finite, 0.0, float("nan")).to(work.dtype)
             for mine, arrived in zip(mean_q, bucket.last.factors, strict=True):
                 mine.copy_(arrived).add_(nan_if_bad)
+        # The residuals first, because the gradient P mean_Q^T then overwrites delta.
         products.reconstruct(places, [bucket.deltas[i] for i in places], residuals, mean_q)
         for i in () if work.in_bucket else places:
             bucket.gradients[i].copy_(bucket.deltas[i].view(-1)[: len(bucket.gradients[i])])
@@ -367,4 +370,4 @@ def results_of(dtype: torch.dtype) -> bytes:
         results += [first, arrived, products.p[0], products.q[0]]
         products.reconstruct([0], [delta], [residual], [first])
         results += [residual, delta]
-    return b"".join(each.numpy().tobytes() for each in results)
+    return b"".join(map(bytes_of, results))

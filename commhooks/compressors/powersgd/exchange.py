@@ -43,7 +43,7 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
 
 
 class LowRankKernel(Protocol):
-    """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values.
+    """Defines the arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values.
     `AcceleratorKernel` uses masks, so that the host never waits for the device."""
 
     work: "PowerSGDWorkspace"
@@ -71,8 +71,11 @@ class LowRankKernel(Protocol):
 
 
 class BucketPass:
-    """The tensors of one bucket in one backward pass. `flat` is changed in place. `state`: "q" per matrix, `r x m`;
-    "residual" per parameter, flat in memory order.
+    """Holds the tensors of one bucket in one backward pass.
+
+    Args:
+        flat: the bucket's 1-D buffer, changed in place.
+        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
 
     Attributes:
         gradients: per matrix a 1-D view of the bucket.
@@ -104,8 +107,11 @@ class BucketPass:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """An `n x m` matrix, compressed at `rank`. It consists of the gradients in `slots`, adjacent in the bucket: for
-    PowerSGD one slot of n * m elements; for batched PowerSGD all slots of a bucket, padded with zeros to a square."""
+    """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`, adjacent in the
+    bucket.
+
+    PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
+    """
 
     name: str
     slots: tuple[Slot, ...]
@@ -119,7 +125,7 @@ class Matrix:
 
 
 class Message:
-    """The tensor of one all-reduce: factors, then uncompressed gradients, then flags.
+    """Holds the tensor of one all-reduce: factors, then uncompressed gradients, then flags.
 
     Args:
         factors: per matrix the shape of its factor, `r x length`.
@@ -143,7 +149,7 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
+    """Holds the matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
 
     Attributes:
         slots: the parameters in the matrices.

@@ -54,7 +54,7 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
 
 
 class QuantizedWorkspace:
-    """The compressed parameters of one bucket layout (`slots`), and their kernel.
+    """Holds the compressed parameters of one bucket layout (`slots`), and their kernel.
 
     Args:
         wire_dtype: the dtype in which uncompressed elements are sent.
@@ -211,8 +211,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it counts delta if the
-        gradients have 16 bits. `packed` counts the codes and scales sent and received in both collectives, and with
-        torch also those computed, without the padding of shares."""
+        gradients have 16 bits. `packed` counts codes and scales, sent and received in both collectives, and with torch
+        their computed copies, without the padding of shares."""
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]

@@ -15,7 +15,7 @@ from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
 from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages, sum_in_pairs
 from commhooks.gradients import precision
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 _PIECE = 2**20
@@ -82,7 +82,8 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned state.
+    """Holds the memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned
+    state.
 
     Attributes:
         delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last block is zero, too.
@@ -160,6 +161,8 @@ class TorchKernel:
 
     def quantise(self) -> None:
         messages, shares, buffers = self.messages, self.messages.shares, self.buffers
+        # This rank averages its own share without rounding it. Quantising all blocks is simpler; `average` overwrites
+        # the rounding errors of the own blocks.
         self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(self._ranks)
         quantise(messages.code, buffers.of_slots, self.codes[:-1], self.scales[:-1], messages.most)
         sent, order = messages.in_sent, shares.blocks.view(-1)
@@ -181,6 +184,7 @@ class TorchKernel:
             deltas[self.rank].copy_(own)
             own = sum_in_pairs(deltas)
         quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
+        # `own` is now the rounding error of the mean. The owner alone corrects it, so multiply by the world size.
         count = shares.counts[self.rank]
         self.buffers.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 
@@ -347,4 +351,4 @@ def results_of(dtype: torch.dtype) -> bytes:
         table.run("quantise", code.bits, most, 0.7, 2, 1, 0)
         table.run("dequantise", code.bits)
         results += [bucket, residual, codes, scales]
-    return b"".join(each.numpy().tobytes() for each in results)
+    return b"".join(map(bytes_of, results))

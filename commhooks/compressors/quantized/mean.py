@@ -41,9 +41,9 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
 
 
 class BlockKernel(Protocol):
-    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device. `NativeKernel`
-    (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory. All of them perform the same operations in the
-    same order, so their bits are equal."""
+    """Defines the arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device.
+    `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory. All of them perform the same
+    operations in the same order, so their bits are equal."""
 
     messages: "ShareMessages"
     rank: int
@@ -101,7 +101,7 @@ class BlockCode:
 
 
 class Piece(NamedTuple):
-    """Consecutive blocks of one tensor with the same owner, the rank that averages them."""
+    """Describes consecutive blocks of one tensor with the same owner, the rank that averages them."""
 
     tensor: int
     first: int
@@ -132,6 +132,7 @@ class Shares:
     def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
         self.pieces: list[Piece] = []
         self.counts = [0] * world_size
+        # Divide each tensor into as many parts as there are ranks, and give part i to rank i plus a hash of the name.
         for number, (name, blocks) in enumerate(tensors):
             for i in range(min(blocks, world_size)):
                 part = max(i, i * world_size // blocks)  # skips the empty parts if there are fewer blocks than ranks
@@ -150,7 +151,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Views of messages: tensors of shape `(..., n)` for messages of shape `(..., bytes)`."""
+    """Holds views of messages: tensors of shape `(..., n)` for messages of shape `(..., bytes)`."""
 
     scales: torch.Tensor
     plain: torch.Tensor
@@ -160,8 +161,8 @@ class Sections:
 
 
 class ShareMessages:
-    """The messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share, and an
-    equal part of everything that is not quantised.
+    """Holds the messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share,
+    and an equal part of everything that is not quantised.
 
     Args:
         tensors: name and number of blocks, in the order of the blocks.
@@ -250,7 +251,10 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 class Averaged:
-    """The averages of all shares, from the message `mean` of each rank: the same bytes on every rank.
+    """Holds the averages of all shares: the same bytes on every rank.
+
+    Args:
+        means: the message `mean` of each rank.
 
     Attributes:
         finite: whether all scales and plain numbers are finite (0-dim bool tensor).

@@ -27,7 +27,7 @@ from commhooks.compressors.quantized.mean import (
     mean_over_ranks,
 )
 from commhooks.errors import HookConfigError
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, is_one
 from commhooks.gradients.precision import compute_dtype
 
@@ -357,4 +357,4 @@ def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 def _bits(tensor: torch.Tensor) -> bytes:
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the bits of NaN may differ
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes_of(tensor.cpu())

@@ -82,6 +82,7 @@ class WatchedPass:
 
 class Session(ExchangeDriver):
     """Averages the gradients of one model. Runs each backward pass as a transaction over its buckets."""
+
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:

@@ -81,6 +81,8 @@ class WatchedPass:
 
 
 class Session(ExchangeDriver):
+    """Averages the gradients of one model. Runs each backward pass as a transaction over its buckets."""
+
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
@@ -123,6 +125,7 @@ class Session(ExchangeDriver):
         return exchange.future
 
     def end_pass(self) -> None:
+        """End the running pass if DDP has marked no bucket as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):

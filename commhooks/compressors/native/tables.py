@@ -84,7 +84,8 @@ class Table:
 
 
 class MatrixTable(Table):
-    """`struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x m)."""
+    """Lays out `struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x
+    m)."""
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
@@ -101,8 +102,8 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows, and of the
-    result."""
+    """Lays out `struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows,
+    and of the result."""
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
@@ -117,7 +118,7 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
+    """Lays out `struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
     addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")

@@ -6,8 +6,8 @@ Three machines of one process on this host train a small model with DiLoCo every
 lighthouse. A step takes --step-ms, most of which is sleep, so that the host can play three machines. Every --kill-every
 seconds one of them is killed, and started again at once; 0: none.
 
-  trained   steps that are in the weights at the end, of all machines together, as a share of what three machines would
-            have trained that never die nor wait: seconds / step
+  trained   steps of all machines that are in the weights at the end, as a share of the steps of three machines that
+            never die or wait: seconds / step
 """
 
 import argparse
@@ -106,7 +106,8 @@ def _last(file: Path) -> int:
 
 
 def work(steps: str, step_s: float, lighthouse: str, name: str) -> None:
-    """Train for ever. Appends to the file `steps`, after each outer step, how many own steps are in the weights."""
+    """Train until killed. After each outer step, append to the file `steps` how many of this machine's steps are in the
+    weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))

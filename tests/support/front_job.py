@@ -24,8 +24,6 @@ EVERY = 5
 
 
 class Rounds:
-    """Prints the lines."""
-
     def __init__(self, given: dict[str, Any]) -> None:
         self._slow, self._before, self._count = Path(given["folder"]) / "slow", 0, 0
         self._sigterm = given.get("sigterm")
@@ -165,8 +163,8 @@ def fabric(given: dict[str, Any]) -> None:
 
 
 def accelerate(given: dict[str, Any]) -> None:
-    """With the settings in YAML, and gradients of two batches for a step. Saves in mid-round, and at the end goes back
-    to what it has saved."""
+    """Train with the settings in YAML, and gradients of two batches for a step. Saves in mid-round, and at the end goes
+    back to the saved state."""
     from accelerate import Accelerator
 
     from accelerate_commhooks import CommHookKwargs

@@ -1,7 +1,7 @@
 """A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a training queues.
 
-`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except those that a program with a GPU would
-have on the host. Operators run at once, and have two effects more:
+`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a program with a GPU would
+have on the host. Operators run at once, with two additional effects:
 
 - Each is work on the current stream. Every stream has a vector clock: the latest work of each other stream that it
   comes after. A read or a write that does not come after the latest conflicting access to the same bytes is a fault.
@@ -66,7 +66,7 @@ DEVICE = torch.device("cpu")
 
 
 class Access(NamedTuple):
-    """Of the bytes from `begin` to `end`, by the work `number` of a stream."""
+    """An access to the bytes from `begin` to `end`, by the work `number` of a stream."""
 
     begin: int
     end: int
@@ -86,17 +86,17 @@ class Memory:
     on_host: bool
     made_by: str
     freed: Any = None
-    """The weak reference that tells when the storage is freed."""
+    """The weak reference whose callback runs when the storage is freed."""
     reads: list[Access] = field(default_factory=list)
     writes: list[Access] = field(default_factory=list)
     used: Clock = field(default_factory=dict)
     kept_for: set[Stream] = field(default_factory=set)
     copied: Clock = field(default_factory=dict)
-    """Of memory on the host: the copy from the device for which the host has not waited."""
+    """For host memory: the copy from the device that the host has not waited for."""
 
 
 class Accelerator:
-    """What happened on the simulated accelerator.
+    """The state of the simulated accelerator.
 
     Attributes:
         cuda: its streams and events.
@@ -122,7 +122,8 @@ class Accelerator:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """Of what nobody has seen being allocated: on the device, long ago."""
+        """Return the record of a tensor's memory. Memory that was not seen being allocated is on the device, allocated
+        long ago."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         found = self._memory.get(key)
@@ -135,7 +136,7 @@ class Accelerator:
         return not tensor.is_sparse and self.memory(tensor).on_host
 
     def memory_on_host(self, tensor: torch.Tensor) -> Clock:
-        """The copy that writes this memory of the host, if there is one."""
+        """Return the copy that writes this host memory, if there is one."""
         return {} if tensor.is_sparse else self.memory(tensor).copied
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -144,7 +145,7 @@ class Accelerator:
             self.memory(part).kept_for.add(stream)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The current stream uses the memory."""
+        """Record that the current stream uses the memory."""
         current = self.cuda.current()
         for tensor in tensors:
             for part in _parts(tensor):
@@ -210,7 +211,7 @@ class Accelerator:
             memory.reads[:] = [*same, new]
 
     def allocate(self, tensor: torch.Tensor, what: str, *, on_host: bool) -> None:
-        """A new storage; its memory may be what earlier work of the current stream has used."""
+        """Record a new storage. Its memory may have been used by earlier work of the current stream."""
         for part in _parts(tensor):
             memory = self.memory(part)
             memory.on_host, memory.made_by, memory.home = on_host, what, self.cuda.current()
@@ -220,7 +221,7 @@ class Accelerator:
                 memory.writes.append(Access(0, WHOLE, memory.home, number, f"the allocation by {what}"))
 
     def wait_on_host(self, why: str, clock: Clock | None = None) -> None:
-        """The host waits for this work, by default for the current stream."""
+        """Make the host wait for this work, by default for the current stream."""
         clock = self.cuda.current().clock if clock is None else clock
         self.force(clock)
         with self._lock:
@@ -230,12 +231,12 @@ class Accelerator:
                 self.host_waits.append(f"{why} {place}")
 
     def force(self, clock: Clock | None = None) -> None:
-        """Run late work, by default that of the current stream."""
+        """Run late work, by default the current stream's."""
         if self.late is not None:
             self.late.force(self.cuda.current().clock if clock is None else clock)
 
     def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """The host reads the numbers: what is on the device when it is ready, what is on the host at once."""
+        """Record that the host reads the numbers: of device tensors once they are ready, of host tensors at once."""
         if any(
             n > self.cuda.host.get(stream, 0) for each in tensors for stream, n in self.memory_on_host(each).items()
         ):
@@ -258,7 +259,8 @@ class Accelerator:
         return result
 
     def _begin(self, late: LateExecution, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """Queue an operator for later, and return its result. None: it must run now; what it comes after has run."""
+        """Queue an operator for later, and return its result. None: it must run now, after everything that it comes
+        after."""
         name, given = func._schema.name, _tensors([*args, *kwargs.values()])
         short, to = name.partition("::")[2], getattr(self.local, "to", None)
         hosts = [self.is_on_host(each) for each in given]
@@ -301,7 +303,7 @@ class Accelerator:
         return (result,)
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Stream, int, Clock]:
-        """An operator has run. Returns what `launch` returns."""
+        """Record that an operator has run. Returns the result of `launch`."""
         name = func._schema.name
         if name.startswith("c10d::"):
             return self._collective(name, args, kwargs)
@@ -332,7 +334,7 @@ class Accelerator:
         return work
 
     def _between(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool) -> None:
-        """A copy, perhaps between host and device."""
+        """Record a copy, perhaps between host and device."""
         on_host = [each for each in written if self.is_on_host(each)]
         if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
             return
@@ -379,7 +381,7 @@ class Accelerator:
 
 
 class Work:
-    """Stands for a `dist.Work` of NCCL."""
+    """Stands in for a `dist.Work` of NCCL."""
 
     def __init__(
         self, work: Any, accelerator: Accelerator, started: Sequence[tuple[Clock, list[torch.Tensor]]]
@@ -470,8 +472,8 @@ class _Operators(TorchDispatchMode):
 
 
 def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that know what a program with a GPU has on the host: what is made without a device or copied to "cpu".
-    They stand for those of torch: a mode of Python functions would be off in backward passes."""
+    """Replace the functions that determine what a program with a GPU has on the host: tensors that are made without a
+    device or copied to "cpu". A mode for Python functions would be off in backward passes."""
     local, to = accelerator.local, _TO
 
     def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -518,7 +520,7 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
-    """In the body, of this process and its threads. Models are made, moved to `DEVICE` and wrapped inside.
+    """Context manager, for this process and its threads. Models are made, moved to `DEVICE` and wrapped inside.
 
     Args:
         late: the seed of an order in which operators run late; None: each runs when it is called.
@@ -611,7 +613,7 @@ def _is_non_blocking(copy: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors in it."""
+    """Return the dense tensors in it."""
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
     return [tensor]
@@ -633,7 +635,7 @@ def _group_name(value: Any) -> str | None:
 
 
 def _place() -> tuple[str, bool]:
-    """The innermost line of the packages, and True; the innermost line of the tests if there is none."""
+    """Return the innermost line of the packages, and True; the innermost line of the tests if there is none."""
     frames = [
         each
         for each in traceback.extract_stack()

@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-triton test-peers exits bench bench-gpu soak heap stragglers hostile chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-triton test-peers exits bench bench-gpu figures soak heap stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -86,9 +86,21 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/paper.py
 	@$(CLEAN) benchmarks/convergence.py --epochs 10
 
+# The numbers and pictures of README and docs: what each needs, or those that are named, measured beside printed.
+# make figures ARGS="codec memory"
+figures: $(READY)
+	@$(CLEAN) benchmarks/figures.py $(ARGS)
+
 # The cost of the hooks on a GPU, as a Markdown table: with the torch of $(PYTHON).
 bench-gpu:
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --markdown $(ARGS)
+
+# Builds dist/, and installs the wheel into an empty environment per front end, where two ranks train: some minutes.
+# make wheel-test ARGS="plain lightning"
+wheel-test: $(READY)
+	@rm -rf dist
+	@$(PY) -m build
+	@$(PY) .ci/wheel_test.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

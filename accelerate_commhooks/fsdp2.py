@@ -1,7 +1,7 @@
-"""FSDP2 in Accelerate: shards the model within each replica, and lets the hook average between the replicas.
+"""FSDP2 in Accelerate: shards the model within each replica, and lets the hook average over the replicas.
 
 With `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)` Accelerate gives FSDP a mesh of two dimensions, and FSDP
-itself averages over the replicas, uncompressed, before any hook. While `prepare` runs, Accelerate therefore sees a
+itself averages over the replicas, uncompressed, before any hook. So while `prepare` runs, Accelerate sees a
 configuration with one replica.
 """
 
@@ -34,7 +34,7 @@ def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> Non
     Also attach it to the model of a machine with one process that has other machines as members. A machine that comes
     takes the state of prepared schedulers from them.
 
-    Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
+    This is needed because Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
     """
     method, schedulers = type(accelerator).prepare, itertools.count()
 
@@ -82,12 +82,8 @@ def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
 
 
 def check_takes_hook(accelerator: Accelerator) -> None:
-    """Check that a hook can average models that `accelerator` prepares. `ParallelismConfig` may ask for one sharded
-    replica: a run that has lost the other replicas goes on, as with DDP and one rank.
-
-    Raises:
-        HookConfigError: Accelerate neither wraps models in DDP nor shards replicas of them.
-    """
+    """Raise HookConfigError if Accelerate neither wraps models in DDP nor shards replicas of them. `ParallelismConfig`
+    may specify a single sharded replica: a run that has lost the other replicas goes on, as with DDP and one rank."""
     kind = accelerator.distributed_type
     # NO: one process without communication; the same script may be started with several processes later.
     if kind is DistributedType.NO or kind.name.startswith("MULTI_"):

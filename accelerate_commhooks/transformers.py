@@ -134,7 +134,7 @@ class CommHookTrainerMixin(_Base):
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`, with a hook whose learned state is empty or loaded from the checkpoint."""
+        """Train as `Trainer.train` does, with a hook whose learned state is empty or loaded from the checkpoint."""
         if resume_from_checkpoint is True:
             # The Trainer does not expose the checkpoint that it finds, and raises an error if there is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
@@ -147,7 +147,7 @@ class CommHookTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`, with the hook's metrics beside the loss if `report_to` is set."""
+        """Log as `Trainer.log` does, with the hook's metrics beside the loss if `report_to` is set."""
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
@@ -169,14 +169,14 @@ class CommHookTrainerMixin(_Base):
         scheduler.load_state_dict(progress["scheduler"])
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `Trainer.evaluate`, after the end of the hook's round: all ranks evaluate the same weights."""
+        """End the hook's round, so that all ranks have the same weights, then call `Trainer.evaluate`."""
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()
         result: dict[str, float] = super().evaluate(*args, **kwargs)
         return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
+        """Save the model; if called for a checkpoint, also save the hook.
 
         transformers 5.23 sets `_internal_call` for checkpoints. The Trainer writes `trainer_state.json` last, so a
         complete checkpoint includes the hook's shared file. The hook is saved before the model: with
@@ -229,8 +229,7 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
 
 
 class HookCallback(TrainerCallback):
-    """Loads the hook's state before the first step, reads its metrics, closes it after the last step, and checks that
-    each checkpoint contains it."""
+    """Loads the hook's state, reads its metrics, closes it, and checks that each checkpoint contains it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
@@ -260,7 +259,7 @@ class HookCallback(TrainerCallback):
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the round: other callbacks read the model."""
+        """End the round before other callbacks read the model."""
         if (hook := self.trainer.comm_hook) is not None:
             hook.synchronize()
 
@@ -287,7 +286,7 @@ class HookCallback(TrainerCallback):
 
 
 class _WithoutMetrics(TrainerCallback):
-    """Base class of callbacks that print logs, without the hook's metrics, which are for trackers."""
+    """Base of callbacks that print logs. It omits the hook's metrics, which are for trackers."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shown = {name: value for name, value in (logs or {}).items() if not name.startswith(f"{PREFIX}/")}
@@ -303,7 +302,7 @@ class _Progress(_WithoutMetrics, ProgressCallback):
 
 
 def print_no_metrics(trainer: Trainer) -> None:
-    """Replace the callbacks by which transformers prints logs. Users' own callbacks, also subclasses, stay."""
+    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even subclasses."""
     for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
         for callback in [each for each in trainer.callback_handler.callbacks if type(each) is theirs]:
             trainer.remove_callback(callback)
@@ -313,7 +312,7 @@ def print_no_metrics(trainer: Trainer) -> None:
 class _BetweenSteps(JITCheckpointCallback):
     """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step.
 
-    transformers 5.23 also saves between the backward pass and the optimizer's step. Then the hook's residual is one
+    transformers 5.23 also saves between the backward pass and the optimizer's step. The hook's residual is then one
     step ahead of the weights, and a resumed run would repeat the step on it.
     """
 

@@ -9,8 +9,8 @@ of which is sleep, so that the host can play three machines. Every --kill-every 
   torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0 saves every
             --save-every steps, and all begin from the newest checkpoint
 
-  trained   steps that are in the weights at the end, of all machines together, as a share of what three machines would
-            have trained that never die nor wait: seconds / step
+  trained   steps of all machines that are in the weights at the end, as a share of the steps of three machines that
+            never die or wait: seconds / step
 """
 
 import argparse
@@ -57,6 +57,8 @@ def main() -> None:
         return
     at, rows = machine(), list[Row]()
     for kill_every, save_every in itertools.product(args.kill_every, [None, *args.save_every]):
+        if not kill_every and save_every is not None:
+            continue  # what is saved does not matter
         with tempfile.TemporaryDirectory() as name:
             folder, step_s = Path(name), args.step_ms / 1e3
             job = Members(folder, step_s) if save_every is None else Torchrun(folder, step_s, save_every)
@@ -193,7 +195,8 @@ def _last(file: Path) -> int:
 def work(
     folder: str, steps: str, step_s: float, lighthouse: str = "", name: str = "", save_every: int | None = None
 ) -> None:
-    """Train for ever. Appends to the file `steps`, after each outer step, how many own steps are in the weights."""
+    """Train until killed. After each outer step, append to the file `steps` how many of this machine's steps are in the
+    weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))

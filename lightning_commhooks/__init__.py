@@ -40,8 +40,8 @@ _installed = [package for package, root in _roots.items() if _is_installed(root)
 if not _installed:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [each for each in _installed if _roots[each] in sys.modules] or _installed:
-    # Lightning may be too old for commhooks and installed for another library: then an error is due only when a class
-    # is imported from here.
+    # A Lightning that is too old for commhooks may be installed for another library. So the error is raised only when a
+    # class is imported from here.
     with suppress(Exception):
         trainer_classes(_package)
 

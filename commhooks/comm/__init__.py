@@ -1,1 +1,1 @@
-"""Communication between the ranks, with its counters and times."""
+"""Communication between the ranks, with counters and times."""

@@ -22,12 +22,12 @@ Op = Literal["sum", "max", "gather", "all_to_all"]
 Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""The all-gather into one tensor, which torch 2.13 has renamed."""
+"""The name of the all-gather into one tensor, which torch 2.13 has renamed."""
 
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
+    """Describes one collective over the ranks. All ranks must send tensors of equal shape and dtype.
 
     "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
     *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
@@ -37,10 +37,11 @@ class Send:
     tensor: torch.Tensor
     _: KW_ONLY
     what: str = ""
-    """Description for messages, e.g. "P"; the bucket and the step are added."""
+    """Description in messages, e.g. "P"; the bucket and the step are added."""
     op: Op = "sum"
     last: bool = False
-    """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
+    """Whether this is the last collective of its exchange. The engine waits for it only after all buckets have been
+    sent."""
     meanwhile: Callable[[], None] | None = None
     """Called when the collective has been issued, to compute while the network is busy. It must neither need the result
     nor touch `tensor`."""
@@ -53,7 +54,7 @@ class Send:
     """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
     "inter_node" for the ranks with this local rank on all nodes."""
     reduces: bool = field(init=False)
-    """The result is `tensor` itself, reduced in place."""
+    """Whether the result is `tensor` itself, reduced in place."""
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Op):
@@ -64,17 +65,18 @@ class Send:
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
-        """The bytes that `Counters` adds for this collective."""
+        """Return the bytes that `Counters` adds for this collective."""
         sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
         size = sent.numel() * sent.element_size()
         if self.reduces:
             return size
-        whole = size * world_size if self.op == "gather" else size  # a rank's parts are as large as its own
+        # The tensor with the parts of all ranks: `tensor` holds one part for "gather", one per rank for "all_to_all".
+        whole = size * world_size if self.op == "gather" else size
         return -(-whole // 2)
 
 
 class MessageWork:
-    """The messages of one collective, in flight. `in_flight` holds this object until `wait` has returned."""
+    """Holds the messages of one collective. `in_flight` keeps it alive until `wait` has returned."""
 
     def __init__(self, in_flight: set["MessageWork"]) -> None:
         self.works: list[dist.Work] = []
@@ -93,11 +95,11 @@ class MessageWork:
 
 
 class PointToPoint:
-    """All-to-all and all-gather on gloo as messages from each rank to each other rank, the receives posted first.
+    """Runs all-to-all and all-gather on gloo as messages between each pair of ranks, and posts the receives first.
 
-    gloo sends a message when the receiver has announced that it waits for the message. gloo's own all-to-all and
-    all-gather post the send first, so on a busy link the announcement queues behind a rank's own message. With the
-    receives first both directions are busy all the time.
+    gloo sends a message only when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather
+    post the send first, so on a busy link the announcement queues behind the rank's own message. With the receives
+    first, both directions stay busy.
 
     torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
     but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
@@ -112,18 +114,16 @@ class PointToPoint:
 
     @classmethod
     def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
-        """The messages of all sessions in `group` for which nobody has waited yet."""
         return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
     def applies_to(group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether `group` exchanges tensors on `device` as messages."""
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
     def exchange(
         self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> MessageWork:
-        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors are
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors must be
         contiguous; empty tensors are not sent. All ranks of `group` must call this in the same order."""
         here, size = group.rank(), group.size()
         self._groups.add(group)
@@ -139,14 +139,13 @@ class PointToPoint:
         return messages
 
     def forget_abandoned(self) -> None:
-        """Release the messages of this session's groups for which nobody waits. Call this only when later messages have
-        arrived on all ranks, because messages between two ranks arrive in order."""
+        """Release the messages of this session's groups for which nobody waits. Call this only after later messages
+        have arrived on all ranks: messages between two ranks arrive in order."""
         for group in self._groups:
             self.in_flight(group).clear()
 
 
 def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return `process_group`, or the default group for None."""
     if process_group is not None:
         return process_group
     if not dist.is_initialized():
@@ -158,8 +157,6 @@ def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.Proces
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A collective in flight."""
-
     answer: torch.Tensor
     _work: dist.Work | MessageWork
     what: str
@@ -167,11 +164,7 @@ class Pending:
     _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
-
-        Raises:
-            HookRunError: another rank has failed, or did not take part within the process group's timeout.
-        """
+        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host."""
         counters, device = self._counters, self.answer.device
         try:
             with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
@@ -181,12 +174,11 @@ class Pending:
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The backend's future, for callers that do not `wait`. Messages have no future."""
-        assert not isinstance(self._work, MessageWork)
+        assert not isinstance(self._work, MessageWork)  # messages have no future
         return self._work.get_future()
 
     def writes(self, buffer: torch.Tensor) -> bool:
-        """Whether the collective may write into `buffer` when it ends."""
+        """Return whether the collective may write into `buffer` when it ends."""
         if buffer.is_sparse or self.answer.is_sparse:
             return self.answer is buffer
         return self.answer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
@@ -195,13 +187,13 @@ class Pending:
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
     """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
     stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
-    Raises nothing, because the caller already has an error to raise."""
+    Raise nothing, because the caller already has an error to raise."""
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
         with contextlib.suppress(RuntimeError):  # a failed collective writes nothing
             future = each.future()
-            # NCCL completes a future at once, with an event on the device that `wait` makes the stream wait for.
+            # NCCL completes a future at once; `wait` then makes the current stream wait for an event on the device.
             while not future.done() and time.monotonic() < deadline:
                 time.sleep(0.002)
             if future.done():
@@ -225,14 +217,12 @@ def start(
     where: str = "",
     messages: PointToPoint | None = None,
 ) -> Pending:
-    """Issue the collective `send`. All ranks of `group` must call this in the same order.
+    """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises HookRunError if the
+    backend refuses the collective.
 
     Args:
         where: the bucket and the step, for error messages and `counters.last_issued`.
         messages: the session's messages; None for a caller that needs the collective's future.
-
-    Raises:
-        HookRunError: the backend refuses the collective.
     """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
@@ -284,7 +274,7 @@ def start(
 
 
 def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-    """Gather `own` of all ranks, contiguous, into `rows`. Returns torch's work, or None without `async_op`."""
+    # Returns torch's work, or None without `async_op`. `own` is contiguous.
     if type(group) is dist.ProcessGroup:
         return getattr(dist, ALL_GATHER)(rows.view(-1), own.view(-1), group=group, async_op=async_op)
     # torchft's groups have no all-gather into one tensor.
@@ -294,11 +284,10 @@ def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGrou
 def _gather_different(
     own: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work | MessageWork:
-    """Start to gather `own` of all ranks in `parts`, of different sizes. Allocates nothing."""
     if backend_of(group, own.device) != "gloo":
         work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
         return work
-    # gloo gathers equal sizes only.
+    # gloo only gathers equal sizes.
     broadcasts = MessageWork(set())
     parts[group.rank()].copy_(own)
     for rank, part in enumerate(parts):
@@ -308,21 +297,16 @@ def _gather_different(
 
 
 def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
-    """Raise HookRunError unless `tensor` has a row for each rank."""
     if tensor.dim() == 0 or len(tensor) != group.size():
         raise HookRunError(
-            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} has not one row for each of "
+            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} does not have one row for each of "
             f"{group.size()} ranks"
         )
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
-    """Gather the small tensor `own` of every rank, one row per rank. All ranks of `group` must call this, with equal
-    shapes and dtypes.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must call this, with equal
+    shapes and dtypes."""
     own = own.contiguous()
     rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
@@ -351,11 +335,7 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
     """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
-    and dtypes. Counted as an all-reduce that puts as many bytes on the network, half of the tensor's bytes.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -365,7 +345,6 @@ def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Co
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
-    """Gather `text` of every rank; see `gather_bytes`."""
     return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]
 
 
@@ -373,10 +352,9 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
-
-    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
-    """
+    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order. Integer
+    arithmetic modulo 2**64 is exact and equal in all processes. Tensors that differ in exactly one element have
+    different checksums."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -385,7 +363,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
     rest = bits[whole:]
     columns[: rest.numel()] += rest
-    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
+    # Odd factors are invertible modulo 2**64, so a difference in one column always changes the result.
     factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
     return (columns * (factors | 1)).sum()
 
@@ -397,8 +375,8 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang, which
-    takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang;
+    finding them takes up to a few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
@@ -408,12 +386,12 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
     place = f"rank {group.rank()} of {group.size()}"
     if dist.is_initialized() and group.size() < dist.get_world_size():
         place = f"rank {dist.get_rank()} of {dist.get_world_size()} ({place} in its group)"
-    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend says: {error}")
+    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend reports: {error}")
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """Create a future for a tensor on `device`. Without `devices` a future accepts a tensor on an accelerator, but its
-    waiters do not synchronise with the stream and read too early."""
+    """Create a future for a tensor on `device`. Without `devices` a future would accept a tensor on an accelerator, but
+    its waiters would not synchronise with the stream and would read too early."""
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
@@ -421,9 +399,8 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Reduce `good` (0-dim bool tensor): true if it is true on all ranks of `group`, the shards of a replica or the
-    ranks of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
-    bytes."""
+    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`, the shards of a replica or the ranks
+    of a node. All of them must call this. The host does not wait for an accelerator. The bytes are not counted."""
     bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
@@ -435,22 +412,12 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group`, so that all of them succeed or all of them raise. All must call this.
+    """Run `work` on all ranks of `shard_group` (None: not sharded) so that either all of them succeed or all of them
+    raise. All must call this. Returns the result of `work` on this rank, and the `numbers` of all ranks. If `work`
+    raises CommHookError on another rank, this rank raises `otherwise`.
 
-    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups finds out by
-    itself whether it can attach and which step it has reached; here the groups exchange the results.
-
-    Args:
-        numbers: exchanged between the ranks.
-        shard_group: None if nothing is sharded.
-        otherwise: the error on ranks that have not failed if another rank has failed.
-
-    Returns:
-        The result of `work` on this rank, and the numbers of all ranks.
-
-    Raises:
-        CommHookError: `work` raised it on this rank, or on another rank, and then this rank raises `otherwise`.
-        HookRunError: another rank has ended, or did not take part within the process group's timeout.
+    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups determines
+    on its own whether it can attach and which step it has reached. Here the groups exchange the results.
     """
     if shard_group is None:
         return work(), [numbers]

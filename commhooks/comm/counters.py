@@ -1,6 +1,6 @@
-"""Counters and times of a hook's work, read by `CommHook.stats()`.
+"""Count and time a hook's work for `CommHook.stats()`.
 
-The host measures times on the CPU. On CUDA events on the stream measure them without synchronising: an event is read
+On the CPU the host measures times. On CUDA, events on the stream measure them without synchronising: an event is read
 once it has completed, or when `collect(wait=True)` is called.
 """
 
@@ -23,15 +23,13 @@ Mark = Any
 
 @dataclass
 class Times:
-    """Times in seconds."""
-
     codec_s: float = 0.0
     """Time inside the hook without waiting."""
     waiting_s: float = 0.0
     """Time spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """The part of `waiting_s` that DDP waits for futures of hooks that return at once: from the last hook call to the
-    completion of the last future."""
+    """The part of `waiting_s` that DDP waits for the futures of hooks that return at once: from the last hook call to
+    the completion of the last future."""
 
 
 class Clocks:
@@ -59,8 +57,7 @@ class Clocks:
             self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Note that a hook has returned a future for which DDP waits. Call the returned function when the future
-        completes."""
+        """Record that a hook has returned a future for which DDP waits. Call the result when the future completes."""
         this_pass = self.last_pass
 
         def count(seconds: float) -> None:  # replaces the value of the previous future
@@ -73,8 +70,8 @@ class Clocks:
         return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
-        # Without `wait` a thread must not wait for another thread that waits for the device here.
+        """Count the intervals whose events have completed. With `wait`, synchronise and count all of them."""
+        # Without `wait` this must not block: another thread may hold the lock while it waits for the device.
         if not self._collecting.acquire(blocking=wait):
             return
         try:
@@ -105,19 +102,18 @@ class Clocks:
 
 
 def has_clock(device: torch.device) -> bool:
-    """Whether times on `device` can be measured."""
     return precision.is_host_readable(device) or precision.has_streams(device)
 
 
 def mark(device: torch.device) -> Mark:
-    """Note the present time, on the current stream of `device`."""
+    """Record the present time, on the current stream of `device`."""
     if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Compute the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both."""
+    """Return the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both."""
     if begin is None or end is None:
         return float("nan")
     if isinstance(end, float):
@@ -128,12 +124,11 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def has_passed(point: Mark) -> bool:
-    """Whether a mark lies in the past of the device, so that reading it does not wait."""
+    """Return whether the device has reached a mark, so that reading it does not wait."""
     return point is None or isinstance(point, float) or bool(point.query())
 
 
 def event_on(device: torch.device) -> Any:
-    """Record a timing event on the current stream of `device`."""
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -145,22 +140,20 @@ CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_se
 
 @dataclass
 class PassCounters:
-    """Counters of the latest backward pass."""
-
     collectives: int = 0
     bytes_sent: int = 0
 
 
 @dataclass
 class Counters:
-    """Counters of one session on this rank.
+    """Counts the work of one session on this rank.
 
-    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Another collective counts as an all-reduce that
-    puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank sends
-    2 (W - 1) / W times the counted bytes, whatever the collective.
+    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Any other collective counts as the all-reduce
+    that puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank
+    sends 2 (W - 1) / W times the counted bytes, whatever the collective.
 
-    `backward_passes` counts synchronised backward passes; `nonfinite_steps` the passes that were not committed because
-    a number was inf or NaN on some rank; `compressed_steps` the passes that were compressed and committed.
+    `backward_passes` counts synchronised backward passes, `nonfinite_steps` the passes that were not committed because
+    a number was inf or NaN on some rank, and `compressed_steps` the passes that were compressed and committed.
     """
 
     backward_passes: int = 0
@@ -169,27 +162,27 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """Bytes of collectives inside this rank's node, if a hook compresses between nodes; not in `bytes_sent`."""
+    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not in `bytes_sent`."""
     bytes_uncompressed: int = 0
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Number of small collectives in which the ranks compare their states; not counted in the bytes."""
+    """Number of small collectives in which the ranks compare their states. Their bytes are not counted."""
     numel_before: int = 0
     numel_after: int = 0
-    """Gradient elements before and after compression, in compressed passes only."""
+    """`numel_before` and `numel_after` count gradient elements before and after compression, in compressed passes
+    only."""
     last_issued: str = ""
-    """Description, bucket and step of the latest collective, to find out where a run hangs."""
+    """Description, bucket and step of the latest collective, for finding out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """The `CONTINUED` counters of the runs before this run."""
+    """The `CONTINUED` counters of earlier runs, from which this run was resumed."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """The `CONTINUED` counters of this run and of the runs before it together."""
+        """Return the `CONTINUED` counters of this run plus the earlier runs."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Set `cumulative()` to `saved`."""
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -199,14 +192,12 @@ class Counters:
         return before / after if after else 0, before, after
 
     def sent(self, size: int) -> None:
-        """Count one collective of `size` bytes."""
         self.collectives += 1
         self.bytes_sent += size
         self.last_pass.collectives += 1
         self.last_pass.bytes_sent += size
 
     def gradients(self, size: int) -> None:
-        """Count the `size` bytes of a bucket's gradients."""
         self.bytes_uncompressed += size
 
     def begin_pass(self) -> None:

@@ -1,9 +1,10 @@
-"""Process groups: their backend, new groups of their ranks, and the ranks that a failed collective has lost.
+"""Manage process groups: their backend, new groups of their ranks, and the ranks that a failed collective has lost.
 
-gloo closes the connection to a rank that has ended, and after a timeout all connections of this rank, at both ends, so
-that the other ranks fail in turn. To find the cause, each rank that has failed leaves a note in the store of the
-default group: a rank whose connection is closed and that has left no note has ended or hangs. The note also names the
-ranks that its author has found to be the cause, for ranks that communicate only with ranks that failed in turn.
+gloo closes the connection to a rank that has ended. After a timeout it closes all connections of this rank at both
+ends, so that the other ranks fail in turn. To find the cause, each rank that has failed leaves a note in the store of
+the default group. A rank whose connection is closed and that has left no note has ended or hangs. A note also names the
+ranks that its author has found to be the cause, because other ranks may communicate only with ranks that failed in
+turn.
 """
 
 import contextlib
@@ -21,12 +22,11 @@ from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.torch_private import groups_here, is_torchcomms, store_of, timeout_of
 
 TAG = 2**30
-"""The tag of all messages, above the tags of users who send in the same group."""
+"""The tag of all messages. It is larger than the tags of users who send in the same group."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for `device`: a group may have a backend per device type
-    ("cpu:gloo,cuda:nccl")."""
+    """Return the name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
     if group in _ADOPTED:
         return _ADOPTED[group]
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
@@ -38,7 +38,7 @@ _ADOPTED: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyD
 
 
 def adopt(group: dist.ProcessGroup, backend: str) -> None:
-    """Make the backend of a group known that torch.distributed does not know, such as a group of torchft."""
+    """Register the backend of a group that torch.distributed does not know, such as a group of torchft."""
     _ADOPTED[group] = backend
 
 
@@ -46,7 +46,7 @@ GLOO_INTERFACE = (
     "on several machines set GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works "
     "with NCCL only"
 )
-"""Advice for messages where ranks cannot connect over gloo."""
+"""Advice in messages about ranks that cannot connect over gloo."""
 
 
 def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -54,20 +54,20 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
     of `within` must call this with the same `parts`. torch keeps the groups until `destroy_process_group`.
 
     Args:
-        parts: the ranks in `within` of each group; every rank is in one of them.
-        device: of this rank's model. On an accelerator the group is bound to it.
+        parts: the ranks of each group, as ranks in `within`; every rank is in one of them.
+        device: the device of this rank's model; the group is bound to it if it is an accelerator.
 
     Raises:
-        AttachError: torch can make groups with all ranks of the run only, and `within` lacks some of them.
+        AttachError: torch can only make groups together with all ranks of the run, and `within` lacks some of them.
         HookRunError: the ranks cannot connect.
     """
     everywhere, world = dist.get_process_group_ranks(within), dist.group.WORLD
     assert world is not None
     bound, partial = getattr(world, "bound_device_id", None), len(everywhere) < world.size()
     if partial and bound is not None:
-        # NCCL splits the communicator of the default group, which all of its ranks must do together.
+        # NCCL would split the communicator of the default group, and all of its ranks must do that together.
         raise AttachError(
-            f"the default process group is bound to {bound}, and torch then makes new groups with all ranks only, but "
+            f"the default process group is bound to {bound}, and torch can then make new groups of all ranks only, but "
             "this model is on some of them: call init_process_group without device_id, or use a model on all ranks"
         )
     if partial:
@@ -75,25 +75,23 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
     bind: dict[str, Any] = {} if device.index is None or device.type == "cpu" or bound else {"device_id": device}
     own: list[dist.ProcessGroup] = []
     for part in parts:
-        # Ranks outside of `within` do not call this. Otherwise all ranks make all groups, in the same order.
+        # With `use_local_synchronization` only the members make a group, because ranks outside of `within` do not call
+        # this. Otherwise all ranks must make all groups, in the same order.
         if partial and within.rank() not in part:
             continue
         ranks = [everywhere[rank] for rank in part]
         try:
             made = dist.new_group(ranks, timeout=timeout_of(within, device), use_local_synchronization=partial, **bind)
         except RuntimeError as error:
-            raise HookRunError(f"the ranks make no further process group ({GLOO_INTERFACE}): {error}") from error
+            raise HookRunError(f"the ranks cannot make another process group ({GLOO_INTERFACE}): {error}") from error
         if within.rank() in part:
             own.append(made)
     return own[0]
 
 
 def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that collectives of `group` have futures, as DDP needs. All ranks of `group` must call this.
-
-    Raises:
-        AttachError: they have none, as with some versions of torchcomms.
-    """
+    """Check that collectives of `group` have futures, which DDP needs. Raise AttachError if they have none, as with
+    some versions of torchcomms. All ranks of `group` must call this."""
     if not is_torchcomms(group, device):
         return
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -108,9 +106,9 @@ def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
-    """Make all ranks of `within` members of equally many groups. torch 2.13 makes this number a part of the name under
-    which the ranks of a new group find each other; if the numbers differ, the ranks wait until the timeout. A rank in
-    fewer groups gets unused groups of its own."""
+    """Make all ranks of `within` members of equally many groups. torch 2.13 includes this number in the name under
+    which the ranks of a new group find each other. If the numbers differ, the ranks wait until the timeout. A rank in
+    fewer groups therefore creates unused groups of its own."""
     own = groups_here()
     most = torch.tensor([own], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=within)
@@ -123,21 +121,22 @@ CPU = torch.device("cpu")
 _LOST: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
 """The lost ranks of each failed group. The futures of its buckets fail one by one, and all report the same ranks."""
 _NOTED: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Default groups in whose store this rank has left a note. A rank that goes on with another group cannot distinguish
+"""Default groups in whose store this rank has left a note. A rank that continues with another group cannot distinguish
 old notes from new notes."""
 
 CLOSED_LIMIT_S = 0.5
 TIMED_OUT_LIMIT_S = 2.0
-"""How long to wait for notes. Ranks whose connection was closed leave a note at once; a rank that was busy when the
-collective of another rank timed out may be late."""
+"""How long to wait for notes. Ranks whose connection was closed leave a note at once. A rank that was busy when another
+rank's collective timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
 
-    Returns their numbers in the default group; empty if they are unknown, as on a rank that has gone on after an
+    Returns their ranks in the default group; empty if they are unknown, as on a rank that has continued after an
     earlier failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three
-    times `TIMED_OUT_LIMIT_S` after a timeout."""
+    times `TIMED_OUT_LIMIT_S` after a timeout.
+    """
     if group.size() == 1 or group in _ADOPTED or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
     if group in _LOST:
@@ -158,7 +157,7 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
         with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
             found = notes.find(ranks[here], closed, ranks)
 
-    # The process that holds the store may be stopped, and then no limit ends a call of the store.
+    # If the process that holds the store is stopped, a call of the store never returns, whatever its time limit.
     thread = threading.Thread(target=look, name="commhooks lost ranks", daemon=True)
     thread.start()
     thread.join(3.5 * notes.limit_s)
@@ -168,7 +167,7 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
 
 
 def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
-    """Whether the connection to rank `other` of `group` is closed: then gloo refuses even to post a receive."""
+    """Return whether the connection to rank `other` of `group` is closed: gloo then refuses even to post a receive."""
     try:
         dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=TAG + 1)
     except RuntimeError:
@@ -177,18 +176,16 @@ def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
 
 
 class _Notes:
-    """The notes of failed ranks in the store."""
-
     def __init__(self, store: dist.Store, limit_s: float) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # they may share a store
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # restarts may share a store
         self._store = dist.PrefixStore(f"commhooks/failed/{attempt}", store)
         self.limit_s = limit_s
 
     def find(self, own: int, closed: Collection[int], group: Collection[int]) -> list[int]:
-        """Leave a note, and find the ranks that have ended or hang."""
-        self._store.set(str(own), "")
+        self._store.set(str(own), "")  # leave a note
         others = [rank for rank in group if rank != own]
-        # In this order: a rank that was not in a collective yet need not have noticed.
+        # Look at the ranks with closed connections first, because a rank that was not in a collective yet may not have
+        # noticed the failure.
         found = self._silent(closed) or self._silent(others) or self._within_limit(lambda: self._named_by(others))
         self._store.set(str(own), " ".join(map(str, found)))
         return found
@@ -214,5 +211,5 @@ class _Notes:
 
 
 def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank logs the messages that concern all ranks of the model."""
+    """Return whether this rank logs the messages that concern all ranks of the model."""
     return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)

@@ -1,10 +1,11 @@
-"""Joint saves: collectives that can neither hang nor interfere with those of the training.
+"""Run joint saves: collectives that can neither hang nor interfere with the collectives of the training.
 
-Each save makes a gloo group and sends CPU copies in pieces; or, where all ranks ask for it, uses the group of the ranks
-itself. The ranks meet twice through the store of their process group: before the first collective, and after the last.
-At each meeting the first rank to write a decision (an atomic compare-and-set) decides for all ranks: rank 0 when all
-ranks are there, or any rank that has waited for its time limit, has failed, or refuses to take part. So a save that not
-every rank joins ends before any collective starts, and all ranks succeed or all report the same failure.
+Each save makes a gloo group and sends CPU copies in pieces. If all ranks request it, the save uses the process group of
+the ranks instead. The ranks meet twice through the store of their process group: before the first collective, and after
+the last. At each meeting the first rank to write a decision (an atomic compare-and-set) decides for all ranks. That is
+rank 0 when all ranks are there, or any rank that has waited for its time limit, has failed, or refuses to take part. So
+a save that not every rank joins ends before any collective starts, and all ranks succeed or all report the same
+failure.
 """
 
 import contextlib
@@ -25,12 +26,12 @@ from commhooks.gradients.torch_private import address_key, store_of
 PIECE_NUMEL = 1 << 22
 """Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
 _OWN_GROUP = "own group"
-"""What a rank adds to its vote, and the decision if all ranks have."""
+"""What a rank adds to its vote to request its own process group, and the decision if all ranks do."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a joint save failed, and whether this rank logs it: one of the ranks that know the reason does."""
+    """Explains why a joint save failed. `logged_here` is True on one of the ranks that know the reason."""
 
     reason: str
     logged_here: bool
@@ -40,11 +41,9 @@ class JointSave:
     """Runs the joint saves of one session. Every rank of the group makes a `JointSave` with the same `nonce`.
 
     Args:
-        group: returns the group of the ranks that save; raises HookRunError once it was destroyed.
-        rank, size: the rank in that group, and the size of the group.
+        group: returns the process group of the ranks that save; raises HookRunError once it was destroyed.
         nonce: distinguishes the keys of this session in the store from the keys of other sessions.
         shards: returns the ranks with all shards of the model, which save together; None: not sharded.
-        device: the device of the model.
     """
 
     def __init__(
@@ -61,7 +60,8 @@ class JointSave:
         self._limit = timedelta(0)
         self._written: list[str] = []  # keys, in the order of the saves
         self._saves: Counter[int] = Counter()
-        # Of the running save. The group is a ProcessGroupGloo; torch's type stubs lack its collectives.
+        # The store and the groups of the running save. `_group` is a ProcessGroupGloo, whose collectives are missing
+        # from torch's type stubs.
         self._store: Any = None
         self._group: Any = None
         self._own_group: dist.ProcessGroup | None = None
@@ -83,12 +83,12 @@ class JointSave:
         Args:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece of a collective.
-            passes: the backward passes of this rank, if ranks with different numbers must not save together.
-            own_group: if all ranks pass True, the save uses the group of the ranks instead of a new gloo group, and
+            passes: the number of backward passes on this rank, if ranks with different numbers must not save together.
+            own_group: if all ranks pass True, the save uses the ranks' process group instead of a new gloo group, and
                 `mean` the device of the model. Nothing else may use that group meanwhile, and a rank waits for a rank
                 that fails up to the timeout of the group. `gather` cannot be called.
             refusal: why this rank cannot take part. It does not wait, and no other rank waits for it.
-            others_may_be_ahead: with `refusal`: the other ranks may be one step ahead of this rank.
+            others_may_be_ahead: with `refusal`, whether the other ranks may be one step ahead of this rank.
 
         Returns:
             None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
@@ -112,8 +112,7 @@ class JointSave:
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this, as `run`
-        does."""
+        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this."""
         if self._shards is None:
             return failure
         group = self._shards()
@@ -124,7 +123,7 @@ class JointSave:
         return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Average `tensor` over the ranks. Returns a tensor on the CPU. All ranks must call this with equal shapes and
+        """Return the mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and
         dtypes."""
         if self._own_group is not None:
             total = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -139,7 +138,7 @@ class JointSave:
         return total.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Gather `tensor` of all ranks, in rank order, on the CPU. All ranks must call this with equal shapes and
+        """Return `tensor` of all ranks, in rank order, on the CPU. All ranks must call this with equal shapes and
         dtypes."""
         own = tensor.detach().cpu().contiguous()
         gathered = [torch.empty_like(own) for _ in range(self._size)]
@@ -166,14 +165,14 @@ class JointSave:
             what = "failed"
             collect(self)
         except Exception as error:  # torch has no narrower class for a dead rank or a timeout
-            # Before the end of the group closes the connections, at which the other ranks fail in turn.
+            # Refuse before the group is destroyed, which closes the connections and makes the other ranks fail in turn.
             return self._refuse(f"{place}/end", f"rank {self._rank} {what}: {type(error).__name__}: {error}")
         before = len(self._written)
         failure, _ = self._meet(f"{place}/end", "")
         if failure is not None:
             return failure
-        # No rank needs the keys of earlier saves any more. A rank that has missed such a save, and comes to it after a
-        # load of an earlier step, waits for its time limit.
+        # All ranks have ended this save, so none needs the keys of earlier saves. A rank that has missed such a save,
+        # and comes to it after loading an earlier step, waits for its time limit.
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has ended
             for key in self._written[:before]:
                 self._store.delete_key(key)
@@ -181,8 +180,9 @@ class JointSave:
         return None
 
     def _meet(self, place: str, vote: str) -> tuple[Failure | None, bool]:
-        """Wait for all ranks. `vote`: the number of passes, which must be the same on all ranks, a space, and whether
-        this rank asks for the own group. Returns the failure, and whether all ranks do; the same on all ranks."""
+        """Wait for all ranks. Return the failure, and whether all ranks request their own group; both are the same on
+        all ranks. `vote` has the number of passes, which must be the same on all ranks, a space, and `_OWN_GROUP` or
+        nothing."""
         store, ballots = self._store_at(place), [f"vote{rank}" for rank in range(self._size)]
         late = f"not every rank took part within {self._limit.total_seconds():g} s"
         verdict = ""
@@ -227,5 +227,4 @@ class JointSave:
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The elements of a contiguous tensor in views of up to `PIECE_NUMEL`."""
     return tensor.view(-1).split(PIECE_NUMEL)

@@ -1,4 +1,4 @@
-"""Nodes: groups of ranks, usually machines, with fast communication inside."""
+"""Divide ranks into nodes: groups of ranks, usually machines, with fast communication inside."""
 
 import os
 import socket
@@ -16,16 +16,11 @@ from commhooks.gradients.source import held_weakly
 logger = logger_of(__name__)
 
 RanksPerNode = int | str | None
-"""A number, "auto" or None."""
 
 
 class Nodes:
-    """This rank's groups, where the ranks form nodes of equal size.
-
-    Attributes:
-        local_rank: the rank in `intra_node`.
-        count: the number of nodes.
-    """
+    """Holds this rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the rank in
+    `intra_node`."""
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
         self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
@@ -46,8 +41,8 @@ class Nodes:
         return self._inter_node()
 
 
-# The nodes of each group, by their members. A second training uses the nodes of the first training: in torch 2.13 a
-# group cannot be destroyed and made again with the same ranks, because it connects to the destroyed group's addresses.
+# The nodes of each group, by their members. A second training reuses the nodes of the first training. In torch 2.13 a
+# group cannot be destroyed and made again with the same ranks, because it would connect to the old group's addresses.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
@@ -63,18 +58,13 @@ def members_of(places: Sequence[str]) -> dict[str, list[int]]:
 
 
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
-    """Divide the ranks of `group` into nodes. All ranks of `group` must call this.
+    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node. All ranks of `group`
+    must call this. Rank 0 warns if `ranks_per_node` exceeds the world size. Raises AttachError on all ranks if the
+    nodes have different numbers of ranks.
 
     Args:
-        ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
-            (torchrun's GROUP_RANK), or if it is unknown the ranks with the same host name. None: no nodes.
-        device: of this rank's model.
-
-    Returns:
-        None if there is one node, or one rank per node. Rank 0 warns if `ranks_per_node` exceeds the world size.
-
-    Raises:
-        AttachError: on all ranks, if the nodes have different numbers of ranks.
+        ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same launcher
+            (torchrun's GROUP_RANK), or if that is unknown, with the same host name, form a node. None: no nodes.
     """
     if ranks_per_node is None:
         return None
@@ -82,7 +72,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
-        # A run that goes on with fewer ranks must not fail. For a single rank the summary has its own message.
+        # Do not fail, because a run may continue with fewer ranks. For a single rank the summary has its own message.
         if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
             logger.warning(
                 "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "
@@ -96,7 +86,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     if len(set(sizes)) > 1:
         raise AttachError(
             f"ranks_per_node={ranks_per_node!r}: the nodes have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} "
-            "ranks, and a hook between nodes needs equally many on each. Use ranks_per_node=None, which compresses "
+            "ranks, and a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
             "between all ranks"
         )
     if len(members) == 1 or sizes[0] == 1:

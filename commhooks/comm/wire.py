@@ -1,8 +1,8 @@
-"""Pack numbers into messages: from the compute dtype to the wire dtype (the dtype that is sent), and back.
+"""Pack numbers into messages: convert them from the compute dtype to the wire dtype, in which they are sent, and back.
 
 Packing divides by the world size, so that the sum over the ranks is the mean. A narrower wire dtype must not turn a
 large number into inf, nor an inf into a large number. Finite numbers are clamped if error feedback compensates for the
-loss; non-finite numbers become NaN, which survives every reduction.
+loss. Non-finite numbers become NaN, which survives every reduction.
 """
 
 import functools
@@ -19,7 +19,7 @@ would need more than this many steps to send it."""
 
 
 def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the wrapper's dtype if it is narrower than the bucket's dtype, else the bucket's dtype: a 16-bit bucket is
+    """Return the wrapper's dtype if it is narrower than the bucket's dtype, else the bucket's dtype. A 16-bit bucket is
     never converted to the other 16-bit dtype."""
     if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
         return bucket_dtype
@@ -27,25 +27,24 @@ def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) 
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """ "float16" for torch.float16; "" for None."""
+    """Return "float16" for torch.float16 and so on, and "" for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def largest_share(dtype: torch.dtype, world_size: int) -> float:
-    """Compute the largest number that all of `world_size` ranks can send without an overflow of the sum in `dtype`."""
+    """Return the largest number that all of `world_size` ranks can send without an overflow of the sum in `dtype`."""
     info = torch.finfo(dtype)
     return info.max / world_size * (1 - min(0.5, world_size * info.eps))
 
 
 def largest_gradient(wire_dtype: torch.dtype) -> float:
-    """Return the limit above which a gradient counts as an overflow; see `CLAMPED_STEPS`."""
     return CLAMPED_STEPS * torch.finfo(wire_dtype).max
 
 
 def pack_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write `factor / world_size` to `out`: finite numbers clamped so that the sum cannot overflow, others as NaN.
-    Clamping P only changes the basis slightly."""
+    """Write `factor / world_size` to `out`. Clamp finite numbers so that the sum cannot overflow; write other numbers
+    as NaN. Clamping P only changes the basis slightly."""
     limit = largest_share(out.dtype, world_size)
     # x * 0 is 0 for every finite x and NaN for inf and NaN.
     share = _share(factor, out, world_size).clamp_(-limit, limit).add_(factor * 0)
@@ -63,13 +62,13 @@ def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, rank: int) -> None:
-    """Write Q, of rank `rank`, divided by the world size to `out`, and replace `factor` by the sent values times the
-    world size.
+    """Write Q, of rank `rank`, divided by the world size to `out`. Replace `factor` by the sent values times the world
+    size.
 
-    The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf is an
-    overflow of this product, because an inf in the gradient shows in P; it is clamped, too. The limit is the largest
-    share divided by sqrt(rank), so that an element of P Q^T, a sum of `rank` products, fits into a bucket of the wire
-    dtype.
+    The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf here is an
+    overflow of the product that computed Q, because an inf in the gradient shows in P; it is clamped, too. The limit is
+    the largest share divided by sqrt(rank), so that an element of P Q^T, a sum of `rank` products, fits into a bucket
+    of the wire dtype.
     """
     limit = largest_share(out.dtype, world_size) / math.sqrt(rank)
     share = _share(factor, out, world_size).clamp_(-limit, limit)
@@ -80,9 +79,9 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
 
 
 def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
-    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. They
-    are not clamped, because no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression,
-    and the step is skipped."""
+    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. Do not
+    clamp them, because no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression, and
+    the step is skipped."""
     if len(gradients) == 1:
         whole = gradients[0]
     elif out.dtype == gradients[0].dtype:
@@ -90,34 +89,34 @@ def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: 
         whole = out
     else:
         whole = torch.cat(list(gradients))
-    share = _share(whole, out, world_size)  # divided before it is narrowed
+    share = _share(whole, out, world_size)  # divide before the cast, so that fewer numbers overflow
     if share is not out:
         out.copy_(share)
 
 
 def put_flags(gradients: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
-    """Write to `flags`, per parameter, 1 if its gradient (1-D) is not zero, else 0. DDP may drop the result for a
+    """Write a flag per parameter: 1 if its gradient (1-D) is not zero, else 0. DDP may discard the result for a
     parameter that no rank used, and a residual sent in it would be lost. For the CPU."""
     for gradient, flag in zip(gradients, flags, strict=True):
-        # The first 64 elements nearly always contain a nonzero one.
+        # Nearly always one of the first 64 elements is nonzero, so test these first.
         flag.fill_(bool(gradient[:64].any()) or bool(gradient.any()))
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """`numbers / world_size`, in `out` if `out` has the same dtype, else in a new tensor."""
+    """Return `numbers / world_size`, in `out` if `out` has the same dtype, else in a new tensor."""
     return torch.div(numbers, world_size, out=out if out.dtype == numbers.dtype else None)
 
 
 def all_finite(reduced: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers are finite: a 0-dim bool tensor on the same device. On the CPU aminmax is nine times faster
-    than isfinite().all(); with a NaN in the input both of its results are NaN."""
+    """Return whether all numbers are finite, as a 0-dim bool tensor on the same device. On the CPU aminmax is nine
+    times faster than isfinite().all(). With a NaN in the input both of its results are NaN."""
     if reduced.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=reduced.device)
     low, high = torch.aminmax(reduced)
     return torch.maximum(-low, high) < float("inf")
 
 
-# ---- pieces, in one or two operators however many they are ---------------------------------------------------------
+# ---- copies of many pieces in one or two operators -----------------------------------------------------------------
 
 
 def concat_into(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -126,7 +125,7 @@ def concat_into(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(pieces[0])
     elif pieces[0].dtype == out.dtype:
         torch.cat(list(pieces), out=out)
-    else:  # converting each piece would take an operator per piece
+    else:  # concatenate first: converting each piece would take an operator per piece
         out.copy_(torch.cat(list(pieces)))
 
 

@@ -1,7 +1,7 @@
-"""The base of compressors that measure the training and decide what they do, such as `auto`.
+"""Define the base of compressors that measure training and decide what to do, such as `auto`.
 
-The engine times the steps of `AdaptiveCompressor.watch`, and passes every measurement to `observe`. Before the step at
-the end of the watch, it calls `reconsidered` on all ranks, which returns the compressor to continue with.
+The engine times the steps in `AdaptiveCompressor.watch` and passes each measurement to `observe`. Before the step at
+the end of the watch it calls `reconsidered` on all ranks, and continues with the compressor that this returns.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,8 @@ from commhooks.options import ConfigT
 
 @dataclass(frozen=True)
 class Watch:
-    """The committed steps to measure: `begin` to `end - 1`. At `end`, `reconsidered` is called."""
+    """Selects the committed steps to measure: `begin` to `end - 1`. The engine calls `reconsidered` before step
+    `end`."""
 
     begin: int
     end: int
@@ -31,13 +32,11 @@ class Watch:
 
 @dataclass
 class ObservedPass:
-    """One measured and committed backward pass of this rank.
+    """Holds one committed backward pass of this rank, with its measurement.
 
     Attributes:
         step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
-        layouts: its buckets.
-        names: the names of the parameters.
-        memory_plan: returns the bytes needed on this rank by a compressor with its plans of the buckets.
+        memory_plan: returns the bytes that a compressor needs on this rank, given its plans by bucket.
     """
 
     step_s: float
@@ -46,11 +45,9 @@ class ObservedPass:
     memory_plan: Callable[[Compressor[Any], Sequence[Sequence[UnitPlan]]], MemoryPlan]
 
     def memory(self, compressor: Compressor[Any]) -> MemoryPlan:
-        """Return the bytes that this rank needs if `compressor` reduces these buckets."""
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
-        """Return the plans of `compressor` for each bucket."""
         config = compressor.config
         return [
             compressor.plan(
@@ -61,16 +58,8 @@ class ObservedPass:
 
 
 class Ranks:
-    """The ranks of the model.
-
-    Args:
-        group: the ranks that average their gradients.
-        device: the device for tensors in collectives of `group`.
-        shards: the ranks with the other shards of a replica; None without shards.
-
-    Attributes:
-        size: number of ranks that average their gradients.
-    """
+    """Exchanges numbers between the ranks that average their gradients (`group`) and, if a replica is sharded, between
+    its shards (`shards`). `device` holds the tensors in these collectives."""
 
     def __init__(
         self,
@@ -85,7 +74,7 @@ class Ranks:
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, one row per rank. All ranks must call this, with equally many numbers."""
+        """Return the numbers of all ranks, one row per rank. All ranks must call this with equally many numbers."""
         what = "what each rank has measured (let every rank take part in each pass)"
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows = gather_rows(own, self._group, self._counters, what)
@@ -96,43 +85,38 @@ class Ranks:
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):
-    """A compressor that measures steps and decides what it does.
-
-    Attributes:
-        ranks_per_node: 1 if there are no nodes.
-    """
-
     ranks_per_node: int = 1
+    """1 without nodes."""
 
     @property
     def between_nodes(self) -> bool:
-        """Whether its current choice works between nodes, on gradients that were averaged inside them."""
+        """Whether the current choice works between nodes, on gradients averaged inside them."""
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy without a decision, for ranks that form nodes. A class without this method does not work
-        between nodes."""
+        """Return a copy that has decided nothing yet, for ranks that form nodes. Subclasses without it do not support
+        nodes."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def watch(self) -> Watch | None:
-        """The steps to measure; None: none, and no more decisions."""
+        """The steps to measure, or None if no further decision follows."""
 
     @property
     @abstractmethod
     def notes(self) -> dict[str, Any]:
-        """Its decision, for checkpoints: plain types, equal on all ranks."""
+        """The decision for checkpoints, in plain types. Equal on all ranks."""
 
     @property
     @abstractmethod
     def chosen(self) -> str:
-        """The name of its current choice, for plans and statistics."""
+        """The name of the current choice in plans and statistics."""
 
     @property
     @abstractmethod
     def chosen_at(self) -> int | None:
-        """The first step of its current choice; None before the first decision."""
+        """The first step of the current choice; None before the first decision."""
 
     @property
     @abstractmethod
@@ -142,16 +126,15 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     @property
     @abstractmethod
     def how_to_begin_earlier(self) -> str:
-        """Advice, in a message, for a training that ends before `begins`."""
+        """Advice for the message about a training that ends before `begins`."""
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
         """Return a copy that continues with saved `notes`.
 
         Args:
-            notes: as saved, and perhaps damaged; None: nothing was saved.
-            step: committed steps at the save.
-            same_ranks: the world size is the same as at the save.
+            notes: the saved notes, which may be damaged; None: nothing was saved.
+            step: number of committed steps at the save.
 
         Raises:
             HookConfigError: the notes cannot be used.
@@ -159,12 +142,10 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def observe(self, seen: ObservedPass) -> None:
-        """Record a step of `watch`, on this rank. Called after its commit."""
+        """Record one step of `watch` on this rank. Called after the commit."""
 
     @abstractmethod
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
-        """Return the compressor to continue with, this or another one, and a message for rank 0 to log, or "".
-
-        Called at the end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All
-        ranks must return equal results.
-        """
+        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on all ranks at the
+        end of `watch`, at the same committed step, before the first bucket of a pass. All ranks must return equal
+        results."""

@@ -1,6 +1,6 @@
-"""The extension point: a compressor defines how one bucket is reduced; the engine does everything else.
+"""Define `Compressor`, the base class of all compressors.
 
-A compressor is one class: its options, its plan of a model, the fields of its learned state, and its exchange. The
+A compressor has options, a plan of a model, fields of learned state, and an exchange that reduces one bucket. The
 exchange is a generator that reads like the algorithm: it yields a `Send` for each collective and receives the result,
 and it yields a `Verdict` before it writes learned state. The engine runs the exchanges of all buckets.
 """
@@ -30,57 +30,57 @@ __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", 
 class Verdict:
     """Asks whether every bucket of this backward pass is finite on every rank.
 
-    The answer is a bool on the CPU, and on an accelerator a 0-dim bool tensor, without synchronisation. After the
-    answer, and only if it is true, an exchange writes learned state.
+    The answer is a bool on the CPU and a 0-dim bool tensor on an accelerator, without synchronisation. An exchange may
+    write learned state only after a true answer.
     """
 
     finite: torch.Tensor
-    """0-dim bool tensor on the bucket's device: everything that this exchange received is finite. Compute it from
-    reduced tensors, because it must be equal on all ranks."""
+    """0-dim bool tensor on the bucket's device: whether everything that this exchange received is finite. Compute it
+    from reduced tensors, because it must be equal on all ranks."""
 
 
 Exchange = Generator[Send | Verdict, Any, torch.Tensor | None]
-"""Yields `Send` (answered by the reduced tensor), and once a `Verdict` if the compressor is transactional. Leaves the
-averaged gradient in the bucket and returns None, or returns a tensor with it."""
+"""A generator that yields a `Send` for each collective, and one `Verdict` if the compressor is transactional. It
+receives the reduced tensor or the answer. It leaves the averaged gradient in the bucket and returns None, or returns
+another tensor that holds it."""
 
 
 class State(Protocol):
-    """The learned state for an exchange: per field a dict from the unit's name to its tensor."""
+    """Provides the learned state: `state[field][name]` is the tensor of one unit."""
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]: ...
 
 
 @dataclass(slots=True)
 class StepInfo:
-    """The current step, for an exchange."""
+    """Describes the current step to an exchange."""
 
     number: int
-    """Committed steps before this one. On an accelerator a lower bound, unless `needs_exact_step`."""
+    """Number of committed steps before this one. On an accelerator a lower bound unless `needs_exact_step` is True."""
     world_size: int
     residual_factor: LossScale = 1.0
-    """Current loss scale divided by the loss scale with which fields with `scales_with_loss` were written: a float, or
-    on an accelerator a 0-dim tensor."""
+    """Current loss scale divided by the loss scale of the stored fields with `scales_with_loss`. A float, or on an
+    accelerator a 0-dim tensor."""
     rank: int = 0
-    """This rank, among the ranks that reduce the gradients."""
+    """This rank in the process group that reduces the gradients."""
     unused: Collection[str] = ()
-    """Parameters of this bucket that this rank has not used since the latest synchronised pass. The bucket holds their
-    old gradients. DDP drops the results of parameters that no rank has used."""
+    """Names of parameters in this bucket that this rank has not used since the last synchronised backward pass. The
+    bucket holds their old gradients. DDP discards the result for a parameter that no rank has used."""
 
 
 class Compressor(ABC, Generic[ConfigT]):
-    """Averages buckets of gradients over the ranks. Every model has its own object.
+    """Averages buckets of gradients over the ranks. Each model has its own instance.
 
     Attributes:
-        Config: the class of its options; `Config.hook_name` is the name of the hook.
-        title: name in messages; by default the hook's name.
-        state_fields: the fields of its learned state; a property if they depend on the options.
-        transactional: True: the engine waits for all collectives, and commits all buckets of a backward pass or none.
-            False, for a compressor without learned state: hook calls return at once, and DDP waits; with nodes the
-            engine waits.
-        selective: it decides per parameter whether to compress it, and plans show the reasons.
-        collectives: the operations of the exchange of one bucket, to predict times. The counted bytes are divided
-            equally among them.
-        wrappers: it can be used with the fp16 and bf16 wrappers, which construct it with a `wire_dtype`.
+        Config: the options class; `Config.hook_name` is the name of the hook.
+        title: the name shown in messages; defaults to the hook's name.
+        state_fields: the fields of the learned state; a property if they depend on the options.
+        transactional: if True, the engine waits for all collectives and commits all buckets of a backward pass or none.
+            If False (no learned state), hook calls return at once and DDP waits; with nodes the engine waits.
+        selective: whether the compressor decides per parameter. Plans then show the reasons.
+        collectives: the operations in one exchange, for predicting its time; each sends an equal part of the counted
+            bytes.
+        wrappers: whether the fp16 and bf16 wrappers may construct it with a `wire_dtype`.
     """
 
     Config: ClassVar[type[Any]]
@@ -95,14 +95,14 @@ class Compressor(ABC, Generic[ConfigT]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "Config" in vars(cls):
-            cls.name = getattr(cls.Config, "hook_name", "")  # the registry refuses one without
+            cls.name = getattr(cls.Config, "hook_name", "")  # the registry refuses an empty name
         if not cls.transactional and "selective" not in vars(cls):
-            cls.selective = False  # it treats all parameters of a bucket alike
+            cls.selective = False  # all parameters of a bucket are treated alike
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         """
         Args:
-            config: options with a start that is a number of steps (see `config.resolved`).
+            config: options whose start is a number of steps (see `config.resolved`).
             wire_dtype: the dtype to which a wrapper casts messages; None: no wrapper.
         """
         self.config = config
@@ -112,47 +112,47 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        """Average one bucket over the ranks. All ranks run it, with equal plans.
+        """Average one bucket over the ranks. Every rank runs it with equal plans.
 
         Args:
-            flat: the bucket's buffer, 1-D: this rank's gradient on entry, the result on exit, scratch memory between.
+            flat: the bucket's 1-D buffer. It holds this rank's gradient on entry and the result on exit, and may be
+                overwritten in between.
             work: the result of `workspace` for the layout of this bucket.
             state: the learned state; write it only after `Verdict`.
         """
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Decide for one parameter with a dense, real gradient. Read only its shape, strides and dtype: it may be on
-        the meta device."""
+        """Decide whether to compress one parameter with a dense, real gradient. The parameter may be on the meta
+        device: read only its shape, strides and dtype."""
         return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """Allocate the buffers of `exchange` for buckets with this layout, which are never saved. Not called if nothing
-        in the bucket is compressed: `average` reduces it."""
+        """Allocate the buffers of `exchange` for buckets with this layout. They are never saved. Not called if nothing
+        in the bucket is compressed, because `average` then reduces the bucket."""
         return layout, plans
 
     # ---- rarely needed -----------------------------------------------------------------------------------------------
 
     def allocate(self, work: Any, step: StepInfo) -> None:
-        """Allocate what depends on the number of ranks. Called after `workspace`: a device without enough memory then
-        fails in the first backward pass, and not when compression begins, perhaps a thousand steps later."""
+        """Allocate what depends on the number of ranks. The engine calls this right after `workspace`, so that a device
+        without enough memory fails in the first backward pass and not when compression begins."""
 
     stats_every: int | None = None
-    """Steps between two log lines with compression statistics; None: no such lines."""
+    """Number of steps between two log lines with compression statistics; None: log none."""
     computes_from_received: ClassVar[bool] = True
-    """False: its results are one correctly rounded operation on each received number alone. True: last bits may differ
-    between kinds of processors, so that replicas on such machines drift apart."""
+    """Set this to False if each result is one correctly rounded operation on one received number. If True, the last
+    bits may differ between kinds of processors, so that replicas on such machines drift apart."""
     native: bool = False
-    """Compute with the native kernel, because all ranks have the same `native_build`. The engine sets it before it
-    calls `workspace`."""
+    """Whether to compute with the native kernel. Set before `workspace`, if all ranks have the same `native_build`."""
 
     @property
     def needs_exact_step(self) -> bool:
-        """Whether the exchange reads the exact `step.number`, which synchronises with an accelerator."""
+        """Whether the exchange needs the exact `step.number`, which synchronises with an accelerator."""
         return False
 
     @property
     def elementwise(self) -> bool:
-        """Whether a bucket may be divided anywhere, also within a parameter: nothing is learned for a parameter."""
+        """Whether a bucket may be split anywhere, even within a parameter, because no parameter has learned state."""
         return not self.transactional
 
     @property
@@ -164,23 +164,26 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @property
     def summary(self) -> str:
-        """The main options, for the summary at the first backward pass; "" for none."""
+        """The main options, shown in the summary at the first backward pass."""
         return ""
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the initial value of a field, on the CPU, for `StateField.refit`; None if it starts empty."""
+        """Return the initial value of a field, on the CPU, for `StateField.refit`, or None if the field starts
+        empty."""
         return None
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return an id of this machine's native kernels for gradients of `dtype` on `device`: equal ids compute equal
-        bits. "" if there are none. Raises HookConfigError if there should be some, with the reason."""
+        """Return an id of this machine's native kernels for gradients of `dtype` on `device`; "" if there are none.
+        Kernels with equal ids compute equal bits. Raises HookConfigError with the reason if kernels should exist but
+        cannot be used."""
         return ""
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Return the bytes needed per rank. `buckets`: the plans by bucket; one group if buckets are unknown."""
+        """Return the bytes needed per rank. `buckets` holds the plans by bucket; a single group if buckets are
+        unknown."""
         residual = others = 0
         for plan in plans:
             for each in self.state_fields if plan.compressed else ():
@@ -191,18 +194,17 @@ class Compressor(ABC, Generic[ConfigT]):
         return MemoryPlan(residual, others, packed, copies=copies)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        """Decide for the parameters of a bucket or of a model: return a plan per parameter, in order. A compressor of
-        whole buckets returns one plan for all, with a `state_name`."""
+        """Return a plan per parameter, in order. A compressor of whole buckets returns one plan with a `state_name`."""
         return [self.plan_one(info) for info in parameters]
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """The exchange before compression begins, and for a bucket in which nothing is compressed."""
+        """Average a bucket before compression begins, or one in which nothing is compressed."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size)
 
     # ---- the same for all compressors --------------------------------------------------------------------------------
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        """Leave sparse, excluded, complex and empty parameters uncompressed; call `plan_parameter` for the others."""
+        """Leave sparse, excluded, complex and empty parameters uncompressed. Call `plan_parameter` for the others."""
         because = None
         if info.sparse:
             because = "sparse gradient"
@@ -227,29 +229,26 @@ class Compressor(ABC, Generic[ConfigT]):
         return self.title or self.name
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the wire dtype for a bucket of `dtype`."""
+        """Return the wire dtype of a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
-        """Return for each parameter whether it can ever be compressed, and have a residual, with these options."""
+        """Return for each parameter whether these options can ever compress it, so that it may have a residual."""
         plans = self.plan(infos) if infos else []
         return [True] * len(infos) if any(plan.state_name for plan in plans) else [plan.compressed for plan in plans]
 
     def with_start(self, start: int) -> Any:
         """Return a copy with another start step."""
-        made = copy.copy(self)  # the constructor of a subclass may have other arguments
+        made = copy.copy(self)  # a subclass may have a constructor with other arguments
         made.config = self.config.with_start(start)
         return made
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True) -> Exchange:
-    """Replace `flat` by its mean over the ranks; through another buffer if `wire_dtype` is narrower.
-
-    Args:
-        check_finite: False: yield a true verdict without reading the result.
-    """
+    """Replace `flat` by its mean over the ranks, through another buffer if `wire_dtype` is narrower. Without
+    `check_finite`, yield a true verdict without reading the result."""
+    wire = flat.div_(world_size)  # divide before the cast, so that fewer numbers overflow
     # Sparse gradients keep their dtype: they have few rows, and gloo sums their values by index.
-    wire = flat.div_(world_size)  # before it is narrowed, so that fewer numbers overflow
     if not flat.is_sparse:
         wire = wire.to(wire_dtype)
     reduced: torch.Tensor = yield Send(wire, last=True)
@@ -265,7 +264,7 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, che
 def with_verdict(
     exchange: Exchange,
 ) -> Generator[Send | Verdict, Any, tuple[torch.Tensor | None, torch.Tensor | bool | None]]:
-    """`yield from exchange`, for an exchange within another. Return its result, and the answer to its verdict."""
+    """Run an exchange inside another one, as `yield from` does. Return its result and the answer to its verdict."""
     answer = good = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Hooks without learned state: all-reduce in the bucket's dtype or in 16 bits, and no communication at all."""
+"""Implement hooks without learned state: all-reduce in the bucket's dtype or in 16 bits, and no communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class AllReduce(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FP16Compress(HookConfig):
-    """Options of the hook fp16_compress, which sends float16. Larger values than 65504 become inf."""
+    """Options of the hook fp16_compress, which sends float16. Values beyond 65504 become inf."""
 
     hook_name: ClassVar[str] = "fp16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("fp16",)
@@ -39,15 +39,17 @@ class BF16Compress(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Noop(HookConfig):
-    """Options of the hook noop, without communication: it shows how fast training would be without a network. Replicas
-    drift apart."""
+    """Options of the hook noop, which does not communicate.
+
+    It shows how fast training would be without a network. Replicas drift apart.
+    """
 
     hook_name: ClassVar[str] = "noop"
     sends: ClassVar[bool] = False
 
 
 class Stateless(Compressor[ConfigT]):
-    """Base of the compressors without learned state that treat all parameters of a bucket alike."""
+    """Base of the compressors that have no learned state and treat all parameters of a bucket alike."""
 
     transactional = False
     computes_from_received = False
@@ -62,7 +64,7 @@ class Stateless(Compressor[ConfigT]):
 
 
 class Cast(Stateless[ConfigT]):
-    """Averages over the ranks, in the bucket's dtype or in a narrower dtype."""
+    """Averages in the bucket's dtype or in a narrower dtype."""
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         own = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
@@ -70,7 +72,7 @@ class Cast(Stateless[ConfigT]):
         self._casts = [dtype for dtype in (wire_dtype, own) if dtype is not None]
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        # Cast before dividing, as torch does. Sparse gradients keep their dtype.
+        # Cast before dividing, as torch does. Sparse gradients keep their dtype. With a wrapper there are two casts.
         wider, low = [], flat
         for dtype in () if flat.is_sparse else self._casts:
             if low.dtype != dtype:

@@ -1,7 +1,7 @@
-"""Error feedback: the part of `delta = gradient + residual` that a compressor does not send is the next residual.
+"""Implement error feedback: what a compressor does not send of `delta = gradient + residual` becomes the next residual.
 
-Source: Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019. Residuals follow the loss scale,
-and nothing here synchronises with an accelerator.
+Source: Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019. Residuals follow the loss scale.
+Nothing here synchronises with an accelerator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ Fill = Callable[[int], torch.Tensor]
 
 
 def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) -> torch.Tensor:
-    """Return gradient plus residual of one parameter: a new tensor, 1-D in memory order, in float32 (in float64 for
+    """Return gradient plus residual of one parameter as a new 1-D tensor in memory order, in float32 (float64 for
     float64 gradients)."""
     delta = slot.of(flat).to(compute_dtype(flat.dtype), copy=True)
     residual = state["residual"].get(slot.name)
@@ -28,20 +28,19 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
 
 
 def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: StepInfo) -> None:
-    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0, so that a parameter that no rank uses
-    keeps its residual: DDP drops its result."""
+    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0. A parameter that no rank uses then keeps
+    its residual, because DDP discards its result."""
     for slot, flag in zip(slots, flags, strict=True) if step.unused else ():
         if slot.name in step.unused:
             flag.zero_()
 
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State) -> None:
-    """Store `left` as the residual of one parameter if `good` is true, else keep the old residual.
-
-    Call this after the `Verdict`, for every compressed parameter.
+    """Store `left` as the residual of one parameter if `good` is true, else keep the old residual. Call this after the
+    `Verdict`, for every compressed parameter.
 
     Args:
-        left: what was not sent, in the shape and dtype of the result of `with_residual`.
+        left: what was not sent, in the shape and dtype that `with_residual` returns.
         good: the answer to the `Verdict`.
     """
     old = state["residual"].get(slot.name)
@@ -53,11 +52,11 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
 
 
 class NamedViews:
-    """One tensor with the entries of a dict, so that one operator processes the learned state of many parameters.
+    """Views one tensor as a dict of tensors, so that one operator processes the learned state of many parameters.
 
     Args:
-        names: per entry its name, its offset in `whole` and its shape.
-        whole: the memory of the entries, 1-D.
+        names: the name, the offset in `whole` and the shape of each entry.
+        whole: the 1-D memory of the entries.
     """
 
     def __init__(self, names: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor) -> None:
@@ -65,7 +64,8 @@ class NamedViews:
         self._views = {name: whole[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Copy `entries` into `whole`, and return it. A missing entry i becomes `fill(i)`, or zeros."""
+        """Copy `entries` into `whole`, and return it. For a missing entry i write `fill(i)`, or zeros without
+        `fill`."""
         for i, (name, view) in enumerate(self._views.items()):
             known = entries.get(name)
             if known is view:
@@ -79,7 +79,7 @@ class NamedViews:
         return self.whole
 
     def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Do the same as `gather`, and replace the entries of the dict by views of `whole`."""
+        """Call `gather`, and replace the tensors in `entries` by views of `whole`."""
         whole = self.gather(entries, fill)
         entries.update(self._views)
         return whole

@@ -1,5 +1,5 @@
-"""Descriptions of a compressor's learned state. Checkpoints, the agreement of the ranks, loss scaling and the memory
-plan are derived from them."""
+"""Describe a compressor's learned state. Checkpoints, the consensus, loss scaling and the memory plan use these
+descriptions."""
 
 import math
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class StateField:
-    """Describes tensors that a compressor keeps from step to step: one tensor per parameter (or per bucket).
+    """Describes tensors that a compressor keeps from step to step, one per parameter (or per bucket).
 
-    By default a tensor has the parameter's number of elements, is kept flat in memory order, and is saved in the
+    By default a tensor has as many elements as the parameter, is kept flat in memory order, and is saved in the
     parameter's shape. Subclasses override the shape, the saved form, and the conversion after the plan has changed.
 
     Attributes:
         key: its name in the learned state and in the checkpoint.
-        per: "parameter", or "bucket": one tensor per compressed unit of a compressor of whole buckets, saved under the
-            unit's name without conversion.
+        per: "parameter" or "bucket". "bucket": one tensor per compressed unit of a compressor of whole buckets, saved
+            under the unit's name without conversion.
         replicated: True: equal on every rank. False: different on every rank, and only the mean over the ranks matters;
             the option `save_residual` (mean, per_rank or drop) selects what is saved.
-        scales_with_loss: proportional to the loss; rescaled when the scale of a GradScaler changes.
+        scales_with_loss: whether it is proportional to the loss, and rescaled when the scale of a GradScaler changes.
     """
 
     key: str
@@ -38,36 +38,36 @@ class StateField:
         if self.key in ("shape", "row_dim") or (self.key == "q" and type(self) is StateField):
             raise ValueError(f"StateField({self.key!r}): the checkpoint keeps something else under this key")
         if self.replicated and self.key == "residual":
-            raise ValueError("StateField('residual') is each rank's own: use RESIDUAL, or replicated=False")
+            raise ValueError("StateField('residual') differs between ranks: use RESIDUAL, or replicated=False")
         if not self.replicated and (self.key, self.per) != ("residual", "parameter"):
             raise ValueError(
-                f"StateField({self.key!r}): what each rank has for itself is its residual, one per parameter; a "
-                "checkpoint has no place for anything else of the kind. Use RESIDUAL"
+                f"StateField({self.key!r}): the only field that may differ between ranks is the residual, one per "
+                "parameter; use RESIDUAL"
             )
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
-        """Return the shape of the tensor of a compressed unit."""
         return (plan.numel,)
 
     def size_bytes(self, plan: UnitPlan) -> int:
         return math.prod(self.shape(plan)) * self.dtype(plan).itemsize
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value`, of the learned state, on the CPU, independent of the parameter's memory format."""
+        """Return a copy of `value` on the CPU that does not depend on the parameter's memory format."""
         # Copy to the CPU first: a clone on the accelerator would need additional device memory.
         return to_logical(value.detach().to("cpu", copy=True), parameter).contiguous()
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
-        """Invert `to_saved`; None if `saved` cannot be used. `row_dim`: the slowest dimension at the save."""
+        """Invert `to_saved`. Return None if `saved` cannot be used. `row_dim` was the slowest dimension at the save."""
         return to_memory(saved.detach(), parameter)
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert `value` after the plan has changed; None: discard it. `initial`: see `Compressor.initial_value`."""
+        """Convert `value` after the plan has changed. Return None to discard it. `initial`: see
+        `Compressor.initial_value`."""
         return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         """Return an error message if `value` cannot belong to this unit, else None."""
-        # Other shapes may depend on options: the field is refitted or starts afresh.
+        # Any other shape may depend on options: then the field is refitted or starts afresh.
         if self.shape(plan) == (plan.numel,) and value.numel() != plan.numel:
             shape = tuple(plan.shape)
             return f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has shape {shape}"
@@ -78,4 +78,4 @@ class StateField:
 
 
 RESIDUAL = StateField("residual", replicated=False, scales_with_loss=True)
-"""Error feedback: the part of the gradient not sent yet, per parameter, to be added to the next gradient."""
+"""Error feedback: the part of a parameter's gradient that was not sent. It is added to the next gradient."""

@@ -1,4 +1,4 @@
-"""The decisions of a compressor about parameters: plain data, computed from shapes and options alone."""
+"""Define plans: what a compressor does with each parameter, computed from shapes and options alone."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -13,14 +13,14 @@ AnyPlan = TypeVar("AnyPlan", bound="UnitPlan")
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter, for a compressor that plans. It may be on the meta device."""
+    """Describes a parameter to `Compressor.plan`. The parameter may be on the meta device."""
 
     name: str
     parameter: torch.Tensor
     sparse: bool = False
-    """Its gradient is sparse."""
+    """Whether its gradient is sparse."""
     excluded_by: str | None = None
-    """The glob of the option `exclude` that matches its name, or None."""
+    """The glob in the option `exclude` that matches the name, or None."""
 
     @classmethod
     def of(
@@ -30,16 +30,13 @@ class ParameterInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements; a complex element counts as two."""
+        """Number of real elements; a complex element counts as two."""
         return self.parameter.numel() * (2 if self.parameter.is_complex() else 1)
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The decision about one unit: a parameter, or a bucket for a compressor of whole buckets.
-
-    Derive from it for a plan with more data.
-    """
+    """Describes how one unit, a parameter or a whole bucket, is compressed. Subclass it to add data."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,21 +44,21 @@ class UnitPlan:
     dtype: torch.dtype
     compressed: bool = False
     reason: str = ""
-    """Why it is not compressed."""
+    """Why the unit is not compressed."""
     numel_compressed: int = 0
-    """Elements sent per rank and step for it once compression has begun."""
+    """Elements sent per rank and step once compression has begun."""
     flags: int = 0
-    """Other elements sent, such as a flag or a checksum, not counted in `numel_compressed`."""
+    """Extra elements sent, such as a flag or a checksum, not counted in `numel_compressed`."""
     itemsize_sent: int | None = None
-    """Bytes per sent element; None: the size of the gradient's dtype, or of the wrapper's dtype if it is narrower."""
+    """Bytes per sent element. None: the itemsize of the gradient's dtype, or of a wrapper's dtype if narrower."""
     state_name: str = ""
-    """The key of the learned state of a bucket that is planned as a whole, compressed or not. Empty for a parameter,
-    which is its own key."""
+    """The key of the learned state if a bucket is planned as a whole, compressed or not. Empty for a parameter, whose
+    key is its name."""
     lowered: bool = True
-    """Sent in a wrapper's dtype if it is narrower. False for sparse gradients."""
+    """Whether a wrapper casts it to its dtype. False for sparse gradients."""
 
     columns: ClassVar[tuple[str, ...]] = ()
-    """Headings of the columns that `cells` adds to the table of a plan."""
+    """Headings of the extra columns that `cells` fills in the table of a plan."""
 
     @property
     def key(self) -> str:
@@ -74,22 +71,21 @@ class UnitPlan:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """One string per column, for a compressed unit."""
+        """One string per entry of `columns`, for a compressed unit."""
         return ("",) * len(self.columns)
 
     @property
     def details(self) -> dict[str, Any]:
-        """More entries for the plan as JSON, in plain types."""
+        """Extra entries for the plan as JSON, in plain types."""
         return {}
 
     @classmethod
     def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
-        """Make the plan of a parameter that is not compressed."""
         p = info.parameter
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)
 
     def wire_itemsize(self, wire_dtype: torch.dtype | None) -> int:
-        """Return the bytes of one sent element. `wire_dtype`: the dtype to which the hook or its wrapper casts it, or
+        """Return the bytes of one sent element. `wire_dtype` is the dtype to which the hook or its wrapper casts, or
         None."""
         own = real_itemsize(self.dtype)
         if self.compressed and self.itemsize_sent is not None:
@@ -97,7 +93,7 @@ class UnitPlan:
         return own if wire_dtype is None or not self.lowered else min(own, wire_dtype.itemsize)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
-        """Return the bytes sent per rank and step, without flags. `wire_dtype`: see `wire_itemsize`."""
+        """Return the bytes sent per rank and step, without flags."""
         return self.numel_sent * self.wire_itemsize(wire_dtype)
 
     def size_bytes(self) -> int:
@@ -106,20 +102,21 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes of memory that a hook needs on a rank: on the CPU once it compresses, on an accelerator from the first
-    backward pass on (except what arrives in the messages of quantised hooks, which every step allocates)."""
+    """Counts the bytes of memory that a hook needs on each rank: on the CPU once it compresses, on an accelerator from
+    the first backward pass on. Does not count the received messages of quantised hooks on an accelerator, which every
+    step allocates."""
 
     residual: int = 0
     factors: int = 0
-    """Other learned state, and working buffers."""
+    """Learned state other than residuals, and working buffers."""
     packed: int = 0
     """Messages of the collectives."""
     factors_are: str = "other state"
-    """Display name of `factors` in messages."""
+    """The name of `factors` in messages."""
     copies: int = 0
-    """Copies of gradients, in float32 if the bucket's dtype is narrower, or padded."""
+    """Copies of gradients, which are padded, or in float32 if the bucket's dtype is narrower."""
     host: int = 0
-    """Learned state in host memory while the model is on an accelerator; not included in `total`."""
+    """Learned state kept in host memory while the model is on an accelerator. Not included in `total`."""
 
     @property
     def total(self) -> int:
@@ -127,12 +124,12 @@ class MemoryPlan:
 
 
 def real_itemsize(dtype: torch.dtype) -> int:
-    """Return the bytes of one real number: a complex number counts as two elements."""
+    """Return the bytes of one real element; a complex element counts as two."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
 class Unit(NamedTuple):
-    """The unit of sizes, kB or MB, for one text or table."""
+    """Formats all sizes in one text or table in the same unit, kB or MB."""
 
     name: str
     size: int

@@ -1,4 +1,4 @@
-"""Replaces `torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks`."""
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Replaces `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
 
 Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
 """
@@ -117,7 +117,7 @@ def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
     """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements; raise HookRunError
-    otherwise. From a callback of the future, backward raises it as a RuntimeError with the same text."""
+    otherwise. If a callback of the future raises it, backward raises a RuntimeError with the same text."""
     if not isinstance(value, torch.Tensor):
         raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
     if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket

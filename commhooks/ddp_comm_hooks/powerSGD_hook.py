@@ -1,6 +1,7 @@
-"""Replaces `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
 
-Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
+Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
+them.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ from commhooks.gradients.names import PositionalNames
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logger_of(__name__)
-_as_torch = logging.getLogger(__name__)  # for lines that are torch's, word by word
+_as_torch = logging.getLogger(__name__)  # for lines that torch logs in the same words
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of PowerSGD that a hook function runs: per parameter or per bucket, and the wire dtype (None: the
+    """Describes what a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the
     bucket's)."""
 
     batched: bool
@@ -53,13 +54,13 @@ class Form:
 
 
 _forms: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
-"""The form of each PowerSGD hook function; the wrappers add entries."""
+"""The form of each PowerSGD hook function. The wrappers add entries."""
 
 
 def _form_of(hook: Callable[..., Any]) -> Form | None:
     try:
         return _forms.get(hook)
-    except TypeError:  # callable objects need not be hashable
+    except TypeError:  # a callable object may be unhashable
         return None
 
 
@@ -112,8 +113,8 @@ class PowerSGDState:
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. The function references this
-        object weakly, because this object owns the session that calls the function."""
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. It references this object
+        weakly, because this object owns the session that calls it."""
         weak = weakref.ref(self)
 
         def group() -> dist.ProcessGroup:
@@ -123,15 +124,8 @@ class PowerSGDState:
         return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to a model; `commhooks.attach` calls this on every rank.
-
-        Args:
-            model: the module that DDP wraps.
-            function: the hook.
-
-        Raises:
-            AttachError: another model uses the state.
-        """
+        """Bind the state to `model`, the module that DDP wraps. `commhooks.attach` calls this on every rank. Raises
+        AttachError if another model uses the state."""
         other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(
@@ -142,9 +136,9 @@ class PowerSGDState:
         self._reader = BucketReader(len(binding.names.named_parameters()))
         binding = dataclasses.replace(binding, group=self._group_or(binding.group))
         consensus = self.session.consensus
-        if self.session.has_run:  # a second training: the state keeps its names of the parameters
+        if self.session.has_run:  # in a second training the state keeps its parameter names
             consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
-            consensus.replace_compressor(self.session.compressor)  # the ranks may be others: they compare their states
+            consensus.replace_compressor(self.session.compressor)  # compare the states again: the ranks may be others
         else:
             consensus.bind(binding)
             form = _form_of(function)
@@ -198,7 +192,7 @@ class PowerSGDState:
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restore a pickled state. Its process group is the default group, which need not exist yet."""
+        """Restore a pickled state. It uses the default process group, which need not exist yet."""
         _as_torch.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -210,7 +204,7 @@ class PowerSGDState:
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
-    # Set by __setstate__: the (rank, world size) that pickled the residual, and the kind of names that are its keys.
+    # Set by __setstate__: the (rank, world size) that pickled the residual, and the class of the names in its keys.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
     # Set by `bind`.
@@ -228,14 +222,14 @@ class PowerSGDState:
             state.drop_local()
             if here[0] == 0:
                 logger.warning(
-                    "PowerSGD: the pickled state knows parameters by other names than this use of it (commhooks.attach "
-                    "uses the model's names, a bare register_comm_hook places): Q and residuals start fresh, the step "
-                    "is kept. Load it the way it was used, or use state_dict and load_state_dict of the attached hook."
+                    "PowerSGD: the pickled state has other names for the parameters than this hook (commhooks.attach "
+                    "uses the model's names, a bare register_comm_hook positions): Q and residuals start fresh, the "
+                    "step is kept. Load it as it was used, or use state_dict and load_state_dict of the attached hook."
                 )
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in this form. The hook functions call this on all ranks, in the same order."""
+        """Reduce one bucket in this form. All ranks must call this, through the hook functions, in the same order."""
         session = self.session
         if not session.has_run:
             self.use(form)
@@ -248,17 +242,16 @@ class PowerSGDState:
         return session.run(self._reader.read(bucket, session.end_pass))
 
     def use(self, form: Form) -> None:
-        """Switch to this form, before the first backward pass."""
-        if not form.fits(self.session):
-            # As in torch, a state is used with both forms, so both compressors have the same options.
+        if not form.fits(self.session):  # before the first backward pass
+            # As in torch, a state can be used with either form, so both compressors take the same options.
             self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 
 
 def with_wire_dtype(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
-    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. Of two nested wrappers the inner
-    decides."""
+    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. If two wrappers are nested, the inner
+    one decides."""
     form = _form_of(hook)
     if form is None:
         return None
@@ -290,8 +283,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as `powerSGD_hook`.
 
-    Results depend on `bucket_cap_mb`, and a rebuilt bucket starts from a new Q; residuals belong to parameters, and
-    are kept. Replaces torch's `batched_powerSGD_hook`.
+    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q; residuals belong to parameters and are
+    kept. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 

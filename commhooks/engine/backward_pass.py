@@ -1,9 +1,9 @@
 """Interleave the exchanges of all buckets of one backward pass.
 
-Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
-bucket starts its exchange; then each earlier exchange with a Send left takes one step: with two Sends, P of bucket k,
-then Q of bucket k - 1. The last bucket runs all remaining Sends. The call for bucket k returns while its collective is
-in flight.
+Collectives are issued only inside hook calls, in bucket order, so that every rank issues the same sequence. The call
+for a bucket starts its exchange. Then each earlier exchange that has another Send advances by one Send: with two Sends,
+P of bucket k, then Q of bucket k - 1. The call returns while its collective is in flight. The call for the last bucket
+runs all remaining Sends.
 """
 
 import contextlib
@@ -23,18 +23,16 @@ Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
-    """The exchange of one bucket, with its pending collective.
+    """Runs the exchange of one bucket, with at most one pending collective.
 
     Args:
-        task: the exchange, not begun yet.
-        flat: the bucket's buffer.
-        issue: starts a collective for this bucket. Returns None if the ranks disagree, and then the exchange is not
+        issue: starts a collective for this bucket. Returns None if the ranks disagree; the exchange is then not
             resumed.
 
     Attributes:
-        result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
-        finite: whether everything received is finite (0-dim bool tensor); set once no collective is left.
-        has_send_left: a collective is pending, and the exchange will issue another collective after it.
+        result: the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
+        finite: whether everything received is finite (0-dim bool tensor); set by the verdict.
+        has_send_left: whether the exchange will issue another collective after the pending one.
     """
 
     finite: torch.Tensor
@@ -48,21 +46,21 @@ class RunningExchange:
         self._pending: Pending | None = None
 
     def finish(self) -> None:
-        """Wait for the pending collectives: up to the verdict, or after the verdict to the end."""
+        """Wait for the pending collectives and advance: up to the verdict, or after the verdict to the end."""
         while self._pending is not None:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Returns the pending collective if it may still write the bucket.
-        Exceptions of the exchange are suppressed, because they would hide the error that ended the pass."""
+        """Close the exchange of an abandoned pass. Return the pending collective if it may still write the bucket.
+        Suppress exceptions of the exchange, because they would hide the error that ended the pass."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_send_left = self._pending, None, False
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Begin the exchange, or pass it the result of its pending collective, or `verdict` for the whole pass after
-        its own verdict. Then issue its next Send."""
+        """Resume the exchange and issue its next Send. The exchange receives the result of its pending collective.
+        Without one it receives `verdict`: None at the beginning, or the verdict of the whole pass."""
         answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_send_left = None, False
         step = self._task.advance(answer)
@@ -78,7 +76,7 @@ class RunningExchange:
 
 
 def finish_sends(running: Sequence[RunningExchange]) -> None:
-    """Run all exchanges up to their verdicts: in turns, in bucket order, one Send per turn."""
+    """Run all exchanges up to their verdicts, in turns: one Send per exchange, in bucket order."""
     has_send_left = True
     while has_send_left:
         has_send_left = False
@@ -92,14 +90,13 @@ def finish_sends(running: Sequence[RunningExchange]) -> None:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """The exchanges of one backward pass, in bucket order. All ranks run the same sequence.
+    """Runs the exchanges of one backward pass, in bucket order. All ranks run the same sequence.
 
     Attributes:
         compressing: whether compression has begun.
-        step: the step, as passed to the exchanges.
         step_at_most: upper bound of the step's number.
-        step_label: the number for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
-        comparison: compares the Sends of all ranks; None if there is nothing to compare.
+        step_label: the number in messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
+        comparison: compares the Sends of all ranks; None if all Sends were compared before.
     """
 
     group: dist.ProcessGroup
@@ -120,18 +117,15 @@ class BackwardPass:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:
-        """Run all remaining Sends after the last bucket, and wait for them. Returns whether everything received is
-        finite (0-dim bool tensor).
-
-        Raises:
-            HookRunError: on all ranks, if their Sends differ.
-        """
+        """Run and wait for all remaining Sends. Return whether everything received is finite (0-dim bool tensor).
+        Raises HookRunError on all ranks if their Sends differ."""
         finish_sends(self.running)
         if self.comparison is not None:
             self.comparison.end()
         return torch.stack([each.finite for each in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:
+        # With nodes each exchange has one more Send, inside the node: start all of them, then wait.
         for each in self.running:
             each.advance(good)
         for each in self.running:
@@ -141,11 +135,10 @@ class BackwardPass:
         """Complete the futures for which DDP waits."""
         for each in self.running:
             each.future.set_result(each.result)
-        # Release the buckets: DDP may rebuild them now.
-        self.running.clear()
+        self.running.clear()  # release the buckets, because DDP may rebuild them now
 
     def abandon(self) -> list[Pending]:
-        """Close all exchanges without a commit. Returns the collectives that may still write into a bucket."""
+        """Close all exchanges without a commit. Return the collectives that may still write into a bucket."""
         writing = [pending for each in self.running if (pending := each.close()) is not None]
         self.running.clear()
         return writing

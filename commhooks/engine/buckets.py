@@ -1,4 +1,4 @@
-"""Plan each bucket layout when it occurs for the first time, and keep the plan with its workspace."""
+"""Plan each bucket layout when it first occurs, and keep its plans and workspace."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,14 +20,13 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """A bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
+    """Holds a bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
 
     Attributes:
         plans: one per unit.
-        numel_sent: elements that a rank sends once compression has begun, without flags.
-        work: the workspace.
+        numel_sent: number of elements that a rank sends once compression has begun, without flags.
         make_exchange: returns the exchange for `(flat, work, state, step)`.
-        used: the layout occurs in the current or the latest backward pass.
+        used: whether the layout occurs in the current or the latest backward pass.
     """
 
     layout: BucketLayout
@@ -50,10 +49,9 @@ class KnownBucket:
 
 
 class KnownBuckets:
-    """The known bucket layouts; derived from the buckets and the options, never saved.
+    """Holds the known bucket layouts, derived from the buckets and the options. They are never saved.
 
     Attributes:
-        is_logging_rank: this rank logs the warnings that concern all ranks.
         dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.
         no_longer_compressed: parameters whose residuals are not deleted yet.
     """
@@ -74,7 +72,6 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def plans(self) -> list[UnitPlan]:
-        """The plans of all known buckets, in registration order."""
         plans = [plan for known in self for plan in known.plans]
         order = {name: place for place, name in enumerate(self._names.named_parameters())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
@@ -83,24 +80,17 @@ class KnownBuckets:
         return tuple(tuple(known.layout.names) for known in self)
 
     def compressed(self) -> set[str]:
-        """`KnownBucket.compressed` of all buckets of this pass."""
         return {name for known in self if known.used for name in known.compressed}
 
     def find(
         self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, *, first: bool
     ) -> KnownBucket:
-        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace.
-
-        Args:
-            first: `bucket` is the first of its backward pass.
-
-        Raises:
-            HookRunError: the learned state belongs to another model.
-        """
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace. `first` is True
+        for the first bucket of a backward pass. Raises HookRunError if the learned state belongs to another model."""
         if first:
             for known in self._buckets.values():
                 known.used = False
-        key = tuple(map(id, bucket.parameters))  # which the known layouts keep alive
+        key = tuple(map(id, bucket.parameters))  # ids stay unique, because the layouts keep the parameters alive
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket)
@@ -136,8 +126,8 @@ class KnownBuckets:
         self.dead_units.clear()
 
     def drop_residuals(self, compressor: Compressor[Any]) -> None:
-        """Delete the residuals of parameters that are no longer compressed. Call this in a commit of a finite step, so
-        that all ranks of a joint save, which are at the same step, have residuals of the same parameters."""
+        """Delete the residuals of parameters that are no longer compressed. Call this in the commit of a finite step:
+        the ranks of a joint save are at the same step, and then have residuals of the same parameters."""
         for name in self.no_longer_compressed:
             self._state["residual"].pop(name, None)
         if self.is_logging_rank:
@@ -150,8 +140,8 @@ class KnownBuckets:
 
     def _forget_dead(self, new: Bucket) -> None:
         """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
-        and never returns to the old ones. This frees their workspaces before the new one is allocated. Other unused
-        layouts stay, because their buckets may merely have been skipped."""
+        and never returns to the old ones. This frees their workspaces before the new one is allocated. Keep other
+        unused layouts, because DDP may merely have skipped their buckets."""
         parameters = {id(p) for p in new.parameters}
         for key, known in list(self._buckets.items()):
             if not known.used and any(id(p) in parameters for p in known.layout.parameters):
@@ -160,12 +150,8 @@ class KnownBuckets:
                 self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
-        """Check loaded state against its parameters, move it to their device and refit it. The state takes the dtype of
-        this bucket's computation, which differs from the dtype of the weights under FSDP's `reduce_dtype`.
-
-        Raises:
-            HookRunError: an entry cannot belong to its parameter.
-        """
+        """Check loaded state against its parameters, move it to their device and refit it. The state takes the dtype in
+        which this bucket is computed. Under FSDP's `reduce_dtype` it differs from the dtype of the weights."""
         of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:

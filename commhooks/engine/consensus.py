@@ -22,27 +22,23 @@ from commhooks.engine.buckets import KnownBuckets
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
-from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
+from commhooks.gradients.precision import keep_for_current_stream
 
 logger = logger_of(__name__)
 Started = TypeVar("Started")
 _WHAT = "the comparison of what the ranks send"
 _SHOWN = 4
-"""Different Sends that an error lists."""
+"""How many different Sends an error lists."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The facts about the compressor that hold from one comparison of the ranks to the next.
-
-    Attributes:
-        start: committed steps before the first compressed exchange.
-        exact_step: whether the exchange depends on the exact step.
-    """
+    """Holds facts about the compressor that hold from one comparison of the ranks to the next. Compression begins after
+    `start` committed steps."""
 
     start: int
     exact_step: bool
@@ -50,11 +46,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Binding:
-    """The model whose gradients a session averages, and the ranks.
+    """Describes the model whose gradients a session averages, and the ranks.
 
     Attributes:
-        names: stable names of the parameters.
-        group: called at each backward pass; returns the process group.
+        group: returns the process group; called at each backward pass.
         loss_scale: returns the current scale of the GradScaler; None without a scaler.
         shards: returns the group of the ranks with all shards of this replica, which commit a pass together or not at
             all; None: nothing is sharded.
@@ -74,14 +69,12 @@ class Consensus:
     """Holds what must be equal on all ranks of a session, and compares it across the ranks.
 
     Attributes:
-        compressor: the compressor in force; a load or `auto` may replace it (`replace_compressor`).
+        compressor: the current compressor; a load or `auto` may replace it (`replace_compressor`).
         reduction: whether each rank compresses all of a bucket, or a share of it.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, equal on all ranks; None before the first backward pass.
-        compares_sends: the ranks compare their Sends for a bucket that `is_new`, because the compressor is not built
-            in.
-        agreement: None until the ranks have compared their states, and again after a load or a change of the
-            compressor.
+        compares_sends: whether the ranks compare their Sends for a bucket that `is_new`: for user-defined compressors.
+        agreement: None until the ranks have compared their states, and again after a load or a change of compressor.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
@@ -93,13 +86,13 @@ class Consensus:
         self._held = held
         self._counters = counters
         self.agreement: Agreement | None = None
-        self._seen: set[tuple[int, ...]] = set()  # buckets, by their parameters
+        self._seen: set[tuple[int, ...]] = set()  # the parameters of each bucket
         self.bind(binding)
 
     @property
     def compared(self) -> bool:
-        """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
-        they have residuals of the same parameters, unless they form nodes."""
+        """Whether the ranks have compared their states since the latest load or change of the compressor. If so, all
+        ranks have residuals of the same parameters, unless they form nodes."""
         return self.agreement is not None
 
     @property
@@ -111,12 +104,11 @@ class Consensus:
         self._reduction = reduction
 
     def reduction_of(self, compressor: Compressor[Any]) -> FlatReduction:
-        """The reduction that `compressor` uses here. An adaptive compressor decides itself whether to use the nodes."""
+        """Return the reduction of `compressor`. An adaptive compressor decides itself whether to use the nodes."""
         flat = isinstance(compressor, AdaptiveCompressor) and not compressor.between_nodes
         return FLAT if flat else self._reduction
 
     def bind(self, binding: Binding) -> None:
-        """Use this model and these ranks. Allowed only before the first backward pass."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
 
@@ -124,7 +116,7 @@ class Consensus:
         self.choice = choice
         if self.compressor.native != choice.native:
             self.compressor.native = choice.native
-            self.buckets.clear()  # their workspaces were made for the other one
+            self.buckets.clear()  # their workspaces were made for the other kernel
 
     def replace_compressor(self, compressor: Compressor[Any]) -> None:
         """Use `compressor` from now on. Call this after a load, too: at the next backward pass the ranks compare their
@@ -139,26 +131,23 @@ class Consensus:
         self._seen.clear()
 
     def is_new(self, bucket: Bucket) -> bool:
-        """Whether the layout of `bucket` occurs for the first time since compression began; notes the layout."""
+        """Return whether the layout of `bucket` occurs for the first time since compression began, and record it."""
         layout = tuple(map(id, bucket.parameters))
         new = layout not in self._seen
         self._seen.add(layout)
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare the states of the ranks if they have not been compared since the start, a load or a change of the
-        compressor, and let an adaptive compressor decide at the end of its watch. All ranks of `group` must call this
-        before each backward pass.
-
-        Args:
-            flat: the first bucket.
+        """Compare the ranks' states unless that has happened since the start, a load or a change of the compressor. At
+        the end of an adaptive compressor's watch, let it decide. All ranks of `group` must call this before each
+        backward pass. `flat`: the first bucket.
 
         Raises:
             HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
                 the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
-        # Compared before ranks at different steps decide on different collectives.
+        # Compare before `_reconsider`: ranks at different steps would issue different collectives there.
         agreement = self.agreement or self._compare(group, flat)
         if isinstance(self.compressor, AdaptiveCompressor):
             self._reconsider(self.compressor, group, flat.device)
@@ -166,21 +155,19 @@ class Consensus:
         return agreement
 
     def decision_is_due(self, adaptive: AdaptiveCompressor[Any]) -> bool:
-        """Whether the watch of the compressor has ended."""
         watch = adaptive.watch
         return watch is not None and self._held.steps(watch.end, exact=False)[0] >= watch.end
 
     def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Let the compressor decide at the end of its watch, on all ranks at the same committed step."""
         held = self._held
         if not self.decision_is_due(adaptive):
             return
-        held.settle()
-        # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
+        held.settle()  # so that all ranks decide at the same committed step
+        # Do not hold the lock here: a save in another thread may hold it while it waits for the other ranks' saves.
         ranks = Ranks(group, device, self._counters, self.binding.shard_group)
         compressor, remark = adaptive.reconsidered(ranks, held.state.step)
         if compressor is not adaptive:
-            with held.lock:  # no save may read what is half replaced
+            with held.lock:  # a save in another thread must not read a state that is half replaced
                 held.state.keep_fields(compressor.state_fields)
                 if compressor.chosen != adaptive.chosen:
                     held.state.drop_local()
@@ -190,11 +177,11 @@ class Consensus:
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and the step over all shards. Choose a kernel if
-        none was chosen. If one rank lacks its local tensors, all ranks drop their local tensors."""
+        none was chosen. If one rank lacks its local tensors, drop the local tensors on all ranks."""
         compressor, state = self.compressor, self._held.state
         names, shard_group = self.binding.names.named_parameters(), self.binding.shard_group
         self._held.settle()
-        # A load allocated these tensors on the stream of its thread.
+        # A load has allocated these tensors on the stream of its own thread.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
         notes = compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
@@ -266,10 +253,10 @@ class SendComparison:
     """Compares each Send of one backward pass across `group` in a small all-gather, before the Send is issued.
 
     gloo ends the process if the ranks of a collective send different sizes, and a rank that sends more often than the
-    others waits for them. Built-in compressors follow their plans; a user's compressor may have a fault.
+    others waits for them for ever. Built-in compressors follow their plans; a user's compressor may have a bug.
 
-    If the ranks of `group` differ, none of them issues anything more, and `end` raises the error. Until then they take
-    part in the rest of the pass, because ranks of their node, or with other shards, may wait for them.
+    If the ranks of `group` differ, none of them issues another collective of the exchange, and `end` raises the error.
+    Until then they take part in the rest of the pass, because ranks of their node, or with other shards, may wait.
     """
 
     def __init__(
@@ -277,7 +264,7 @@ class SendComparison:
     ) -> None:
         self._group, self._device, self._counters = group, device, counters
         self._name = consensus.compressor.name
-        # These ranks exchange something else, and must fail together with the ranks of `group`.
+        # The ranks of these groups exchange something else, and must fail together with the ranks of `group`.
         nodes, shards = consensus.reduction.nodes, consensus.binding.shard_group
         node = None if nodes is None else nodes.intra_node
         self._others = [each for each in (node, shards) if each is not None]
@@ -286,11 +273,11 @@ class SendComparison:
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
         """Return `start(send)` for the next Send of `bucket`, or None if the Sends of the ranks differ."""
-        # Inside a node the engine sends, not the compressor.
+        # Only the engine sends inside a node, so there is nothing to compare.
         return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
     def agree(self, bucket: int, send: Send) -> bool:
-        """Whether the next Send of `bucket` is equal on all ranks, as all Sends before."""
+        """Return whether the next Send of `bucket` and all Sends before it are equal on all ranks."""
         self._sends_of[bucket] += 1
         what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
         dtype = str(send.tensor.dtype).removeprefix("torch.")
@@ -299,11 +286,8 @@ class SendComparison:
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """Compare the number of Sends after the last Send of the pass.
-
-        Raises:
-            HookRunError: on all ranks, if a Send or the number of Sends has differed.
-        """
+        """Compare the number of Sends after the last Send of the pass. Raises HookRunError on all ranks if anything has
+        differed."""
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)
@@ -313,9 +297,9 @@ class SendComparison:
             raise HookRunError(self._problem)
 
     def _compare(self, number: str, label: str, rest: str) -> bool:
-        """`label` may differ: it is for messages."""
         if self._problem:
             return False
+        # `label` may differ: it only appears in messages.
         own = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)
         keys = gather_rows(own, self._group, self._counters, _WHAT).flatten().tolist()
         if len(set(keys)) > 1:

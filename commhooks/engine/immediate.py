@@ -1,4 +1,5 @@
-"""Reduce a bucket with a compressor without learned state. The call returns at once, and each future ends by itself."""
+"""Reduce a bucket with a compressor without learned state. The hook call returns at once; each future completes by
+itself."""
 
 import contextlib
 import inspect
@@ -16,11 +17,11 @@ from commhooks.comm.collectives import Scope, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.consensus import SendComparison
-from commhooks.engine.streams import keep_for_current_stream
 from commhooks.engine.task import NO_STATE, Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
@@ -37,19 +38,12 @@ def reduce_immediately(
     over: Scope = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
-    """Start the exchange of one bucket. All ranks of `group` must call this, in the same order.
+    """Start the exchange of one bucket, and return a future of the reduced gradient. All ranks of `group` must call
+    this, in the same order. `over`: which ranks `group` consists of, for the counters.
 
-    The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
-
-    Args:
-        over: which ranks `group` consists of, for the counters.
-
-    Returns:
-        A future of the reduced gradient.
-
-    Raises:
-        HookRunError: the exchange yields a `Verdict`, or sends more than once; or, on all ranks, `comparison` finds
-            different Sends.
+    The part of the exchange after the collective runs in a callback of the future; no bucket waits for another. Raises
+    HookRunError if the exchange yields a `Verdict` or sends more than once, and on all ranks if `comparison` finds
+    different Sends.
     """
     flat, name = bucket.flat, compressor.name
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one
@@ -80,14 +74,13 @@ def reduce_immediately(
     what, group_if_alive = pending.what, held_weakly(group)
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # Runs in a thread of the backend: hold no reference to the process group here. If it were the last reference,
-        # the group would end in its own thread, which aborts the process.
+        # This runs in a thread of the backend. Hold no reference to the process group: if it were the last one, the
+        # group would be destroyed in its own thread, which aborts the process.
         try:
             sent.value()
         except RuntimeError as error:
             raise _error_of(what, group_if_alive, error) from error
-        # On CUDA the callback has its own stream, and these tensors are freed before the kernels that read them have
-        # run.
+        # On CUDA the callback has its own stream, and these tensors are freed before the kernels that read them run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))
             if new_answer is not None:

@@ -1,7 +1,7 @@
 """Choose the kernel of all ranks: the native library if all ranks have the same build of it, otherwise torch.
 
 Every rank computes its own copy of the averaged gradient, so replicas drift apart if the kernels differ in the last
-bits. Ranks compare `KernelSupport.key` in an exchange that they make anyway, and send the rest only if keys differ.
+bits. The ranks compare `KernelSupport.key` in an exchange that they make anyway, and send the rest only if keys differ.
 """
 
 import json
@@ -18,7 +18,7 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 class KernelSupport(NamedTuple):
-    """What one rank can compute with. An attribute without content is "".
+    """Describes the kernels that one rank can use. An attribute is "" if it does not apply.
 
     Attributes:
         build: `Compressor.native_build`, if it is the same for all dtypes.
@@ -34,7 +34,7 @@ class KernelSupport(NamedTuple):
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
-        """Find out what this rank has for gradients of `dtypes`, at least one, on `device`."""
+        """Return what this rank has for gradients of `dtypes`, at least one, on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -49,15 +49,14 @@ class KernelSupport(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Equal on two ranks with equal support."""
         return agreement_key(*self)
 
 
 class KernelChoice(NamedTuple):
-    """The kernel of all ranks.
+    """Describes the kernel of all ranks.
 
     Attributes:
-        native: all ranks use the native library.
+        native: whether all ranks use the native library.
         slower: why they do not; "" if no rank lacks it.
         drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
     """
@@ -71,8 +70,8 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """The warnings that rank 0 logs. `checked`: the weights of the replicas are compared regularly, which reveals
-        drift."""
+        """Return the warnings for rank 0 to log. With `checked`, the replicas' weights are compared regularly, which
+        reveals drift."""
         found = []
         if self.slower:
             found.append(f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}")
@@ -88,16 +87,8 @@ class KernelChoice(NamedTuple):
 def agreed_choice(
     own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
 ) -> KernelChoice:
-    """Choose the kernel of all ranks of `group`. All of them must call this.
-
-    Args:
-        keys: `KernelSupport.key` of every rank.
-        error: raised on all ranks if some of them cannot run the hook.
-
-    Raises:
-        HookConfigError: on all ranks, if none of them can run the hook.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Choose the kernel for all ranks of `group`, from the `KernelSupport.key` of every rank (`keys`). All of them must
+    call this. On all ranks, raises HookConfigError if none of them can run the hook, and `error` if some cannot."""
     supports = [own] * len(keys)
     if len(set(keys)) > 1:
         texts = gather_texts(json.dumps(own), group, device, "what each rank can compute with")
@@ -106,19 +97,17 @@ def agreed_choice(
 
 
 def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> KernelChoice:
-    """Choose the kernel from the support of each rank, as `agreed_choice` does; `rank` is this rank."""
     unable = [each for each, support in enumerate(supports) if support.cannot]
     if len(unable) == len(supports):
         raise HookConfigError(supports[rank].cannot)
     if unable:
         raise error(
-            f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
-            f"Why: {supports[unable[0]].cannot}"
+            f"ranks {unable} of {len(supports)} cannot run the hook that all ranks attach: {supports[unable[0]].cannot}"
         )
     builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
-    if lacking:  # one reason is enough: each reason may name other files
+    if lacking:  # show one reason only: the reasons may differ in the files that they name
         slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
     elif supports[0].build and len(builds) > 1:
         texts = [f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports]

@@ -1,19 +1,19 @@
 """Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically, with nodes.
 
 With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
-each node: the rank with a certain local rank. Without learned state, parameters need no owner, and the bucket is
-divided into equal parts instead. For one bucket:
+each node: the rank with a certain local rank. If the compressor has no learned state, parameters need no owner, and the
+bucket is divided into equal parts instead. For each bucket:
 
-    each rank sends each gradient to its owner in the node, which adds up the node's gradients
-    the owners in all nodes average these sums with the compressor
-    each owner sends the average, and what the compressor has learned, to the other ranks of its node
+    1. each rank sends each gradient to its owner in the node, which sums the node's gradients
+    2. the owners in all nodes average these sums with the compressor
+    3. each owner sends the average, and what the compressor has learned, to the other ranks of its node
 
-So each rank compresses its share of the bucket only, and keeps residuals for its share.
+So each rank compresses only its share of the bucket, and keeps residuals only for its share.
 
-With a compressor that keeps residuals, an owner works on the sum of its node, not on the mean, and divides the result
-at the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero: the
-mean over all ranks means the same as without nodes, and checkpoints do not depend on the nodes. A compressor without
-residuals gets the node's mean, which overflows float16 later.
+If the compressor keeps residuals, an owner works on the sum of its node and not on the mean, and divides the result at
+the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero. So the
+mean of the residuals over all ranks is the same as without nodes, and checkpoints do not depend on the nodes. A
+compressor without residuals gets the node's mean, which is less likely to overflow in float16.
 """
 
 import dataclasses
@@ -49,8 +49,7 @@ class FlatReduction:
     """Every rank compresses every bucket, and exchanges it with all other ranks.
 
     Attributes:
-        nodes: None; `HierarchicalReduction` has them.
-        description: of the nodes, for the summary; "" if there are none.
+        description: describes the nodes in the summary; "" if there are none.
         ranks_per_residual: number of ranks whose summed gradient a residual corrects.
     """
 
@@ -77,7 +76,6 @@ class FlatReduction:
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """Compute the bytes needed on this rank; see `Compressor.memory_plan`."""
         return compressor.memory_plan(plans, buckets)
 
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
@@ -88,13 +86,10 @@ class FlatReduction:
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
-        All ranks of `group` call this when they have agreed on the state, if their local tensors may differ.
-
-        Args:
-            parameters: name -> parameter of the whole model.
-        """
-        # After a save with nodes each rank has the residuals of its share. Add zeros for the rest, so that all ranks
-        # save the same names.
+        If the ranks' local tensors may differ, all ranks of `group` call this after comparing their states.
+        `parameters` has all parameters of the model."""
+        # After a save with nodes each rank has only the residuals of its share. Add zeros for the rest, so that all
+        # ranks save the same names.
         for key in sorted(state.local) if parameters else ():
             held = gather_held(state[key], parameters, group)
             for place, name in enumerate(parameters):
@@ -112,7 +107,7 @@ FLAT = FlatReduction()
 def gather_held(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[list[bool]]:
-    """Find out, for each rank of `group` and each parameter, whether `tensors` has an entry on that rank. All ranks of
+    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry on that rank. All ranks of
     the group must call this."""
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
@@ -128,11 +123,9 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
     """Choose the owner of each parameter, a local rank, so that the ranks have about equal shares of every bucket. The
     result depends on the model only, because residuals are loaded before the buckets are known.
 
-    DDP fills its buckets in about the reverse order of registration. So this function divides windows of so many
-    parameters in that order, each from its largest parameter to its smallest.
-
-    Args:
-        sizes: name -> number of elements, in the order of registration.
+    DDP fills its buckets in about the reverse order of registration. So this function walks the parameters in that
+    order, cuts them into windows of about a bucket, and distributes each window from its largest parameter to its
+    smallest. `sizes` must be in the order of registration.
     """
     windows: list[list[str]] = [[]]
     for name in reversed(list(sizes)):
@@ -148,7 +141,7 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
             part = load.index(min(load))
             parts[part].append(name)
             load[part] += sizes[name]
-        # The largest part goes to the rank with the least so far.
+        # Give the largest part to the rank that owns least so far.
         by_load = sorted(range(ranks_per_node), key=lambda part: -load[part])
         by_total = sorted(range(ranks_per_node), key=lambda rank: total[rank])
         for part, rank in zip(by_load, by_total, strict=True):
@@ -169,35 +162,29 @@ def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) ->
     """List the learned tensors of these plans that are equal on all ranks. An owner sends them to its node."""
     replicated = [each for each in compressor.state_fields if each.replicated]
     compressed = [plan for plan in plans if plan.compressed]
-    # Not every unit has every field.
+    # A unit may lack a field, which then has no elements.
     return [(field, plan) for plan in compressed for field in replicated if field.size_bytes(plan)]
 
 
 def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
-    """Bytes of the parts of an owner's message: gradients, fields, and a flag per field."""
+    """Return the bytes of each part of an owner's message: gradients, fields, and a flag per field."""
     return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
 
 
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
-    """Bytes of the buffers for sending and for receiving. `sizes`: the `part_sizes` of all owners."""
+    """Return the bytes of the send and the receive buffer, given the `part_sizes` of all owners."""
     count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
     return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
 
 class HierarchicalWorkspace:
-    """The buffers for one bucket where ranks form nodes, allocated once.
-
-    Args:
-        compressor: averages between the nodes.
-        layout, plans: of the whole bucket.
-        owners: see `owners_of`.
+    """Holds the buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
         work: the compressor's workspace for the share; None if nothing in the share is compressed.
-        compresses: whether anything in the share is compressed.
         to_owners, from_owners: the splits of `by_owner` (elements) and `results` (bytes).
-        gradients, averages: receive the node's gradients of the own share, and the `results` of all shares.
+        gradients, averages: receive the node's gradients of this rank's share, and the `results` of all shares.
     """
 
     def __init__(
@@ -218,7 +205,7 @@ class HierarchicalWorkspace:
         else:
             self._runs = [_runs(each) for each in slots]
         self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
-        # Which tensors of this rank's message exist, on the host and on the device.
+        # For each learned tensor in this rank's message, whether it exists: on the host and on the device.
         self._exist = [False] * len(self._fields[local])
         self._flags = torch.zeros(len(self._exist), dtype=torch.uint8, device=layout.device)
         numels = [sum(end - begin for begin, end in each) for each in self._runs]
@@ -226,7 +213,7 @@ class HierarchicalWorkspace:
         self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
         self.to_owners: Splits = (numels, [numels[local]] * count)
         self.from_owners: Splits = ([sum(self._sizes[local])], [sum(each) for each in self._sizes])
-        # The gradients have arrived before the averages are sent: both use the same memory.
+        # Gradients and averages share memory, because the gradients have been read before the averages are sent.
         total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
         results, averages = sum(self._sizes[local]), sum(map(sum, self._sizes))
         sent, arrived = (
@@ -243,13 +230,13 @@ class HierarchicalWorkspace:
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy the gradients of the bucket into a message (1-D), in the order of their owners."""
+        """Copy the gradients of the bucket into a 1-D message, in the order of their owners."""
         concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """Write the message of this rank to its node (uint8): `own`, the replicated tensors that the compressor has
-        learned for it, and a flag per tensor, 1 if the tensor exists."""
+        """Write this rank's message to its node (uint8): `own`, the replicated tensors that the compressor has learned
+        for the share, and a flag per tensor, 1 if the tensor exists."""
         fields = self._fields[self._local_rank]
         pieces = self._results.split(self._sizes[self._local_rank])
         pieces[0].copy_(self.own.view(torch.uint8))
@@ -258,7 +245,7 @@ class HierarchicalWorkspace:
             if learned is not None:
                 piece.copy_(_bytes(learned))
         exist = [plan.key in state[field.key] for field, plan in fields]
-        if exist != self._exist:  # in the first steps: a copy from the host makes the host wait for an accelerator
+        if exist != self._exist:  # only in the first steps, because this copy makes the host wait for an accelerator
             self._flags.copy_(torch.tensor(exist, dtype=torch.uint8))
             self._exist = exist
         pieces[-1].copy_(self._flags)
@@ -279,7 +266,8 @@ class HierarchicalWorkspace:
         self, fields: Sequence[Field], learned: Sequence[torch.Tensor], flags: torch.Tensor, state: LearnedState
     ) -> None:
         complete = all(plan.key in state[field.key] for field, plan in fields)
-        # On an accelerator, tensors that exist stay, and the host waits for the flags in the first steps only.
+        # Reading the flags makes the host wait for an accelerator. Once all tensors exist they do not disappear, so
+        # read the flags only in the first steps.
         there = flags.tolist() if self._must_read_flags or not complete else [1] * len(fields)
         for (field, plan), new, is_there in zip(fields, learned, there, strict=True):
             known = state[field.key]
@@ -292,11 +280,8 @@ class HierarchicalWorkspace:
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node.
-
-    Args:
-        parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
-    """
+    """Each rank compresses its share of every bucket, on behalf of its node. `parameters` has all parameters of the
+    model, in an order that is the same on all ranks."""
 
     nodes: Nodes
 
@@ -312,7 +297,7 @@ class HierarchicalReduction(FlatReduction):
         adaptive = isinstance(compressor, AdaptiveCompressor)
         if compressor.selective if adaptive else compressor.transactional:
             return list(plans)
-        # Without learned state all parameters take part, except sparse gradients, which cannot be shared out.
+        # Without learned state all parameters take part, except sparse gradients, which cannot be divided into shares.
         return [
             dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel) if plan.lowered else plan
             for plan in plans
@@ -329,8 +314,7 @@ class HierarchicalReduction(FlatReduction):
     def memory_plan(
         self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """`factors` includes the tensors that other owners of the node have learned, `copies` the messages inside the
-        node."""
+        """Add to `factors` what other owners of the node have learned, and to `copies` the messages inside the node."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
         plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
         if compressor.elementwise:
@@ -369,6 +353,7 @@ class HierarchicalReduction(FlatReduction):
         step: StepInfo,
     ) -> Exchange:
         own = work.own
+        # 1. Sum the node's gradients of this rank's share.
         gradients = work.by_owner(flat)
         yield Send(
             gradients,
@@ -379,12 +364,14 @@ class HierarchicalReduction(FlatReduction):
             over="intra_node",
         )
         count = self.nodes.ranks_per_node
+        # A compressor with residuals gets the node's sum, and its result is divided afterwards; see the module.
         before, after = (1, count) if state.local else (count, 1)
         first, *others = work.gradients.div_(before).view(count, own.numel())
         own.copy_(first)
-        for each in others:  # in this order, so that no bit depends on the bucket
+        for each in others:  # add in this order, so that no bit depends on the bucket layout
             own.add_(each)
 
+        # 2. Average it between the nodes.
         had_verdict = False
         if own.numel() > 0:
             task, answer = self._between_nodes(compressor, work, state, step), None
@@ -400,6 +387,7 @@ class HierarchicalReduction(FlatReduction):
             yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
         own.div_(after)
 
+        # 3. Send the result to the node. This follows the verdict, so the compressor's learned state is included.
         results = work.results(state)
         yield Send(
             results,
@@ -440,8 +428,8 @@ class HierarchicalReduction(FlatReduction):
         return StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank())
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Sum the node's tensors of each parameter at its owner, if ranks other than the owner have one: they have
-        loaded the checkpoint of a run with other nodes."""
+        """Sum the node's tensors of each parameter at its owner, if another rank has one: these ranks have loaded the
+        checkpoint of a run with other nodes."""
         held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
@@ -455,7 +443,7 @@ class HierarchicalReduction(FlatReduction):
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """The slots, in the order of the bucket, as intervals; adjacent intervals are joined."""
+    """Return the slots as intervals, in the order of the bucket. Join adjacent intervals."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot.offset:
@@ -466,7 +454,6 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
-    """The layout of `own`, the slots one after another."""
     offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
     moved = [Slot(slot.name, slot.parameter, at, slot.numel) for slot, at in zip(slots, offsets, strict=False)]
     return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)

@@ -1,8 +1,8 @@
 """Run the backward passes of one model, each as a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, after everything received was found finite. A pass that is abandoned
-therefore leaves the state of the last committed step. Without learned state nothing depends on other buckets, and each
-bucket ends by itself; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass
+therefore leaves the state of the last committed step. Without learned state no bucket depends on another, and each is
+reduced by itself; see `immediate.py`.
 """
 
 import collections
@@ -39,16 +39,11 @@ ABANDONED_LIMIT_S = 5.0
 
 
 class ExchangeDriver:
-    """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
-    `FragmentSession`, which averages weights.
-
-    Args:
-        binding: the model and the ranks.
-        state: the learned state, changed at commits only.
-        counters: the counters to update; None: new counters.
+    """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients, `FragmentSession`
+    weights.
 
     Attributes:
-        held: guards the learned state.
+        state: the learned state, changed at commits only; `held` guards it.
         consensus: what is equal on all ranks: compressor, kernel, reduction.
     """
 
@@ -62,7 +57,6 @@ class ExchangeDriver:
 
     @property
     def compressor(self) -> Compressor[Any]:
-        """The compressor in force."""
         return self.consensus.compressor
 
     @property
@@ -71,20 +65,14 @@ class ExchangeDriver:
         return self.consensus.nonce is not None
 
     def close(self) -> None:
-        """Move the learned state to the host, until another training of the model begins."""
         with self.held.settled():
             self.state.to_host()
 
 
 @dataclass(frozen=True)
 class WatchedPass:
-    """A backward pass that an adaptive compressor watches.
-
-    Attributes:
-        began, ended: the ends of the pass before and of this one.
-        outcome: see `HeldState.outcome`; valid after `ended`.
-        layouts: its buckets.
-    """
+    """Records a backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its
+    own (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
 
     began: Mark
     ended: Mark
@@ -93,7 +81,7 @@ class WatchedPass:
 
 
 class Session(ExchangeDriver):
-    """Runs the exchanges of a compressor in the backward passes of one model."""
+    """Averages the gradients of one model. Runs each backward pass as a transaction over its buckets."""
 
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
@@ -103,21 +91,20 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        # For an adaptive compressor: the end of the pass before, and the passes that it has not been shown yet.
+        # For an adaptive compressor: the end of the previous pass, and the passes not passed to `observe` yet.
         self._step_began: tuple[Mark] | None = None
         self._watched: collections.deque[WatchedPass] = collections.deque()
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
 
-        The futures of all buckets complete together, when the backward pass was committed, or skipped because a number
-        was not finite. Without learned state each future completes when its collective has ended.
-
-        Raises:
-            HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
-            HookConfigError: the buckets are on several devices.
+        The futures of all buckets complete together, once the backward pass was committed, or skipped because a number
+        was not finite. Without learned state each future completes when its collective has ended. Raises HookRunError
+        if the ranks disagree, a collective failed, or the learned state belongs to another model; HookConfigError if
+        the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
+        # Without learned state there is no transaction, except with nodes, where an exchange has several collectives.
         if not consensus.compressor.transactional and consensus.reduction.nodes is None:
             if bucket.is_first:
                 self.counters.begin_pass()
@@ -138,14 +125,14 @@ class Session(ExchangeDriver):
         return exchange.future
 
     def end_pass(self) -> None:
-        """End the running pass, if DDP has marked no bucket as the last."""
+        """End the running pass if DDP has marked no bucket as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):
                 self._finish_pass(self._pass)
 
     def close(self) -> None:
-        """Free the buffers, and move the learned state to the host, until another training of the model begins."""
+        """Free the buffers, and move the learned state to the host until another training of the model begins."""
         self._drop_pass()
         self._closed = True
         for known in self.consensus.buckets:
@@ -153,7 +140,7 @@ class Session(ExchangeDriver):
         super().close()
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
-        if self._pass is not None:  # it ended in an exception and was never committed
+        if self._pass is not None:  # the previous pass ended in an exception
             self._drop_pass()
         consensus, state = self.consensus, self.state
         if self._closed:
@@ -161,7 +148,7 @@ class Session(ExchangeDriver):
             self._closed = False
         binding, agreement = consensus.binding, consensus.agreement
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            if agreement is None:  # a load has come in between
+            if agreement is None:  # a state was loaded since the last pass
                 self._watched.clear()
                 self._step_began = None
             elif consensus.decision_is_due(consensus.compressor):
@@ -173,7 +160,7 @@ class Session(ExchangeDriver):
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
-        # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
+        # Without a scaler the loss scale is 1, and residuals saved with another scale are rescaled.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
         group = binding.group()
@@ -204,7 +191,6 @@ class Session(ExchangeDriver):
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
     def _comparing(self, current: BackwardPass, bucket: Bucket, issue: Issue) -> Issue:
-        """Wrap `issue` in a comparison of the ranks' Sends."""
         if current.comparison is None:
             nodes = self.consensus.reduction.nodes
             exchanging = current.group if nodes is None else nodes.inter_node
@@ -222,7 +208,7 @@ class Session(ExchangeDriver):
         """Run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
         nodes = consensus.reduction.nodes
-        if nodes is not None:  # its ranks receive different shares
+        if nodes is not None:  # each rank of a node has checked another share of the bucket
             good = good_on_all(good, nodes.intra_node, "the node")
         if consensus.binding.shards is not None:
             good = good_on_all(good, consensus.binding.shards(), "all shards")
@@ -235,7 +221,7 @@ class Session(ExchangeDriver):
         self._pass = None
 
     def _commit(self, current: BackwardPass, verdict: torch.Tensor | bool) -> None:
-        """Write the gradients and, where `verdict` is true, the learned state; count the step."""
+        """Write the gradients and, if `verdict` is true, the learned state. Count the step."""
         if current.compressing:
             self.state.local_shared = False
         current.commit(verdict)
@@ -247,36 +233,36 @@ class Session(ExchangeDriver):
             buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
-            # The exchanges rescale the state of what they compress.
+            # The exchanges have rescaled the state of what they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
             self.state.rescale(compressor.state_fields, factor, but=compressed)
         if current.compressing and current.step_at_most >= self._statistics_due:
             every = compressor.stats_every
             if every is not None:
-                self._statistics_due = current.step_at_most + every  # the step at whose commit they are logged next
+                self._statistics_due = current.step_at_most + every
                 rate, before, after = self.counters.compression_stats()
                 stats = f"total before compression {before}, total after compression {after}, rate {rate}"
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches that step. The pass before a watch is timed, too,
-        because the first watched step begins at its end."""
+        """Time the pass that ends now, if the compressor watches this step. Also time the pass before a watch, because
+        the first watched step begins at its end."""
         began, self._step_began = self._step_began, None
         if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
             return
-        outcome = self.held.outcome(good)  # before the mark, after which it is valid
+        outcome = self.held.outcome(good)  # queued before the mark, so that it is valid once the mark has passed
         self._step_began = ended = (mark(good.device),)
         if began is not None:
             layouts = [known.layout for known in self.consensus.buckets if known.used]
             self._watched.append(WatchedPass(*began, *ended, outcome, layouts))
             self._show_watched(compressor, wait=False)
             if precision.is_host_readable(good.device):
-                self._step_began = (mark(good.device),)  # looking at the pass is not a part of the next step
+                self._step_began = (mark(good.device),)  # exclude the time of `_show_watched` from the next step
 
     def _show_watched(self, compressor: AdaptiveCompressor[Any], *, wait: bool) -> None:
-        """Show the watched passes to the compressor. On an accelerator, a pass is shown once the device has finished
-        it, usually in the next pass; with `wait` the host waits for all of them."""
+        """Pass the watched passes to `observe`. On an accelerator, do so once the device has finished a pass, usually
+        in the next pass. With `wait` the host waits for all of them."""
         watch, names = compressor.watch, self.consensus.binding.names
         while self._watched and (wait or has_passed(self._watched[0].ended)):
             seen = self._watched.popleft()
@@ -292,7 +278,7 @@ class Session(ExchangeDriver):
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
         """Run the body, a part of a pass, on the codec stream and in full precision. An exception ends the pass: the
-        host waits for the pass's collectives, because the caller may fill the buckets again."""
+        host waits for the collectives of the pass, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
             with on_stream, precision.full_precision(flat.device):
@@ -304,7 +290,7 @@ class Session(ExchangeDriver):
             raise
 
     def _drop_pass(self) -> list[Pending]:
-        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Returns the
+        """Drop an unfinished pass, and all workspaces, because its collectives may still write into them. Return the
         collectives that may still write into a bucket."""
         writing: list[Pending] = []
         if self._pass is not None:

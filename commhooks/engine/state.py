@@ -1,4 +1,4 @@
-"""Learned state, the tensors and counters that a compressor keeps from step to step, and the lock that guards it.
+"""Define learned state, the tensors and counters that a compressor keeps from step to step, and its lock.
 
 On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
 """
@@ -22,22 +22,21 @@ Entries = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class LearnedState:
-    """Tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
+    """Holds tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
 
     Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
 
     Attributes:
-        step: committed synchronised backward passes, the same on every rank.
-        nonfinite_steps: passes that were not committed.
-        entries: per field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry means zeros,
-            or the initial value that the compressor draws.
+        step: number of committed synchronised backward passes, the same on every rank.
+        nonfinite_steps: number of passes that were not committed.
+        entries: for each field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry means
+            zeros, or the initial value that the compressor draws.
         local: keys of the fields that differ between ranks, such as residuals.
-        loss_scale: the loss scale with which fields with `scales_with_loss` were written. On an accelerator a 0-dim
-            tensor until the host reads it.
-        local_missing: this rank has lost its local tensors; at the next comparison all ranks drop their local tensors.
-        missing_was_said: a warning about `local_missing` was logged.
-        local_shared: the local tensors of rank 0 are those of all ranks: the mean that was just saved or loaded, or no
-            tensor; or rank 0 alone has them, because it alone exchanges.
+        loss_scale: the loss scale of the stored fields with `scales_with_loss`. On an accelerator a 0-dim tensor until
+            the host reads it.
+        local_missing: whether this rank has lost its local tensors. At the next comparison all ranks then drop theirs.
+        local_shared: whether the local tensors of rank 0 stand for those of all ranks: the mean just saved or loaded,
+            no tensors, or tensors that rank 0 alone has, because it alone exchanges.
     """
 
     step: int = 0
@@ -51,11 +50,7 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Create the empty state of a compressor with these fields.
-
-        Raises:
-            HookConfigError: two fields have the same key.
-        """
+        """Create the empty state for these fields. Raise HookConfigError if two of them have the same key."""
         fields = list(fields)
         keys = [each.key for each in fields]
         if len(set(keys)) < len(keys):
@@ -66,8 +61,8 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state. No tensor of the copy is a slice of a larger storage, because pickling a slice would save the
-        whole storage."""
+        """Copy the state without tensors that are slices of larger storages, because pickling a slice saves the whole
+        storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
             for key, tensors in self.entries.items()
@@ -88,7 +83,7 @@ class LearnedState:
             self[key].clear()
 
     def drop_local(self) -> None:
-        """Delete the local tensors on all ranks, which continue from zeros."""
+        """Delete the local tensors. Call this on all ranks, which then continue from zeros."""
         self.forget_local()
         self.local_missing = False
         self.local_shared = True
@@ -112,10 +107,10 @@ class HeldState:
     """Guards the learned state of a session, and maintains `state.step` and the counters of committed steps.
 
     Attributes:
-        state: the learned state. It changes in `committing`, and by `overwrite`.
+        state: the learned state. Only `committing` and `overwrite` change it.
         lock: hold it while writing the learned state, and while reading it from another thread.
-        in_commit: a commit is writing, and a save from a signal handler would mix two steps.
-        commit_failed: the latest commit failed on this rank, and no state was loaded since.
+        in_commit: whether a commit is writing. A save from a signal handler would then mix two steps.
+        commit_failed: whether the latest commit failed on this rank, and no state was loaded since.
     """
 
     def __init__(self, state: LearnedState, counters: Counters) -> None:
@@ -125,13 +120,14 @@ class HeldState:
         self.commit_failed = False
         self._counters = counters
         self._mark = CommitMark()
-        # Passes whose outcome the host has not read: committed count (on the device), passes, compressed?
+        # Passes whose outcome the host has not read: how many were committed (on the device), how many there were, and
+        # whether they count as compressed.
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """Return the smallest and the largest possible number of committed steps: the outcome of some passes may be
-        unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
-        with self.lock:  # another thread that saves may be updating `state.step` and the unread passes
+        """Return the smallest and the largest possible number of committed steps; they differ while the outcome of some
+        passes is unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
+        with self.lock:  # a save in another thread may be updating `state.step` and the unread passes
             step, unread = self.state.step, self._unread
             passes = unread[1] if unread else 0
             if passes and (exact or step < start <= step + passes):
@@ -147,7 +143,7 @@ class HeldState:
             try:
                 yield
             except BaseException:
-                # The tensors are a mix of two steps: none of them may be saved.
+                # The tensors are now a mix of two steps, so none of them may be saved.
                 self.state.forget_local()
                 self.state.local_missing = self.commit_failed = True
                 raise
@@ -157,16 +153,12 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`.
-
-        Args:
-            verdict: whether the pass is committed: a bool on the CPU, else a 0-dim bool tensor.
-            compressed: whether the pass counts as compressed.
-        """
+        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict` (a bool on the CPU, else
+        a 0-dim bool tensor): whether the pass is committed."""
         if verdict is not False:
             before = self.state.loss_scale
             self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
-            # After a failed commit the residual started at zero; this commit makes it valid again.
+            # After a failed commit the residuals start at zero. This commit has written them, so they are valid again.
             self.state.local_missing = self.commit_failed = False
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
@@ -175,8 +167,8 @@ class HeldState:
         self._unread = (verdict + count, passes + 1, compressed)
 
     def outcome(self, good: torch.Tensor) -> torch.Tensor:
-        """Return, as integers on the host, the committed steps after the latest pass, and whether that pass is one of
-        them (`good`). On CUDA the host does not wait: the numbers are valid after the work that is queued now."""
+        """Return two integers on the host: the number of committed steps after the latest pass, and whether that pass
+        was committed (`good`). On CUDA the host does not wait; they are valid after the work that is queued now."""
         with self.lock:
             committed = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device) + self.state.step
             found = torch.stack((committed, good.to(torch.int64)))
@@ -193,8 +185,7 @@ class HeldState:
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Hold the lock of the learned state, with `state.step` up to date, while the body runs. The body may copy
-        tensors of the state to the host, which waits for the latest commit and for no later work. Change tensors by
-        `overwrite` only."""
+        tensors of the state to the host, which waits only for the latest commit. Change tensors by `overwrite` only."""
         with self.lock, self._mark.reading():
             self._read()
             yield
@@ -206,7 +197,7 @@ class HeldState:
     def _read(self) -> None:
         while (unread := self._unread) is not None:
             committed, loss_scale = int(unread[0].item()), float(self.state.loss_scale)
-            # While this thread waited for the device, a signal handler may have read and counted the passes.
+            # A signal handler may have read and counted the passes while this thread waited for the device.
             if self._unread is unread:
                 self._count(committed, loss_scale, *unread[1:])
 

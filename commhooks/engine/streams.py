@@ -1,25 +1,24 @@
-"""The streams on which hooks compute and are read. Nothing here has an effect on devices without streams.
+"""Manage the streams on which hooks compute and are read. On devices without streams nothing here has an effect.
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block the backward pass.
-The host reads the results on another stream, the *reading stream*, which waits for the latest commit only. State in
-host memory is copied on a third one, the *copy stream*. An outer step of DiLoCo that runs while the training goes on
-computes on a fourth one, the *background stream*.
+The host reads the results on the *reading stream*, which waits only for the latest commit. State in host memory is
+copied on the *copy stream*. An outer step of DiLoCo that runs during training computes on the *background stream*.
 
-A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it
-never frees. The hooks of several models therefore run on a device in the order in which they are called. All ranks must
-call them in the same order, which NCCL requires anyway.
+A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it never frees. The
+hooks of several models therefore run on a device in the order in which they are called. All ranks must call them in the
+same order, which NCCL requires anyway.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from commhooks.gradients import precision
-from commhooks.gradients.torch_private import sparse_indices, sparse_values
+from commhooks.gradients.precision import keep_for_current_stream
 
-# The kernels of the codec are small and depend on each other: with the default priority, 0, every kernel would queue
+# The kernels of the codec are small and depend on each other. With the default priority, 0, each of them would queue
 # behind the kernels of the backward pass.
 _PRIORITIES = {"codec": -1, "reading": 0, "copy": 0, "background": 0}
 
@@ -29,22 +28,22 @@ _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 def _stream(device: torch.device, name: str) -> torch.Stream:
     stream = _streams.get((device, name))
     if stream is None:
-        # Another thread may have been faster.
+        # Another thread may have created the stream in the meantime.
         stream = _streams.setdefault((device, name), torch.Stream(device, priority=_PRIORITIES[name]))
     return stream
 
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` and its device the current ones in the body. `with stream:` is an error in a second thread, or when
-    nested: torch keeps the stream before it in the stream object."""
+    """Make `stream` and its device current in the body. `with stream:` would be an error in a second thread, or when
+    nested, because torch keeps the previous stream in the stream object."""
     outside, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
-        torch.accelerator.set_stream(outside)  # may be on another device, which becomes the current one again
+        torch.accelerator.set_stream(outside)  # also makes its device current again
 
 
 @contextlib.contextmanager
@@ -58,18 +57,9 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of `tensors`, allocated on another stream, from reuse while work of the current stream that was
-    queued before they were freed is unfinished."""
-    for tensor in tensors:
-        if precision.has_streams(tensor.device):
-            for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
-                part.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
 @contextlib.contextmanager
 def _working_on(name: str, device: torch.device, *, after_current: bool) -> Iterator[None]:
-    """Run the body on a stream of `device`. `after_current`: after the work queued on the current stream."""
+    """Run the body on a stream of `device`. With `after_current`, after the work queued on the current stream."""
     if not precision.has_streams(device):
         yield
         return
@@ -81,7 +71,6 @@ def _working_on(name: str, device: torch.device, *, after_current: bool) -> Iter
 
 
 def _wait_for(name: str, device: torch.device) -> None:
-    """Make the current stream wait for all work queued on a stream of `device`."""
     if precision.has_streams(device):
         torch.accelerator.current_stream(device).wait_stream(_stream(device, name))
 
@@ -96,22 +85,20 @@ class CommitMark:
     """Marks the end of the latest commit on the codec stream.
 
     Readers of the learned state wait for this mark and not for the whole stream. The stream may already hold
-    collectives of the next pass, which other ranks begin only after a save in which this rank takes part.
+    collectives of the next pass, and another rank may begin these only after a save in which this rank takes part.
 
-    Hold the lock of the learned state while calling these methods.
+    All waiting is done by streams, not by the host. Hold the lock of the learned state while calling these methods.
     """
 
     def __init__(self) -> None:
         self._at: tuple[torch.device, torch.Event] | None = None
 
     def set(self, device: torch.device) -> None:
-        """Set the mark after the work queued on the current stream of `device`."""
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         self._at = device, event
 
     def wait(self) -> None:
-        """Make the current stream wait for the latest commit."""
         if self._at is not None:
             device, event = self._at
             torch.accelerator.current_stream(device).wait_event(event)
@@ -131,7 +118,7 @@ class CommitMark:
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Copy `value`, on the CPU, into `tensor` of the learned state, in the order of the codec stream. The host does
-        not wait for the codec."""
+        not wait."""
         device = tensor.device
         if not precision.has_streams(device):
             tensor.copy_(value)

@@ -11,23 +11,17 @@ from commhooks.errors import HookRunError
 
 @dataclass(frozen=True)
 class Done:
-    """The exchange has ended. `result` is the bucket's buffer, or another tensor that holds the averaged gradient."""
+    """Marks the end of an exchange. `result`, the bucket's buffer or another tensor, holds the averaged gradient."""
 
     result: torch.Tensor
 
 
 class ExchangeTask:
-    """The exchange of one bucket. Only this class resumes exchanges. It checks what they yield and return, so that
-    errors name the compressor.
+    """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so that errors name the
+    compressor. Raises HookRunError if `exchange` is not a generator.
 
     Args:
-        exchange: the result of `Compressor.exchange`, not begun yet.
-        flat: the bucket's buffer.
-        name: of the compressor, for messages.
-        expects_verdict: False for a compressor that is not transactional.
-
-    Raises:
-        HookRunError: `exchange` is not a generator.
+        expects_verdict: False if the compressor is not transactional.
     """
 
     def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
@@ -43,15 +37,8 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange to its next yield, or to its end.
-
-        Args:
-            answer: the result of the yielded collective; after a `Verdict` whether the pass is committed; None at the
-                beginning.
-
-        Raises:
-            HookRunError: the exchange breaks a rule, which the message names.
-        """
+        """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded collective; after a
+        `Verdict`, whether the pass is committed; None to begin."""
         try:
             yielded: Any = self.exchange.send(answer)
         except StopIteration as end:
@@ -61,7 +48,7 @@ class ExchangeTask:
                     "before it writes its state"
                 ) from None
             return Done(self._flat if end.value is None else self._checked_result(end.value))
-        # After the verdict the engine sends inside a node.
+        # After the verdict only the engine sends, inside a node (`HierarchicalReduction`).
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "intra_node"):
             raise HookRunError(
                 f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
@@ -100,8 +87,7 @@ class ExchangeTask:
 def new_task(
     compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
 ) -> ExchangeTask:
-    """Create the exchange of one bucket, or an exact average if nothing in the bucket is compressed. For the arguments
-    see `Compressor.exchange`."""
+    """Create the exchange of one bucket, or an exact average if the compressor does not compress the bucket."""
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:
@@ -110,8 +96,6 @@ def new_task(
 
 
 class _NoState:
-    """The state that compressors without learned state receive."""
-
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
 

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` as a source of gradients."""
+"""Read gradients from a `DistributedDataParallel` model."""
 
 import functools
 import sys
@@ -30,28 +30,25 @@ _NO_BUCKET_YET = sys.maxsize
 
 
 class BucketReader:
-    """Converts DDP's buckets, and detects the first and the last of each backward pass.
+    """Converts DDP's buckets, and detects the first and the last bucket of each backward pass.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
-    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last by the
-    number of parameters (None: unknown).
+    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last one by
+    counting parameters. `parameters` is the number of parameters in the model; None: unknown.
     """
 
     def __init__(self, parameters: int | None = None) -> None:
         self._parameters = parameters
-        self._index = _NO_BUCKET_YET  # of the latest bucket of the running pass
-        self._task = -1  # in which it was read
-        self._read = 0
+        self._index = _NO_BUCKET_YET  # index of the latest bucket in the running pass
+        self._task = -1  # the backward pass in which it was read
+        self._read = 0  # parameters read so far in a pass with `static_graph`
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
-        """Convert the next bucket.
+        """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass
+        cannot be detected.
 
-        Args:
-            end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
-                that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
-
-        Raises:
-            HookRunError: see `checked_bucket`; or the last bucket of the pass cannot be detected.
+        `end_pass` is called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
+        that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()
@@ -61,17 +58,18 @@ class BucketReader:
             elif self._parameters is None:
                 raise HookRunError(
                     "DistributedDataParallel(static_graph=True) reduces the first backward pass in several buckets (of "
-                    "several dtypes, or with sparse gradients) and does not say which is the last: attach with "
-                    "commhooks.attach(ddp_model, hook, hook_state=state), which knows, in place of register_comm_hook"
+                    "several dtypes, or with sparse gradients) and does not mark the last one: use "
+                    "commhooks.attach(ddp_model, hook, hook_state=state), which detects it, not register_comm_hook"
                 )
             else:
                 index = self._index + 1
             self._read += len(parameters)
             is_last = self._read == self._parameters
-        # After a pass that ended in an exception the index does not increase.
+        # The index increases within a pass. After a pass that ended in an exception, `_index` is not reset.
         is_first = index <= self._index
         self._index, self._task = _NO_BUCKET_YET if is_last else index, task
-        # Reentrant checkpointing runs backward passes inside this one, which drop the callbacks queued in them.
+        # Queue the callback again for each task: reentrant checkpointing runs backward passes inside this one, and
+        # callbacks queued in an inner pass are dropped at its end.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
         return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
@@ -83,8 +81,6 @@ class BucketReader:
 
 
 class DDPGradients(GradientSource):
-    """The gradients that a DDP model reduces."""
-
     nothing_to_reduce = (
         "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
         "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
@@ -99,12 +95,12 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group`: None: the model's own. `module`: the user's module; None: the module that `ddp_model` wraps. Raises
+        """`group` and `module` default to the process group of `ddp_model` and the module that it wraps. Raises
         AttachError if DDP has registered a hook of its own."""
         _check_free(ddp_model)
         self.finds_unused = ddp_model.find_unused_parameters and not ddp_model.static_graph
         self._ranks_differ = self._closed = False
-        self._used: set[int] | None = None  # ids of the parameters used since the latest synchronised pass; None: all
+        self._used: set[int] | None = None  # ids of the parameters used since the last synchronised pass; None: all
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -113,7 +109,7 @@ class DDPGradients(GradientSource):
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
         self._reader = BucketReader(len(self.names.named_parameters()))
-        # All parameters may have been frozen after wrapping.
+        # If all parameters were frozen after wrapping, `names` is empty: take the device of a frozen parameter.
         self.device = next(iter([*self.names.named_parameters().values(), *ddp_model.module.parameters()])).device
 
     @property
@@ -129,7 +125,7 @@ class DDPGradients(GradientSource):
             # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
             raise AttachError(
                 f"this DistributedDataParallel model has a communication hook already, so {callbacks.name!r} cannot "
-                "be: DDP takes one hook for life; wrap the model anew to change it"
+                "be attached: DDP cannot replace a hook; wrap the model anew to change it"
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if self.finds_unused:
@@ -140,11 +136,10 @@ class DDPGradients(GradientSource):
 
     def unregister(self) -> None:
         raise AttachError(
-            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
+            "DistributedDataParallel cannot remove a communication hook; wrap the model anew to change it"
         )
 
     def _reduce(self, callbacks: HookCallbacks, state: Any, bucket: dist.GradBucket) -> Future:
-        """The hook that DDP calls."""
         if self._closed:
             raise HookRunError(
                 f"a backward pass after close() of this hook ({callbacks.name!r}), which ended its training: wrap "
@@ -175,7 +170,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         self._ranks_differ = True
-        ddp_model.broadcast_buffers = False  # otherwise each forward pass copies rank 0's buffers (torch 2.13)
+        ddp_model.broadcast_buffers = False  # else each forward pass copies rank 0's buffers to all ranks (torch 2.13)
         if not self.finds_unused:
             return []
         return [
@@ -196,7 +191,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         if ddp_model is None:
             return
-        # This mode averages over the active ranks only, but DDP does not pass their number to hooks.
+        # In this mode gradients are divided by the number of active ranks, which DDP does not pass to hooks.
         if joined_with_uneven_division(ddp_model):
             raise HookRunError(
                 "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) "
@@ -219,9 +214,12 @@ class DDPGradients(GradientSource):
 
 
 class _Registered(functools.partial[Future]):
-    """The function that is registered with DDP, whose logging data show its name. `torch.save(ddp_model)`,
-    `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it with the model, but register no hook in the copy (torch
-    2.13). So a pickle of this function does not hold the hook with its process group and learned state."""
+    """Wraps the function that is registered with DDP, which shows its `__name__` in logging data.
+
+    `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle this function with the model, but
+    register no hook in the copy (torch 2.13). So its pickle leaves out the hook with its process group and learned
+    state.
+    """
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
         made = super().__new__(cls, function, *args)
@@ -258,20 +256,20 @@ def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
 
     If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
     On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
-    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, not the
-    model, because the garbage collector takes a model apart in any order.
+    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, and not
+    the model, because the garbage collector destroys the parts of a model in any order.
     """
     finalizer = weakref.finalize(ddp_model.reducer, _release, ddp_model.process_group)
     finalizer.atexit = False  # at exit the Reducer may still exist
 
 
 def _release(group: dist.ProcessGroup) -> None:
-    """Does nothing: the finalizer drops its reference to the group after this call."""
+    """Do nothing: the finalizer drops its reference to the group after this call."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:
-    """Return `grad_bucket`. Raises HookRunError if it is not a GradBucket, as with compiled DDP, or while a CUDA graph
-    is being captured."""
+    """Return `grad_bucket`. Raise HookRunError if it is not a GradBucket, as with compiled DDP, or if a CUDA graph is
+    being captured."""
     if not isinstance(grad_bucket, dist.GradBucket):
         raise HookRunError(
             "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "

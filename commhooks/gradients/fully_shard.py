@@ -1,18 +1,18 @@
-"""`fully_shard` (FSDP2) as a source of gradients: the reduced shards of its units.
+"""Read gradients from a model sharded by `fully_shard` (FSDP2): the reduced shards of its units.
 
 In the backward pass FSDP reduce-scatters the gradients of one unit after another within the sharding group. For each
 unit (torch 2.13, `foreach_reduce`)
 
 1. it calls the all-reduce hook with this rank's part: a flat buffer in which every parameter is padded to the size of
    the largest shard;
-2. it divides the buffer in place; then, for each parameter in the order of the buffer, it makes the parameter's piece
+2. it divides the buffer in place. Then, for each parameter in the order of the buffer, it makes the parameter's piece
    its `.grad` and calls its post-accumulate hooks.
 
 The calls of step 2 reveal which parameters are in the buffer, because parameters without a gradient are missing from
 it. After the last of these calls the bucket is complete and is sent. At the end of the backward pass, when all buckets
 have been found finite, the averages replace the `.grad`.
 
-After `set_requires_all_reduce(False)` nothing is sent: as FSDP does on a two-dimensional mesh, the reduced gradients of
+After `set_requires_all_reduce(False)` nothing is sent. As FSDP does on a two-dimensional mesh, the reduced gradients of
 this replica are kept apart, and are added to the buffer of the next pass that averages them.
 """
 
@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import (
     Extent,
     Future,
@@ -51,25 +52,23 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """Return `parameter`, typed as a DTensor. Its `.data` would be wrong: torch 2.13 caches results of operations by
-    mesh, and may return a mesh of a process group that was destroyed."""
+    """Return `parameter`, typed as a DTensor. Do not use `.data` instead: torch 2.13 caches results of operations by
+    mesh, and may return a DTensor whose mesh has a destroyed process group."""
     assert isinstance(parameter, DTensor)
     return parameter
 
 
 def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's shard of the values, as a view."""
     return as_dtensor(parameter).to_local().detach()
 
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """This rank's shard of a parameter.
+    """Describes this rank's shard of a parameter.
 
     Attributes:
-        local: the values of the shard; stands for the parameter in buckets.
-        extent: where the shard lies in the parameter.
-        numel_padded: elements in FSDP's buffers, as many as the largest shard has.
+        local: the values of the shard; represents the parameter in buckets.
+        numel_padded: number of elements in FSDP's buffers, the size of the largest shard.
     """
 
     name: str
@@ -90,7 +89,7 @@ class LocalShard:
         return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
-        """Return `part`, of the shard's shape, as a DTensor that is placed like the parameter."""
+        """Return `part`, of the shard's shape, as a DTensor with the parameter's placement."""
         sharded = as_dtensor(self.parameter)
         shape, stride = sharded.shape, sharded.stride()
         return DTensor.from_local(
@@ -105,13 +104,13 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """The buffer in which FSDP has reduced a unit; it is sent as soon as all of its parameters are known.
+    """Holds the buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its parameters are
+    known.
 
     Attributes:
-        flat: as FSDP passed it.
         averaged: False after `set_requires_all_reduce(False)`.
         sent: the bucket's buffer: `flat`, or a copy without the padding.
-        average: of `sent`.
+        average: the future of the average of `sent`.
     """
 
     flat: torch.Tensor
@@ -130,7 +129,7 @@ class UnitBuffer:
         return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
 
     def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
-        """Return the shards, each with its part of `buffer`, 1-D."""
+        """Return each shard with its part of `buffer`, 1-D."""
         found, offset = [], 0
         for shard in self.shards:
             found.append((shard, buffer[offset : offset + shard.local.numel()]))
@@ -140,11 +139,11 @@ class UnitBuffer:
 
 @dataclass(eq=False)
 class RunningPass:
-    """A running backward pass.
+    """Tracks a running backward pass.
 
     Attributes:
         task: see `current_task`.
-        began: a unit has been reduced.
+        began: whether a unit has been reduced.
         units: the units that have been sent.
         filling: the unit whose parameters are becoming known.
         earlier: accumulated gradients of earlier backward passes, taken out of `.grad`.
@@ -195,8 +194,8 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether hooks reduce this parameter; False if fully_shard ignores it. Raises AttachError if it is sharded in a
-    way that hooks do not support."""
+    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raise AttachError if it is sharded
+    in a way that hooks do not support."""
     data: object = parameter
     if not isinstance(data, DTensor):
         return False
@@ -226,7 +225,7 @@ def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
-    """Return the mesh over which all of `parameters` are sharded. Raises AttachError if there are several, or none."""
+    """Return the mesh over which all of `parameters` are sharded. Raise AttachError if there are several, or none."""
     meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
     if len(meshes) > 1:
         raise AttachError(
@@ -239,8 +238,6 @@ def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
 
 
 class FullyShardGradients(GradientSource):
-    """The gradients of a model that was sharded by `fully_shard` over a one-dimensional mesh."""
-
     nothing_to_reduce = NOTHING_SHARDED
     gives_grad_buckets = False
     averages_alone = False
@@ -272,7 +269,7 @@ class FullyShardGradients(GradientSource):
         )
         self._callbacks: HookCallbacks | None = None
         self._pass: RunningPass | None = None
-        self._partial: dict[str, torch.Tensor] = {}  # reduced over the shards, and not yet averaged over the replicas
+        self._partial: dict[str, torch.Tensor] = {}  # gradients reduced over the shards, not averaged over the replicas
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
 
@@ -298,7 +295,7 @@ class FullyShardGradients(GradientSource):
 
     def before_weights_change(self) -> None:
         for unit in self._units():
-            unit.reshard()  # after an evaluation the root's parameters may still be whole
+            unit.reshard()  # after an evaluation the root's parameters may still be unsharded
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}
@@ -325,7 +322,7 @@ class FullyShardGradients(GradientSource):
         model = self.module
         assert model is not None
         for shard in self._shards.values():
-            # Such a hook would see the gradient of this replica before the average.
+            # Another post-accumulate hook would see the gradient of this replica before the average.
             if count_accumulate_hooks(shard.parameter):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
@@ -349,7 +346,7 @@ class FullyShardGradients(GradientSource):
         self._replace_by(_refuse_closed)
 
     def _replace_by(self, hook: Any) -> None:
-        """Undo `register`. Repeated calls do nothing: the model may have another hook by then."""
+        """Undo `register`. Repeated calls do nothing, because the model may have another hook by then."""
         for unit in self._units() if self._handles else ():
             unit.set_all_reduce_hook(hook)
         while self._handles:
@@ -374,7 +371,7 @@ class FullyShardGradients(GradientSource):
         self._running(within=_refuse_reentrant)
 
     def _on_reduced(self, unit: Callable[[], FSDPModule | None], flat: torch.Tensor) -> None:
-        """All-reduce hook of every unit."""
+        """Handle the all-reduce hook of every unit."""
         current, module = self._running(), unit()
         current.check_filled()
         if not current.began:
@@ -383,9 +380,9 @@ class FullyShardGradients(GradientSource):
         current.filling = UnitBuffer(flat, averaged=module is None or all_reduces(module))
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        """Post-accumulate hook of every parameter."""
+        """Handle the post-accumulate hook of every parameter."""
         shard, current = self._of_parameter[id(parameter)], self._pass
-        if count_accumulate_hooks(parameter) > 1:  # the other one runs after this
+        if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(
                 f"parameter {shard.name} has got a post-accumulate-grad hook since the communication hook was "
                 "attached, such as an optimizer's that steps in the backward pass: it would see the gradient of "
@@ -405,11 +402,11 @@ class FullyShardGradients(GradientSource):
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
-        """Return the running pass, or begin one. `within`: see `run_after_backward`."""
         current = self._pass
         if current is None:
             current = self._pass = RunningPass(current_task())
-        # FSDP's own callback, which reduces the units whose inputs need no gradient, was queued before this one.
+        # Begin a pass if none is running. FSDP has queued its own callback before this one; it reduces the units whose
+        # inputs need no gradient.
         run_after_backward(lambda: self._end(current), within)
         return current
 
@@ -419,6 +416,7 @@ class FullyShardGradients(GradientSource):
             assert shard.grad is not None
             kept = self._partial.get(shard.name)
             self._partial[shard.name] = shard.grad.view(-1) if kept is None else kept.add_(shard.grad.view(-1))
+            keep_for_current_stream([shard.grad])  # FSDP has allocated it on another stream
             shard.parameter.grad = None
 
     @torch.no_grad()

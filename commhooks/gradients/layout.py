@@ -1,10 +1,11 @@
-"""A bucket of gradients, and the position of each parameter's gradient in it.
+"""Define a bucket of gradients, and the position of each parameter's gradient in it.
 
 DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
 a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted.
-Layouts identify buckets by their parameters, not by index, because DDP rebuilds its buckets after the first step.
+Layouts identify buckets by their parameters and not by index, because DDP rebuilds its buckets after the first step.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +17,15 @@ from commhooks.gradients.torch_private import sparse_values
 
 
 class Bucket:
-    """Gradients that are reduced together. Every rank passes the same buckets in the same order.
+    """Holds gradients that are reduced together. Every rank passes the same buckets in the same order.
 
     Attributes:
-        flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
+        flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a sparse gradient.
         parameters: in the order of the buffer.
         index: increases within a backward pass.
-        nbytes: bytes of the buffer; for a sparse gradient, of the values alone.
-        is_first, is_last: within the backward pass.
+        nbytes: bytes of the buffer; for a sparse gradient only of the values.
         grad_bucket: the bucket that DDP passed; None without DDP.
-        unused: positions of the parameters that have a gradient although this rank has not used them since the latest
-            synchronised pass.
+        unused: positions of parameters with a gradient that this rank has not used since the last synchronised pass.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """The elements `offset : offset + numel` of a bucket's buffer belong to `parameter`."""
+    """Locates a parameter in a bucket's buffer: its elements are `offset : offset + numel`."""
 
     name: str
     """Stable name of the parameter, the key of its saved state."""
@@ -63,13 +62,12 @@ class Slot:
         return self.offset + self.numel
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of a buffer: a 1-D view of `numel` elements in memory order."""
         return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
+    """Lists the parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -103,15 +101,20 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """View `parameter.numel()` elements in memory order as a tensor of the parameter's shape (no copy)."""
+    """View `parameter.numel()` elements in memory order as a tensor of the parameter's shape, without a copy."""
     order = memory_order(parameter)
     inverse = [order.index(dim) for dim in range(len(order))]
     return flat.view([parameter.size(dim) for dim in order]).permute(inverse)
 
 
 def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the parameter's shape as a 1-D tensor in memory order: the inverse of `to_logical`."""
     return logical.permute(memory_order(parameter)).reshape(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU, in logical order; without numpy, which torch does not require."""
+    whole = tensor.contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
 def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:
@@ -133,6 +136,6 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
     """Return (n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in
-    memory, m the product of the others."""
+    memory."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

@@ -1,5 +1,5 @@
-"""The loss scale: the factor by which a GradScaler multiplies the loss. It is read once per backward pass, without
-synchronising with an accelerator."""
+"""Read the loss scale, the factor by which a GradScaler multiplies the loss, without synchronising with an
+accelerator."""
 
 import math
 import numbers
@@ -16,8 +16,8 @@ LossScale = float | torch.Tensor
 
 
 class ScaleOf:
-    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, which may be created later; if it
-    returns None, the scale is 1."""
+    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, or None for scale 1; it may be
+    created later."""
 
     def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
         self.scaler = scaler
@@ -41,15 +41,9 @@ def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScale
 
 
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
-    """Return the loss scale of this backward pass.
-
-    Args:
-        before: the previous loss scale, returned if the scale on an accelerator is zero, negative or not finite: the
-            gradients of such a step are all zero or not finite, and the residuals must not change.
-
-    Raises:
-        HookRunError: the scale is not a number; or it is on the host, and zero, negative or not finite.
-    """
+    """Return the loss scale of this backward pass. Raises HookRunError if it is not a number; or if it is on the host,
+    and zero, negative or not finite. If it is on an accelerator, return the previous loss scale `before` in this case:
+    the gradients of such a step are all zero or not finite, and the residuals must not change."""
     scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
         raise HookRunError(
@@ -57,7 +51,7 @@ def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossSc
             "number, or a tensor that holds one"
         )
     if isinstance(scale, torch.Tensor) and not precision.is_host_readable(scale.device):
-        # A copy, because the scaler changes its tensor in place.
+        # `where` returns a copy, which is needed because the scaler changes its tensor in place.
         return torch.where(scale.isfinite() & (scale > 0), scale.detach(), before)
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):
@@ -73,7 +67,7 @@ def chosen(good: torch.Tensor | bool, new: torch.Tensor, old: torch.Tensor) -> t
 @overload
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale: ...
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale:
-    """Return `new` if `good`, else `old`; a tensor only if `good` is on a device."""
+    """Return `new` if `good`, else `old`. The result is a tensor only if `good` is on a device."""
     if isinstance(good, bool):
         return new if good else old
     if not isinstance(new, torch.Tensor) and not isinstance(old, torch.Tensor):
@@ -84,5 +78,5 @@ def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossSca
 
 
 def is_one(factor: LossScale) -> bool:
-    """Whether `factor` is the float 1; False for a tensor, which is not read."""
+    """Return whether `factor` is the float 1. False for a tensor, which is not read."""
     return not isinstance(factor, torch.Tensor) and factor == 1

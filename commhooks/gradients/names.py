@@ -1,8 +1,8 @@
-"""Stable parameter names, the keys of a hook's learned and saved state; and the globs of the option `exclude`.
+"""Define stable parameter names, the keys of a hook's saved state, and match the globs of the option `exclude`.
 
 A GradBucket has no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name
 of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
-parameter: the first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
+parameter. The first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
 """
 
 import difflib
@@ -30,7 +30,7 @@ def own_name(name: str) -> str:
 
 
 def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
-    """Return {id of a parameter: its names in registration order, without `torch.compile`'s prefix}."""
+    """Map the id of each parameter to its names in registration order, without `torch.compile`'s prefix."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
@@ -54,8 +54,6 @@ def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
 
 
 class ParameterNames(Protocol):
-    """Maps parameters to stable names."""
-
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         """Return the names of a bucket's parameters. `first`: whether it is the first bucket of a backward pass."""
 
@@ -63,11 +61,11 @@ class ParameterNames(Protocol):
         """Return {name: parameter} for all parameters known so far."""
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
-        """Return the first of `patterns`, the globs of the option `exclude`, that matches the parameter, or None."""
+        """Return the first of `patterns` that matches the parameter, or None; see `matching`."""
 
 
 class ModelNames:
-    """Names from the model. A tied parameter has the first of its names."""
+    """Uses the names in the model. A tied parameter has the first of its names."""
 
     def __init__(
         self,
@@ -100,8 +98,8 @@ class ModelNames:
 
 
 class PositionalNames:
-    """Names by position: `float32.cpu.0` is the last registered float32 parameter on the CPU, `float32.cpu.1` the one
-    before."""
+    """Names parameters by position: `float32.cpu.0` is the last registered float32 parameter on the CPU,
+    `float32.cpu.1` the second to last."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
@@ -109,7 +107,8 @@ class PositionalNames:
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         if first and not any(id(parameter) in self._parameters for parameter in parameters):
-            # Another model: clear the names. Its first bucket holds the parameters registered last.
+            # The parameters belong to another model: clear the names. Its first bucket holds the parameters registered
+            # last.
             self._parameters.clear()
             self._counts.clear()
         for parameter in reversed(parameters):

@@ -1,4 +1,4 @@
-"""Full precision for the arithmetic of hooks, whatever the user's settings are.
+"""Run the arithmetic of hooks in full precision, whatever the user's settings are.
 
 A hook runs inside `backward`: grad mode may be on (`create_graph=True`), autocast may be active, and TF32 or bf16
 products may be allowed. Rounding a product to 10 bits would lose what error feedback stores in the residual.
@@ -16,6 +16,7 @@ import torch.backends.cuda
 import torch.backends.mkldnn
 
 from commhooks.errors import HookConfigError
+from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,24 +25,33 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
+    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
+    branches."""
     return device.type == "cpu"
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` is queued on streams, as on CUDA and XPU. MPS has one queue only."""
+    """Return whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single queue."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type != "mps"
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep the memory of `tensors`, allocated on another stream, from being reused before the current stream has
+    finished the work that was queued on it before they were freed."""
+    for tensor in tensors:
+        if has_streams(tensor.device):
+            for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError if there are several devices: a step is committed for all buckets together, and buckets on
-    several devices would have to wait for each other. `what`: name of the compression, for the message."""
+    """Raise HookConfigError if there are several devices: all buckets are committed together, and buckets on several
+    devices would have to wait for each other. `what` is the compressor's name in the message."""
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
@@ -54,7 +64,7 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
 
 
 class GlobalSwitch:
-    """`torch.set_float32_matmul_precision`, which applies to all libraries, as a switch."""
+    """Wraps `torch.set_float32_matmul_precision`, which applies to all libraries, as a switch."""
 
     _NAMES = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 
@@ -68,8 +78,9 @@ class GlobalSwitch:
         torch.set_float32_matmul_precision(old.get(value, "highest"))  # "none" is torch's default
 
 
-# Newer than torch 2.8: one per library that multiplies float32 matrices, oneDNN on CPU, cuBLAS on CUDA. Each is read
-# and restored separately; `torch.set_float32_matmul_precision`, the only one of 2.8, raises if a user has set these.
+# torch newer than 2.8 has a switch per library that multiplies float32 matrices: oneDNN on the CPU, cuBLAS on CUDA.
+# Each is read and restored separately. `torch.set_float32_matmul_precision`, the only switch in 2.8, raises if a user
+# has set these.
 _PRECISION_SWITCHES: tuple[Any, ...] = (
     (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
     if hasattr(torch.backends.mkldnn, "matmul")
@@ -85,8 +96,8 @@ _before: list[tuple[Any, str]] = []
 
 @contextlib.contextmanager
 def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
-    """Context manager: no grad mode, no autocast, and float32 products in full precision. `products`: False for a body
-    without products, which leaves the global switches alone for a training in another thread."""
+    """Run the body without grad mode and autocast, and with float32 products in full precision. Pass `products=False`
+    for a body without products: then the global switches stay as they are, because another thread may be training."""
     global _inside
     with _lock:
         _inside += products
@@ -104,7 +115,7 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
             _inside -= products
             while _inside == 0 and _before:
                 switch, precision = _before.pop()
-                # "none" inherits from the parent switch; set an explicit value only if there was one before.
+                # "none" inherits from the parent switch. Set an explicit value only if there was one before.
                 switch.fp32_precision = "none"
                 if switch.fp32_precision != precision:
                     switch.fp32_precision = precision
@@ -115,7 +126,7 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
 
 def arithmetic_of(device: torch.device) -> str:
     """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763
-    64-Core Processor, AVX2, 8 threads". Machines with equal lines compute equal bits."""
+    64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute equal bits."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         threads = torch.get_num_threads()
@@ -129,7 +140,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def processor_lines(*beginnings: str) -> list[str]:
-    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] on other systems than Linux."""
+    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] if the system is not Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

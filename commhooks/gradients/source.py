@@ -1,4 +1,4 @@
-"""Sources of gradients: the interface to a model for hooks, and its implementation for an unwrapped model."""
+"""Define sources of gradients, the interface between hooks and a model, and the source for an unwrapped model."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -20,12 +20,11 @@ Future = torch.futures.Future[torch.Tensor]
 
 @dataclass
 class HookCallbacks:
-    """The functions that a source of gradients calls in each backward pass.
+    """Holds the functions that a source of gradients calls in each backward pass.
 
     Attributes:
-        name: name of the hook, for messages.
-        run: reduces one bucket; the future holds the result.
-        finish: completes all futures of a pass whose last bucket was not marked as the last.
+        run: reduces one bucket and returns a future of the result.
+        finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
         before_pass: called before the first bucket of every pass.
         after_first_pass: called at the end of the first pass.
@@ -44,12 +43,12 @@ class HookCallbacks:
         return self.run(bucket)
 
     def end_pass(self) -> None:
-        """Called at the end of a pass without a bucket that was marked as the last."""
+        """End a pass in which no bucket was marked as the last."""
         self.finish()
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
-        """Called at the end of every backward pass."""
+        """Must be called at the end of every backward pass."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -57,13 +56,8 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where this rank's shard lies in the whole parameter.
-
-    Attributes:
-        whole: shape of the whole parameter.
-        shape: shape of the shard.
-        dim, start: the shard begins at index `start` of dimension `dim` and is complete in the other dimensions.
-    """
+    """Describes where this rank's shard, of shape `shape`, lies in the whole parameter, of shape `whole`: it begins at
+    index `start` of dimension `dim` and is complete in the other dimensions."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
@@ -74,9 +68,9 @@ class Extent:
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
 
-    A hook that owned the group would keep its threads and its store alive. And if the garbage collector destroyed the
-    group in a forked process, such as a DataLoader's worker, that process would die, because the group's threads do not
-    exist there.
+    A hook that owned the group would keep its threads and its store alive. Moreover, if the garbage collector destroyed
+    the group in a forked process, such as a DataLoader's worker, the process would die, because the group's threads do
+    not exist there.
     """
     weak = weakref.ref(group)
 
@@ -93,11 +87,10 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 class GradientSource(ABC):
-    """A model as a source of buckets. References to modules and process groups are weak.
+    """Provides the buckets of a model. References to modules and process groups are weak.
 
     Attributes:
-        names: the parameters that are reduced; of a sharded model, this rank's shards.
-        device: where the gradients are.
+        names: the parameters that are reduced; in a sharded model, this rank's shards.
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
         gives_grad_buckets: whether buckets have torch's `GradBucket`, which users' functions need.
@@ -132,12 +125,12 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. `state`: passed by DDP to its hook. Raises AttachError if the model has a
+        """Register the hook with the model. DDP passes `state` to its hook. Raises AttachError if the model has a
         hook."""
 
     @abstractmethod
     def described(self) -> list[str]:
-        """Return a line per parameter, equal on two ranks if their models are."""
+        """Return a line per parameter. The lines are equal on two ranks if their models are."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -156,16 +149,15 @@ class GradientSource(ABC):
         return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
-        """Called before weights are changed by anything but an optimizer."""
+        """Prepare for a change of the weights. Must be called before anything but an optimizer changes weights."""
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Stop synchronising buffers, such as running statistics. Returns warnings about remaining messages in every
-        step."""
+        """Stop synchronising buffers, such as running statistics. Return warnings about what every step still sends."""
         return []
 
     def close(self) -> None:
-        """Undo `register` if possible; no further backward pass will call the hook."""
+        """Undo `register` if possible. No further backward pass will call the hook."""
         return None
 
     # ---- shards; by default each parameter is one shard --------------------------------------------------------------
@@ -177,7 +169,7 @@ class GradientSource(ABC):
 
     @property
     def whole(self) -> ParameterNames:
-        """`names`, with whole parameters, which may be on the meta device."""
+        """`names` with whole parameters, which may be on the meta device."""
         return self.names
 
     def extent(self, name: str) -> Extent:
@@ -185,7 +177,7 @@ class GradientSource(ABC):
         return Extent(shape, shape)
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Make a tensor that is placed like the parameter, from this rank's `part`."""
+        """Return this rank's `part` as a tensor with the parameter's placement."""
         return part
 
 
@@ -195,7 +187,7 @@ def call_after_accumulation(
     """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists.
 
     The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns
-    the parameters, would keep them and the process group for ever.
+    the parameters, would keep them and the process group alive for ever.
     """
     weak = weakref.WeakMethod(method)
 
@@ -214,12 +206,9 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 
 class PlainGradients(GradientSource):
-    """The gradients of an unwrapped module, for hooks that average weights with one process per machine. At the end of
-    the backward pass each gradient becomes a bucket.
-
-    Args:
-        accumulates: whether the running backward pass only accumulates gradients; None: none does.
-    """
+    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine. At the
+    end of the backward pass each gradient becomes a bucket. `accumulates` returns whether the running backward pass
+    only accumulates gradients."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
@@ -248,7 +237,7 @@ class PlainGradients(GradientSource):
         self._handles = call_after_accumulation(self.names.named_parameters().values(), self._on_accumulated)
         module = self.module
         assert module is not None
-        weakref.finalize(module, _keep, self).atexit = False  # it lives as long as the module
+        weakref.finalize(module, _keep, self).atexit = False  # keep this source alive as long as the module
 
     def unregister(self) -> None:
         while self._handles:
@@ -291,7 +280,7 @@ class PlainGradients(GradientSource):
 
 
 def _keep(source: PlainGradients) -> None:
-    """Does nothing: the module's finalizer owns the source, and drops it after this call."""
+    """Do nothing: the module's finalizer owns the source, and drops it after this call."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""All private names of torch that commhooks uses; docs/versions.md lists the consequences of a missing name.
+"""Collect all private names of torch that commhooks uses. docs/versions.md lists what happens if one is missing.
 
 Names without which nothing works are looked up on import, and raise ImportError. The other names are for error
 messages: without them, an unsupported set-up is not detected.
@@ -34,7 +34,8 @@ current_task: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
 """Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside of a backward pass."""
 
 current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
-"""In a callback at the end of a backward pass: return the current node of the enclosing pass; None in the outermost."""
+"""Return, in a callback at the end of a backward pass, the current node of the enclosing pass; None in the
+outermost."""
 
 queue_callback: Callable[[Callable[[], None]], None] = _needed(
     _needed(torch.autograd.Variable, "_execution_engine"), "queue_callback"
@@ -46,18 +47,18 @@ AnyFuture: Any = _needed(torch._C, "Future")
 """The class of what `Work.get_future()` returns, and base class of `torch.futures.Future`."""
 
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_values")
-"""The values of a sparse tensor; the public `values()` requires a coalesced tensor."""
+"""The values of a sparse tensor. The public `values()` requires a coalesced tensor."""
 
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_indices")
-"""The indices of a sparse tensor; the public `indices()` requires a coalesced tensor."""
+"""The indices of a sparse tensor. The public `indices()` requires a coalesced tensor."""
 
 
 def run_after_backward(callback: Callable[[], None], within: Callable[[], None] | None = None) -> None:
     """Call `callback` at the end of the current backward pass unless that ends in an exception.
 
-    Call this at every bucket: reentrant checkpointing runs backward passes inside the backward pass. A callback queued
-    in an inner pass is dropped at the end of that pass, where `within` is called instead. Does nothing outside of a
-    backward pass, where `Join` shadows the collectives of other ranks.
+    Call this at every bucket. Reentrant checkpointing runs backward passes inside the backward pass, and a callback
+    queued in an inner pass is dropped at its end, where `within` is called instead. Outside of a backward pass, where
+    `Join` shadows the collectives of other ranks, this does nothing.
     """
 
     def at_the_end() -> None:
@@ -71,8 +72,7 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store of `group`; public in newer versions than torch 2.8. Raises HookRunError if there is
-    none."""
+    """Return the key-value store of `group` (public after torch 2.8). Raises HookRunError if there is none."""
     public = hasattr(group, "get_group_store")
     store: dist.Store | None = (
         group.get_group_store() if public else dist.distributed_c10d._get_process_group_store(group)
@@ -102,7 +102,6 @@ def is_torchcomms(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def groups_here() -> int:
-    """Return the number of torch's process groups of which this rank is a member."""
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
 
 
@@ -112,8 +111,8 @@ def address_key(rank: int) -> str:
 
 
 def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP model inside a module that was replicated by `torch.distributed._composable.replicate`, which
-    creates it in the first forward pass, or here; None for other modules."""
+    """Return the DDP model inside a module replicated by `torch.distributed._composable.replicate`, or None for other
+    modules. The DDP model is created in the first forward pass, or here."""
     used: Any = sys.modules.get("torch.distributed._composable.replicate")
     if used is None or not isinstance(model, used.DDP):
         return None
@@ -125,32 +124,28 @@ def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
-    """Whether DDP runs in `Join(divide_by_initial_world_size=False)`: DDP's join hook sets it."""
+    """Return whether DDP runs in `Join(divide_by_initial_world_size=False)`, which DDP's join hook records."""
     return getattr(ddp_model, "_divide_by_initial_world_size", True) is False
 
 
 def in_join(ddp_model: DistributedDataParallel) -> bool:
-    """Whether DDP runs in a `Join`, as in `ddp_model.join()`."""
     return bool(getattr(getattr(ddp_model, "_join_config", None), "enable", False))
 
 
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer is applied to `parameter` within the backward pass."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def count_accumulate_hooks(parameter: torch.Tensor) -> int:
-    """How many hooks `parameter.register_post_accumulate_grad_hook` has registered."""
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
 def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
-    """Whether DDP was given `delay_all_reduce_named_params`."""
     return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
 
 
 def all_reduces(unit: FSDPModule) -> bool:
-    """Whether `unit` was not excluded from all-reduces by `set_requires_all_reduce(False)`."""
+    """Return whether `unit` takes part in all-reduces. False after `set_requires_all_reduce(False)`."""
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
     return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))
 

@@ -1,8 +1,8 @@
-"""Copies state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
+"""Copy state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
 
-It is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their scales,
-the vectors of a spectral norm, observers that start at infinity, masks. On a sharded model rank 0 is the rank of the
-first replica that holds the same shard.
+This state is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their
+scales, the vectors of a spectral norm, observers that start at infinity, masks. In a sharded model rank 0 means the
+rank of the first replica that holds the same shard.
 """
 
 import functools
@@ -18,6 +18,7 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
+from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
@@ -39,14 +40,8 @@ _ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
 
 
 class CommonState:
-    """Shares state among the ranks. All ranks must call each method at the same point of the training.
-
-    Args:
-        hook: name of the hook, for messages.
-        loss_scale: as passed to `attach`. If it belongs to a GradScaler, that is shared, too.
-        counters: count what is sent.
-        logs: whether this rank logs.
-    """
+    """Shares state among the ranks. All ranks must call each method at the same point of the training. `loss_scale` is
+    as passed to `attach`; if it belongs to a GradScaler, the GradScaler is shared, too."""
 
     def __init__(
         self,
@@ -63,16 +58,12 @@ class CommonState:
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Copy the state of rank 0 to all ranks. Tensors that are equal on all ranks are not sent.
-
-        Args:
-            optimizers: share the optimizers and the GradScaler, too, not only buffers and frozen parameters.
-            group: the ranks; None: the group of the model.
-
-        Returns:
-            Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
-        """
+        """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that are equal on all
+        ranks are not sent. `optimizers`: whether to share the optimizers and the GradScaler, in addition to buffers and
+        frozen parameters. Returns labels of the parts that still differ, because only some ranks have them; the same on
+        all ranks."""
         group, device = self._source.group if group is None else group, self._source.device
+        # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
         sums = self._checksums(tensors)
@@ -81,6 +72,7 @@ class CommonState:
         same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
         if same_form and same_bits:
             return []
+        # 2. Compare tensor by tensor with the description of rank 0.
         first = described if same_form else self._of_first(described, group)
         leaves, mine = (
             {path: leaf for label, node in each.items() for path, leaf in _leaves(node, label)}
@@ -92,6 +84,7 @@ class CommonState:
         ]
         rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
         wanted = (rows != rows[0]).any(0).any(1).tolist()
+        # 3. Broadcast the tensors that differ on some rank, and set the state.
         arrived = self._receive([x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group)
         differing = self._set(own, first, arrived) if group.rank() else set()
         if same_form:
@@ -100,7 +93,7 @@ class CommonState:
         return sorted({each for text in found for each in text.splitlines()})
 
     def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
-        """The parts of the state: label in messages -> value, function that sets the value."""
+        """Map the label in messages of each part of the state to its value and the function that sets it."""
         found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
         module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
@@ -117,7 +110,7 @@ class CommonState:
             groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
             names = self._names_of(parameters)
             set_value = functools.partial(_set_optimizer, optimizer, names)
-            value = {names: {"state": state, "groups": groups}}  # the key keeps state from reaching other parameters
+            value = {names: {"state": state, "groups": groups}}  # the key ensures that the parameters are the same
             found[label + (f" ({same + 1})" if same else "")] = value, set_value
         if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
             found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
@@ -129,7 +122,7 @@ class CommonState:
         parts: Mapping[str, Node],
         arrived: Mapping[int, torch.Tensor],
     ) -> set[str]:
-        """Set the parts of this rank's state to those described. Returns the labels that only one side has."""
+        """Set the parts of this rank's state to the described ones. Return the labels that only one side has."""
         differing = set(own.keys() ^ parts.keys())
         for label, node in parts.items():
             value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
@@ -169,13 +162,13 @@ class CommonState:
             content.copy_(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
         content = content.to(device)
         broadcast_first(content, group, self._counters, _WHAT)
-        first: dict[str, Node] = torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
+        first: dict[str, Node] = torch.load(io.BytesIO(bytes_of(content.cpu())), weights_only=True)
         return first
 
     def _receive(
         self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dict[int, torch.Tensor]:
-        """Broadcast tensors of rank 0. Returns them by their numbers on rank 0, which sends them from `own`."""
+        """Broadcast tensors of rank 0, which sends them from `own`. Return them by their numbers on rank 0."""
         found: dict[int, torch.Tensor] = {}
         for piece in _messages(leaves):
             sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
@@ -192,14 +185,14 @@ class CommonState:
     # ---- for a machine that is behind --------------------------------------------------------------------------------
 
     def described(self, more: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-        """Describe all state of this rank, and the values `more` by label. Returns the description and the tensors."""
+        """Describe all state of this rank, and the values `more` by label. Return the description and the tensors."""
         tensors, file = list[torch.Tensor](), io.BytesIO()
         values = {label: value for label, (value, _) in self._parts(optimizers=True).items()} | dict(more)
         torch.save({label: _described(value, tensors) for label, value in values.items()}, file)
         return file.getvalue(), tensors
 
     def read(self, form: bytes, read: Callable[[int, torch.Tensor], None]) -> dict[int, torch.Tensor]:
-        """Read the tensors of a description into host memory, by their numbers."""
+        """Read the tensors of a description into host memory. Return them by their numbers."""
         found = {}
         for _, leaf in self._leaves_of(form):
             found[leaf.number] = torch.empty(leaf.shape, dtype=leaf.dtype)
@@ -207,7 +200,7 @@ class CommonState:
         return found
 
     def spread(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> tuple[bytes, Mapping[int, torch.Tensor]]:
-        """Give all ranks of the model what rank 0 has read."""
+        """Broadcast to all ranks of the model what rank 0 has read."""
         group, device = self._source.group, self._source.device
         if group.size() == 1:
             return form, arrived
@@ -220,14 +213,12 @@ class CommonState:
     def take(
         self, form: bytes, arrived: Mapping[int, torch.Tensor], more: Mapping[str, tuple[Any, Callable[[Any], None]]]
     ) -> list[str]:
-        """Set all state of this rank from another rank's description and tensors.
-
-        Args:
-            more: the own values of the other rank's `more`, each with the function that sets it.
+        """Set all state of this rank from another rank's description and tensors. `more`: this rank's values for the
+        other rank's `more`, each with the function that sets it.
 
         Returns:
-            Labels of the parts that only one of both ranks has, and of those in `more` with an object in them that
-            cannot be sent, of which this rank keeps its own.
+            Labels of the parts that only one of the two ranks has, and of the entries in `more` in which this rank
+            keeps an object of its own because it cannot be sent.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
@@ -246,7 +237,7 @@ class CommonState:
 
     @torch.no_grad()
     def differing_weights(self) -> list[str]:
-        """Names of the trained weights that are not equal on all ranks."""
+        """Return the names of the trained weights that are not equal on all ranks."""
         known = self._source.names.named_parameters()
         own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
         rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
@@ -254,7 +245,7 @@ class CommonState:
 
     @torch.no_grad()
     def equalize(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Average `parameters` if they are not equal on all ranks as they should be, and warn."""
+        """Average `parameters` and warn if they are not equal on all ranks, as they should be."""
         if not parameters.keys() & set(self.differing_weights()):
             return
         if self._logs:
@@ -316,7 +307,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Leaf(NamedTuple):
-    """A tensor in a description. `number`: its index in the list of all tensors."""
+    """Describes a tensor. `number` is its index in the list of all tensors."""
 
     number: int
     shape: tuple[int, ...]
@@ -356,7 +347,6 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
 
 
 def _keeps_own(node: Node) -> bool:
-    """Return whether a description leaves out a value."""
     kind, inner = node
     if kind in ("tensor", "value", "own"):
         return kind == "own"
@@ -364,11 +354,8 @@ def _keeps_own(node: Node) -> bool:
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
-    """Make `own` the value that `node` describes, in place where possible. Returns the value.
-
-    Args:
-        arrived: tensors of rank 0 by number. Tensors that are missing here are equal in `own`.
-    """
+    """Set `own` to the value that `node` describes, in place where possible, and return it. `arrived` has tensors of
+    rank 0 by number; tensors missing from it are equal in `own`."""
     kind, inner = node
     if kind == "own":
         return own

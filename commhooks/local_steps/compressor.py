@@ -1,4 +1,4 @@
-"""DiLoCo and local SGD as compressors, whose exchange is the outer step of a buffer of weights."""
+"""Define DiLoCo and local SGD as compressors whose exchange is the outer step of a buffer of weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,20 +24,15 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """The plan of a parameter's weights, which always counts as compressed.
-
-    Attributes:
-        on_wire: the plan by which the differences are sent in an outer step.
-        every: H, the steps of a round.
-        offloaded: whether anchor and momentum are kept in host memory.
-    """
+    """Plans a parameter's weights, which always count as compressed. `on_wire` plans how weight differences are sent in
+    an outer step, and `every` is H, the number of steps in a round."""
 
     on_wire: UnitPlan = field(kw_only=True)
     every: int = field(kw_only=True)
     offloaded: bool = field(kw_only=True)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
-        """Bytes per rank and step, averaged over a round."""
+        """Return the bytes per rank and step, averaged over a round."""
         return -(-self.on_wire.sent_bytes(None) // self.every)
 
 
@@ -90,15 +85,14 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return OuterStepWorkspace(layout, on_wire, wire, self.offloads(layout.device))
 
     def offloads(self, device: torch.device) -> bool:
-        """Whether anchor and momentum of weights on `device` are kept in host memory."""
         return self.config.offload is not False and device.type != "meta" and not precision.is_host_readable(device)
 
     def exchange(self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo) -> Exchange:
         return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies` are the weights of the two buffers that are exchanged at a time (with a delay those of a fragment,
-        twice), and their anchor and momentum if these are kept in host memory."""
+        """Count in `copies` the weights of the two buffers that are exchanged at a time (with a delay the weights of a
+        fragment, twice), and their anchor and momentum if these are kept in host memory."""
         of_weights = [plan for plan in plans if isinstance(plan, WeightPlan)]
         on_wire = [plan.on_wire for plan in of_weights]
         sizes = [each.numel * each.dtype.itemsize for each in on_wire]

@@ -1,4 +1,4 @@
-"""Counts backward passes and decides when the ranks exchange weights.
+"""Count backward passes and decide when the ranks exchange weights.
 
 A round has `sync_every` backward passes; the passes of one step with a closure (LBFGS) count once. After the last pass
 of a round, or the pass at which a fragment is applied (`fragments.py`), an outer step is due. It runs at the first of
@@ -40,20 +40,18 @@ class LocalStepsDriver:
     """Drives the rounds of one model. Its counts are the same on all ranks.
 
     Args:
-        name: name of the hook, for messages.
         outer: runs the outer steps.
         loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
             step. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the round
-            goes on.
-        signature: with machines that come and go: what must be equal on all of them.
+            continues.
+        signature: what must be equal on all machines, if machines come and go.
 
     Attributes:
-        in_round: passes of the running round.
+        in_round: number of passes in the running round.
         diverged: whether the ranks have trained since they had equal weights.
-        averages: whether the running pass is one of the first `start_iter`, which average gradients.
         still_sent: messages about what DDP still sends in every pass.
         members: runs the outer steps if machines come and go; None otherwise. The machines first meet after the first
-            step of the optimizers, so that a machine that comes can take their state.
+            step of the optimizers, so that a machine that joins can take their state.
     """
 
     def __init__(
@@ -73,14 +71,14 @@ class LocalStepsDriver:
         self._logs = is_logging_rank(source.group, source.shard_group)
         self._scaled = loss_scale is not None
         self._exact = AllReduceCompressor(AllReduce())
-        self._passes = 0  # of the run
+        self._passes = 0  # in this run
         self._shared_at = {False: 0, True: 0}  # passes at which `CommonState.share` ran: without, with optimizers
         self._due = False  # an outer step waits for the optimizers
         self._loaded = False  # the model may have other weights than the anchor of the loaded state
         self._trained_in_mode = True  # `Module.training` in the latest pass
         self._finite: list[torch.Tensor] = []
-        self._differences: list[str] = []  # between the ranks, at the latest joint save
-        self._thread: int | None = None  # in which the training runs
+        self._differences: list[str] = []  # what differed between the ranks at the latest joint save
+        self._thread: int | None = None  # the thread in which the training runs
         self._logged: set[str] = set()
         self._optimizers = OptimizerSteps(
             source.stepped(), weakref.WeakMethod(self._after_steps), weakref.WeakMethod(self._lr_factor)
@@ -89,7 +87,7 @@ class LocalStepsDriver:
         self.members: MemberSteps | None = None
         if outer.membership is not None:
             self.members = MemberSteps(outer.membership, outer, self._common, source, signature or {})
-        # Before torch's own hooks: the hook of fully_shard gathers the weights.
+        # Run before torch's own hooks, because the hook of fully_shard gathers the weights.
         self._before_forward = self.module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
     @property
@@ -100,6 +98,7 @@ class LocalStepsDriver:
 
     @property
     def averages(self) -> bool:
+        """Whether the running pass is one of the first `start_iter`, which average gradients."""
         return self.counters.cumulative()["backward_passes"] <= self.outer.compressor.start_step
 
     def close(self) -> None:
@@ -141,14 +140,14 @@ class LocalStepsDriver:
         self._finite.clear()
         anchor, known = self.outer.state[ANCHOR.key], self._source.names.named_parameters()
         if not self.averages and len(anchor) < len(known):
-            # At the start; or after the load of a distributed checkpoint, which does not tell zeros from no entry.
+            # The run starts, or a distributed checkpoint was loaded, which does not distinguish zeros from no entry.
             missing = {n: p for n, p in known.items() if n not in anchor}
             self._common.equalize(missing)
             self.outer.set_anchor(missing)
 
     def _refuse_repeated_pass(self) -> None:
-        """Raise HookRunError before a repeated pass of a step if passes communicate: LBFGS calls its closure a
-        different number of times on each rank."""
+        """Raise HookRunError before a repeated pass of a step if passes communicate, because LBFGS may call its closure
+        a different number of times on each rank."""
         if not self._optimizers.repeats or self._source.group.size() == 1:
             return
         starting = self.counters.cumulative()["backward_passes"] < self.outer.compressor.start_step
@@ -167,7 +166,7 @@ class LocalStepsDriver:
                 )
 
     def end_pass(self) -> None:
-        """Count this backward pass, of which no further bucket will come."""
+        """Count this backward pass, after its last bucket."""
         repeated = self._optimizers.on_pass_end()
         if (self._due or self._loaded) and not repeated and not self._optimizers.stepping:
             run_after_backward(self._late)
@@ -191,13 +190,12 @@ class LocalStepsDriver:
         self.in_round += 1
 
     def _is_due(self) -> bool:
-        """Whether the machines or ranks meet after this pass."""
         first = self.members is not None and not self.members.joined
         return first or self.outer.due(self.in_round + 1)
 
     def _all_step(self) -> bool:
-        """Whether no rank will skip the step of this pass; the same on all ranks. Also true if the weights of a rank
-        are not finite, because its gradients will never be finite again."""
+        """Return whether no rank will skip the step of this pass; the same on all ranks. Also True if the weights of a
+        rank are not finite, because its gradients will never be finite again."""
         if not self._scaled:
             return True
         good = self._on_all_shards(torch.stack(self._finite).all())
@@ -229,7 +227,7 @@ class LocalStepsDriver:
     def before_forward(self, module: torch.nn.Module) -> None:
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
-        # Rank 0 alone may run a forward pass in the other mode, and a model may be trained in evaluation mode.
+        # A forward pass in the other mode may run on rank 0 alone. A model may be trained in evaluation mode.
         if module.training == self._trained_in_mode and not self._optimizers.stepping:
             self._catch_up()
 
@@ -250,7 +248,7 @@ class LocalStepsDriver:
     @torch.no_grad()
     def _outer_step(self, *, early: bool = False, limit_s: float | None = None) -> None:
         """Run the outer step that is due, or with `early` end the round before its last pass. All ranks must call this
-        between the same two steps. `limit_s`: how long to wait for other machines, if they come and go."""
+        between the same two steps. `limit_s` is how long to wait for other machines, if they come and go."""
         self._due = False
         self._optimizers.forget()
         self._source.before_weights_change()
@@ -268,7 +266,7 @@ class LocalStepsDriver:
             self._common.share(optimizers=False)
             self._shared_at[False] = self._passes
         if state.nonfinite_steps > discarded:
-            self._go_to_anchor()  # other fragments may not be finite, either
+            self._go_to_anchor()  # the weights of other fragments may not be finite either
             self._optimizers.reset_nonfinite()
             self._warn_once(
                 "the weights of at least one rank are not finite, so the round that ended after %s backward passes is "
@@ -309,8 +307,8 @@ class LocalStepsDriver:
         self._optimizers.forget()
 
     def _begin_from_loaded(self) -> None:
-        """If the model has other weights than the loaded anchor, begin from the model's if they are equal on all ranks,
-        else from the anchor."""
+        """Choose the weights to begin from if the model's weights differ from the loaded anchor: the model's weights if
+        they are equal on all ranks, else the anchor."""
         anchor, known = self.outer.state[ANCHOR.key], self._source.names.named_parameters()
         self._source.before_weights_change()
         same = all(torch.equal(p.detach(), to_logical(anchor[n], p).to(p)) for n, p in known.items() if n in anchor)
@@ -332,11 +330,8 @@ class LocalStepsDriver:
     # ---- saves and validations ---------------------------------------------------------------------------------------
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
-        """Give all ranks equal weights and buffers; see `CommHook.synchronize`.
-
-        Args:
-            saver: the joint saves of this hook; None before the first backward pass.
-        """
+        """Give all ranks equal weights and buffers; see `CommHook.synchronize`. `saver` is None before the first
+        backward pass."""
         self._differences = []
         trained = self.diverged or self._passes > self._shared_at[optimizers]
         if not trained and not (optimizers and self.outer.has_run):
@@ -368,7 +363,7 @@ class LocalStepsDriver:
         return failure is None
 
     def _share(self, optimizers: bool) -> None:
-        if self.diverged and self.members is None:  # machines meet at the ends of their rounds only
+        if self.diverged and self.members is None:  # machines meet only at the ends of their rounds
             self._outer_step(early=True)
         self._differences = self._common.share(optimizers=optimizers)
         self._shared_at[False] = self._passes
@@ -379,11 +374,8 @@ class LocalStepsDriver:
                 self._differences.insert(0, f"the weights ({differing[0]}{more})")
 
     def is_exact(self, *, together: bool) -> bool:
-        """Whether a run that resumes from the state saved now continues exactly as this run; warns if not.
-
-        Args:
-            together: whether `synchronize` succeeded before the save.
-        """
+        """Return whether a run that resumes from the state saved now continues exactly as this run. Warn if not.
+        `together`: whether `synchronize` succeeded before the save."""
         if self.members is not None and self.diverged:
             self._warn_once(
                 "this save in the middle of a round is marked inexact, because machines meet only at the ends of "
@@ -430,7 +422,7 @@ class LocalStepsDriver:
 
 
 class _BeforeForward:
-    """A forward pre-hook for forward passes that record gradients. It holds the driver weakly, and does nothing in a
+    """Calls the driver before forward passes that record gradients. References the driver weakly, and does nothing in a
     copy or pickle of the module."""
 
     def __init__(self, driver: LocalStepsDriver | None = None) -> None:

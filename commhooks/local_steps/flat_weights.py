@@ -1,4 +1,4 @@
-"""Weights as flat tensors in memory order, in float32 (float64 for weights in float64)."""
+"""Copy weights to and from flat tensors in memory order, in float32 (float64 for weights in float64)."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,8 @@ BUFFER_BYTES = 64 * 2**20
 
 
 def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Divide the parameters, in order, into `parts` lists of about equal size. A list may be empty.
-
-    Args:
-        sizes: elements of each whole parameter, so that ranks with different shards divide alike.
-    """
+    """Divide the parameters, in order, into `parts` lists of about equal size. A list may be empty. `sizes` counts
+    whole parameters, so that ranks with different shards divide alike."""
     total, before = sum(sizes.values()), 0
     found: list[list[str]] = [[] for _ in range(parts)]
     for name, size in sizes.items():
@@ -45,7 +42,7 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
 
 
 def packed(layout: BucketLayout, good: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the weights into a new buffer, with a NaN in it unless `good` (0-dim bool tensor; None: true)."""
+    """Copy the weights into a new buffer. Write a NaN into it if `good` (0-dim bool tensor; None: true) is false."""
     flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
     for slot in layout.slots:
         slot.of(flat).copy_(to_memory(slot.parameter.detach(), slot.parameter))

@@ -1,5 +1,6 @@
-"""The fragments of a model's weights, which take their outer steps in turn (Douillard et al.: Streaming DiLoCo, 2025,
-section 2). Without fragments and delay, all weights take the outer step of the first paper at the end of a round."""
+"""Run the outer steps of a model's weights, which may be divided into fragments that take turns (Douillard et al.:
+Streaming DiLoCo, 2025, section 2). Without fragments and delay, all weights take the outer step of the first paper at
+the end of a round."""
 
 import collections
 import contextlib
@@ -23,14 +24,10 @@ from commhooks.engine.backward_pass import RunningExchange, finish_sends
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
-from commhooks.engine.streams import (
-    in_background,
-    keep_for_current_stream,
-    wait_for_background,
-    wait_for_copies,
-)
+from commhooks.engine.streams import in_background, wait_for_background, wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
 from commhooks.local_steps.offload import to_host
@@ -41,11 +38,10 @@ class FragmentSession(ExchangeDriver):
     """Runs the outer steps of one model. All ranks must call each method after the same backward passes.
 
     A round has H passes and P fragments. Fragment k is applied after (k + 1) * H / P passes: its anchor takes the outer
-    step, and its weights become the anchor plus what the training has added since the exchange started. The exchange
+    step, and its weights become the anchor plus the changes of the training since the exchange started. The exchange
     starts `delay` passes earlier; exchanges of different fragments never overlap.
 
     Args:
-        compressor: its exchange is an outer step.
         binding: the model and the ranks. With a `delay` nothing else may use the group.
         sizes: number of elements of each whole parameter, of which this rank may have a shard.
         nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages its
@@ -98,19 +94,19 @@ class FragmentSession(ExchangeDriver):
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """The ranks that average their gradients in each pass; None: there are none beside this rank."""
+        """The ranks that average their gradients with this rank in each pass; None without other ranks."""
         if self.nodes is not None:
             return self.nodes.intra_node
         model = self.consensus.binding.group()
         return model if self.membership is not None and model.size() > 1 else None
 
     def due(self, passes: int) -> bool:
-        """Whether a fragment must be sent or applied after `passes` passes of the round."""
+        """Return whether a fragment must be sent or applied after `passes` passes of the round."""
         turn = (self._turn + 1) * self._distance
         return passes >= (turn - self._delay if self._in_flight is None else turn)
 
     def advance(self, passes: int) -> bool:
-        """Send and apply what is due after `passes` passes of the round. Returns whether the round has ended."""
+        """Send and apply what is due after `passes` passes of the round. Return whether the round has ended."""
         while self.due(passes):
             if self._delay and self._in_flight is None:
                 self._in_flight = _DelayedExchange(self, self._fragment(self._turn))
@@ -140,11 +136,8 @@ class FragmentSession(ExchangeDriver):
             self._exchange(buffers)
 
     def forget(self, *, until_timeout: bool = False) -> None:
-        """Drop the exchange in flight and begin a round.
-
-        Args:
-            until_timeout: wait for the exchange up to the process group's timeout, not only for some seconds.
-        """
+        """Drop the exchange in flight and begin a round. With `until_timeout` wait for the exchange up to the process
+        group's timeout, otherwise for a few seconds."""
         exchange, self._in_flight, self._turn = self._in_flight, None, 0
         self._buffers.clear()
         if exchange is not None:
@@ -154,7 +147,7 @@ class FragmentSession(ExchangeDriver):
         return norm_and_cosine(self._measured)
 
     def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        for name, each in parameters.items():  # one by one, because the anchor may have no room on the device
+        for name, each in parameters.items():  # one by one, because the whole anchor may not fit on the device
             self.state[ANCHOR.key].update(copied({name: each}))
             self.place_state([name])
 
@@ -165,7 +158,7 @@ class FragmentSession(ExchangeDriver):
             for name in kept.keys() if names is None else kept.keys() & names:
                 if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(known[name].device):
                     kept[name] = to_host(kept[name])
-                elif self._delay:  # commits on the background stream free what this stream has allocated
+                elif self._delay:  # commits on the background stream free memory that this stream has allocated
                     with in_background(kept[name].device, after_current=False):
                         keep_for_current_stream([kept[name]])
 
@@ -179,24 +172,21 @@ class FragmentSession(ExchangeDriver):
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
-        """Begin an outer step of all weights among the machines, without a commit.
-
-        Args:
-            weight: of this machine's differences in the mean.
-            exchanges: whether this rank exchanges them; else it gets the result from rank 0 of its model.
-        """
+        """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
+        machine's differences in the mean. If `exchanges` is False, this rank gets the result from rank 0 of its
+        model."""
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
     @torch.no_grad()
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
-        """Take the outer step of a fragment while the training waits. Two buffers are exchanged at a time, so that the
-        memory which this needs does not grow with the model."""
+        """Run the outer step of a fragment while the training waits. Exchange two buffers at a time, so that the memory
+        needed does not grow with the model."""
         if not buffers:
             return
         device = buffers[0].layout.device
         self.held.settle()  # a save may have written the residuals on another stream
-        # A buffer is committed before the next but one is sent. So that all are committed or none, each carries a NaN
+        # A buffer is committed before the one after the next is sent. To commit all buffers or none, each carries a NaN
         # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
         good = self.weights_finite(buffers)
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
@@ -211,11 +201,11 @@ class FragmentSession(ExchangeDriver):
         self._count(self._on_all_parts(good), buffers)
 
     def _commit(self, work: OuterStepWorkspace, exchange: RunningExchange, good: torch.Tensor) -> torch.Tensor:
-        """Finish the exchange of a buffer, and set the weights to the new anchor. Returns whether this and all buffers
-        before (`good`) are finite."""
+        """Finish the exchange of a buffer, and set the weights to the new anchor. Return whether this and all earlier
+        buffers (`good`) are finite."""
         finish_sends([exchange])
         good = good & exchange.finite
-        if self.nodes is not None:  # their weights stay equal
+        if self.nodes is not None:  # the ranks of a node must keep equal weights
             good = good_on_all(good, self.nodes.intra_node, "the node")
         self.write_anchor([exchange], good)
         write_back(work.layout, exchange.result)
@@ -227,7 +217,6 @@ class FragmentSession(ExchangeDriver):
         return self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
-        """Let exchanges write what they have learned, if `good`."""
         with self.held.committing(good.device):
             # The residual of a machine is that of its rank 0, which alone exchanges.
             self.state.local_shared = self.membership is not None
@@ -241,7 +230,7 @@ class FragmentSession(ExchangeDriver):
         if exchange is None or not exchange.buffers:
             return
         before = self.state.nonfinite_steps
-        # Not after the work queued by the training, which needs no time from the outer step until its weights are set.
+        # Do not wait for the work queued by the training: the commit does not depend on it.
         with in_background(exchange.device, after_current=False):
             good = self._on_all_parts(exchange.finite())
             with self.held.committing(good.device):
@@ -260,8 +249,8 @@ class FragmentSession(ExchangeDriver):
         self._measured = [each.measured for each in buffers if each.measured is not None]
 
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
-        """Whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges its part
-        with its counterparts."""
+        """Return whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges one
+        part."""
         if self.nodes is not None:
             good = good_on_all(good, self.nodes.intra_node, "the node")
         if self.consensus.binding.shards is not None:
@@ -290,8 +279,8 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class HeldOuterStep:
-    """An outer step of all weights among the machines, which can be given up between `exchange` and `commit`: nothing
-    is written before."""
+    """Runs an outer step of all weights among the machines. It can be abandoned until `commit`, because nothing is
+    written before."""
 
     def __init__(
         self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
@@ -300,7 +289,7 @@ class HeldOuterStep:
         self._running: list[RunningExchange] = []
         if not exchanges:
             return
-        # So that all buffers are committed or none, each carries a NaN if any weight is not finite.
+        # To commit all buffers or none, each carries a NaN if any weight is not finite.
         good = session.weights_finite(buffers)
         for work in buffers:
             work.weight = weight
@@ -316,7 +305,7 @@ class HeldOuterStep:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of the model must call
+        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of a model must call
         this."""
         session, device = self._session, self._buffers[0].layout.device
         good = torch.ones((), dtype=torch.bool, device=device)
@@ -346,10 +335,9 @@ class HeldOuterStep:
 
 
 class _DelayedExchange:
-    """The outer step of a fragment in the background, which begins in the constructor, while the training goes on.
+    """Runs the outer step of a fragment in the background while the training continues. It begins in the constructor.
 
-    On an accelerator it is queued on a stream of its own, and the host does not wait. On the CPU a thread waits for the
-    network.
+    On an accelerator it runs on a stream, and the host does not wait. On the CPU a thread waits for the network.
     """
 
     def __init__(self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -370,11 +358,11 @@ class _DelayedExchange:
             return
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
-        # Also at exit: the process would abort if it stopped a thread within a collective.
+        # This also joins the thread at exit: the process would abort if it stopped a thread within a collective.
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
     def _exchange(self) -> None:
-        # Leave the precision of products alone: the setting is the process's, and the training may be multiplying now.
+        # Leave the precision of products alone: it is a setting of the process, and the training may be multiplying.
         with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance()
@@ -389,13 +377,13 @@ class _DelayedExchange:
             self._error = error
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait for the thread to end. On an accelerator nothing needs to wait: memory is kept for the stream."""
+        # On an accelerator nothing needs to wait, because the memory is kept for the stream.
         if self._thread is not None:
             _join(self._thread, limit_s)
 
     def finite(self) -> torch.Tensor:
         """Return whether everything received is finite (0-dim bool tensor). On the CPU wait, and raise the thread's
-        error; on an accelerator call this on the background stream."""
+        error. On an accelerator call this on the background stream."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -409,10 +397,10 @@ class _DelayedExchange:
 
     @torch.no_grad()
     def write_weights(self, *, keep_training: bool) -> None:
-        """Set the weights to the anchor, and with `keep_training` add what the training has changed since they were
+        """Set the weights to the anchor. With `keep_training` add what the training has changed since they were
         sent."""
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
-            if keep_training:
+            if keep_training:  # weights = anchor + (weights now - weights sent)
                 flat.sub_(self._sent[place]).add_(packed(each.layout))
             write_back(each.layout, flat)
 

@@ -1,14 +1,15 @@
-"""Keeps the anchor and the momentum in host memory while the weights are on an accelerator.
+"""Keep the anchor and the momentum in host memory while the weights are on an accelerator.
 
-An outer step reads and writes each of them once in many steps, so that they need no room beside the model. Copies run
-on a stream of their own, while other buffers are exchanged.
+An outer step reads and writes each of them once in many steps, so they need no memory on the device between outer
+steps. Copies run on a stream of their own, while other buffers are exchanged.
 """
 
 from collections.abc import Iterable, Mapping
 
 import torch
 
-from commhooks.engine.streams import copying, keep_for_current_stream
+from commhooks.engine.streams import copying
+from commhooks.gradients.precision import keep_for_current_stream
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -17,7 +18,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fetch(kept: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the tensors with these names, as far as there are any, to `device`."""
+    """Copy the tensors with these names, if `kept` has them, to `device`. Call `wait_for_copies` before using the
+    copies."""
     found = {}
     with copying(device, after_current=False):
         for name in names:
@@ -29,8 +31,8 @@ def fetch(kept: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.
 
 
 def put_back(values: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Copy `values`, on `device`, to host memory: into `kept` where it has the name, else to new tensors there. The
-    host does not wait: call `wait_for_copies` before `HeldState.committing` ends."""
+    """Copy `values`, on `device`, into the host tensors in `kept`, adding tensors for missing names. The host does not
+    wait: call `wait_for_copies` before `HeldState.committing` ends."""
     for name in values.keys() - kept.keys():
         kept[name] = to_host(torch.zeros_like(values[name], device="cpu"))
     with copying(device, after_current=True):

@@ -1,4 +1,4 @@
-"""Finds out when the optimizers of a model step, and multiplies their learning rate for that time."""
+"""Detect when the optimizers of a model step, and multiply their learning rate during a step."""
 
 import functools
 import weakref
@@ -17,18 +17,17 @@ from commhooks.errors import HookRunError
 
 
 class OptimizerSteps:
-    """Watches all optimizers of torch for steps of the model's parameters.
+    """Watches all torch optimizers for steps of the model's parameters.
 
     Args:
-        parameters: the parameters of the model.
-        stepped: runs once every parameter has been stepped since `expect()`.
+        stepped: called once every parameter has been stepped since `expect()`.
         lr_factor: returns the factor of an optimizer's learning rate in its next step.
 
     Attributes:
         stepping: True while an optimizer of the model runs its step, in which it may call a closure with backward
             passes.
-        repeats: True if the next backward pass repeats the pass of its step, because an optimizer calls its closure
-            again.
+        repeats: True if the next backward pass belongs to a step that already had one, because an optimizer calls its
+            closure again.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class OptimizerSteps:
     ) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._stepped, self._lr_factor = stepped, lr_factor
-        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # parameter groups: own and multiplied learning rate
+        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # (parameter group, own lr, multiplied lr)
         self._missing: set[int] | None = None
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self.stepping = self.repeats = False
@@ -54,14 +53,15 @@ class OptimizerSteps:
         return list(self._optimizers)
 
     def expect(self) -> None:
-        """From now on wait for a step of every parameter."""
+        """Wait for a step of every parameter from now on."""
         self._missing = set(self._parameters)
 
     def forget(self) -> None:
         self._missing = None
 
     def on_pass_end(self) -> bool:
-        """Call this at the end of a backward pass. Returns whether the pass repeated the pass of its step."""
+        """Must be called at the end of a backward pass. Return whether the pass repeated an earlier pass of its
+        step."""
         repeated, self.repeats = self.repeats, self.stepping
         return repeated
 
@@ -75,17 +75,17 @@ class OptimizerSteps:
                 "fully_shard"
             )
         self.stepping, self.repeats = True, False
-        self._restore_lr()  # the step before may have raised
+        self._restore_lr()  # the previous step may have raised
         factor = 1.0 if (lr_factor := self._lr_factor()) is None else lr_factor(optimizer)
         for group in optimizer.param_groups if factor != 1.0 else ():
-            own = group["lr"]  # a number, or a tensor, which must not change in place: schedulers may hold it
+            own = group["lr"]  # a number or a tensor. Do not change the tensor in place: schedulers may hold it
             group["lr"] = own * factor
             self._scaled.append((group, own, group["lr"]))
 
     def _restore_lr(self) -> None:
-        """Undo the multiplication, so that schedulers, logs and checkpoints see the learning rate of the user."""
+        """Undo the multiplication, so that schedulers, logs and checkpoints see the user's learning rate."""
         for group, own, multiplied in self._scaled:
-            if group["lr"] is multiplied:  # else the step has set another one
+            if group["lr"] is multiplied:  # otherwise the step has set another learning rate
                 group["lr"] = own
         self._scaled.clear()
 
@@ -107,14 +107,14 @@ class OptimizerSteps:
         return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
 
     def reset_nonfinite(self) -> None:
-        """Reset the optimizer state of each parameter that has a non-finite number there, such as Adam's moments after
-        a bad gradient: all its later steps would be non-finite."""
+        """Reset the optimizer state of each parameter whose state has a non-finite number, such as Adam's moments after
+        a bad gradient. All its later steps would be non-finite."""
         for optimizer in self._optimizers:
             for parameter in self._parameters.values():
                 numbers = _numbers(optimizer.state.get(parameter, {}))
                 if all(each.isfinite().all() for each in numbers):
                     continue
-                if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in the constructor, not in `step`
+                if isinstance(optimizer, torch.optim.Adagrad):  # creates its state in the constructor, not in `step`
                     for each in numbers:
                         each.zero_()
                 else:
@@ -122,20 +122,20 @@ class OptimizerSteps:
 
 
 def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
-    """The floating-point tensors of a parameter's optimizer state; of a DTensor this rank's shard."""
+    """Return the floating-point tensors in a parameter's optimizer state; for a DTensor this rank's shard."""
     tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     return [each for each in local if each.is_floating_point()]
 
 
 _watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()
-"""Ordered by construction, which is the same on all ranks."""
+"""In the order of construction, which is the same on all ranks."""
 
 
 @functools.cache
 def _watch_all_optimizers() -> None:
-    # Once per process, and never removed: torch fails if a hook is removed while it calls hooks, and the garbage
-    # collector could run at that moment.
+    # Register once per process and never remove the hooks: torch fails if a hook is removed while it calls hooks, and
+    # the garbage collector could run at that moment.
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

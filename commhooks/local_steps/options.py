@@ -1,4 +1,4 @@
-"""The options of `diloco` and `local_sgd`, which communicate once in several steps."""
+"""Define the options of `diloco` and `local_sgd`, which communicate once in several steps."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional, Union
@@ -12,7 +12,7 @@ WIRES = ("float32", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(HookConfig):
-    """Base of both hooks. `DiLoCo` has options for what is constant here."""
+    """Base of both options classes. Options of `DiLoCo` are constants here."""
 
     start_option: ClassVar[str | None] = "start_iter"
 
@@ -32,14 +32,11 @@ class LocalSteps(HookConfig):
         self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
 
     def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: int) -> float:
-        """Return the factor of an optimizer's learning rate in local steps.
+        """Return the factor for an optimizer's learning rate in local steps.
 
-        Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal s and the noise n
-        of one rank. The mean gradient of W ranks has the noise n / sqrt(W). Where noise dominates, steps on it are
-        sqrt(W) times as long as the mean of the steps of the ranks, whose noise is as small.
-
-        Args:
-            ranks: W, the number of ranks whose weights are averaged.
+        Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal s and the noise n of
+        one rank. The mean gradient of W `ranks` has the noise n / sqrt(W). Where noise dominates, a step on the mean
+        gradient is sqrt(W) times as long as the mean of the ranks' steps, whose noise is equally small.
         """
         if self.lr_factor is not None:
             return self.lr_factor
@@ -49,7 +46,7 @@ class LocalSteps(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(LocalSteps):
-    """Every rank trains on its own gradients, and every `sync_every` steps the weights of all ranks are averaged.
+    """Trains every rank on its own gradients, and averages the weights of all ranks every `sync_every` steps.
 
     The average is exact, in float32. With `start_iter` this is post-local SGD (Lin, Stich, Patel, Jaggi: ICLR 2020).
 
@@ -63,7 +60,7 @@ class LocalSGD(LocalSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSteps):
-    """Every rank trains on its own gradients; every `sync_every` steps an outer optimizer moves the common weights.
+    """Trains every rank on its own gradients; every `sync_every` steps an outer optimizer moves the common weights.
 
     The outer gradient is the mean over the ranks of the distance that their weights have moved. The outer optimizer is
     SGD with Nesterov momentum (Douillard et al.: DiLoCo, 2023).
@@ -72,22 +69,22 @@ class DiLoCo(LocalSteps):
         sync_every: H, steps (synchronised backward passes) between two outer steps.
         outer_lr: learning rate of the outer step. 1: the plain mean of the weights.
         outer_momentum: momentum of the outer step, 0 up to 1. Published values (0.9 with outer_lr 0.7) are for long
-            runs with H of some hundreds.
-        lr_factor: multiplies the learning rate of every optimizer during its steps, from `start_iter` on; param_groups
-            hold the learning rate of the user between two steps. None: the square root of the number of ranks that
-            train apart for Adam and AdamW, which take shorter steps on the noisier gradients of one rank, and 1 for
-            other optimizers, and with another outer_lr or outer_momentum than the default.
+            runs with H of a few hundred.
+        lr_factor: multiplies the learning rate of every optimizer during its steps, from `start_iter` on; between two
+            steps param_groups hold the user's learning rate. None: the square root of the number of ranks that train
+            apart for Adam and AdamW, which take shorter steps on noisier gradients, and 1 for other optimizers, or if
+            outer_lr or outer_momentum is not the default.
         wire: dtype of the weight differences on the wire: "int4", "int8" (both with error feedback) or "float32".
-        fragments: P, fragments of the weights that take turns within a round, so that less is sent at once. H must be
-            divisible by P (Douillard et al.: Streaming DiLoCo, 2025).
-        delay: a fragment is sent so many steps before its turn, while the training goes on, and arrives at its turn;
-            less than H / P. What the training has added since then stays.
+        fragments: P, the number of fragments of the weights, which take turns within a round, so that less is sent at
+            once. H must be divisible by P (Douillard et al.: Streaming DiLoCo, 2025).
+        delay: send a fragment this many steps before its turn, while the training continues, and apply it at its turn;
+            less than H / P. The changes that training makes in between are kept.
         offload: keep the anchor and the momentum in pinned host memory, which saves 4 or 8 bytes per parameter on an
             accelerator; None: yes. On the CPU it has no effect.
-        start_iter: average the gradients of every step exactly for so many steps first. An int is a number of steps, a
-            float strictly between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100
-            where the length of the run is unknown.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are sent in float32.
+        start_iter: number of steps in which gradients are averaged exactly before the first round (int), or a fraction
+            of the run (float between 0 and 1, exclusive). None: 10 % of the run, at most 1000 steps; 100 steps if the
+            length of the run is unknown.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are sent in float32.
     """
 
     hook_name: ClassVar[str] = "diloco"

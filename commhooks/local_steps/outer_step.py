@@ -1,5 +1,5 @@
-"""The outer step of DiLoCo, for one buffer of weights (Douillard et al., DiLoCo: Distributed Low-Communication Training
-of Language Models, 2023, algorithm 1).
+"""Run the outer step of DiLoCo on one buffer of weights (Douillard et al., DiLoCo: Distributed Low-Communication
+Training of Language Models, 2023, algorithm 1).
 
 Between two outer steps rank i trains its own weights theta_i with the inner optimizer. All ranks share the anchor,
 which is the paper's theta, and v, the momentum of the outer optimizer (SGD with Nesterov momentum mu). An outer step
@@ -30,15 +30,15 @@ from commhooks.gradients.loss_scale import chosen
 from commhooks.local_steps.offload import fetch, put_back
 
 ANCHOR = StateField("anchor")
-"""The weights from which all ranks have started the round."""
+"""The weights with which all ranks have started the round."""
 MOMENTUM = StateField("outer_momentum")
-"""v, the momentum of the outer optimizer. A missing entry stands for zeros."""
+"""v, the momentum of the outer optimizer. A missing entry means zeros."""
 SAMPLED_EVERY = 64
 
 
 @dataclass
 class OuterStepWorkspace:
-    """A buffer of weights, and what its outer steps need.
+    """Holds a buffer of weights, and what its outer steps need.
 
     Attributes:
         plans: how the differences of each parameter are sent.
@@ -46,8 +46,8 @@ class OuterStepWorkspace:
         offloaded: whether anchor and momentum are kept in host memory, while the buffer is on an accelerator.
         weight: of this rank's difference in the mean; 1 unless some ranks have not trained in the round.
         sample: every 64th element of delta in the latest outer step that was not discarded.
-        measured: of the latest outer step: the squared norms of delta, of its sample and of the sample before, and the
-            inner product of both samples.
+        measured: numbers about the latest outer step: the squared norms of delta, of its sample and of the previous
+            sample, and the inner product of both samples.
     """
 
     layout: BucketLayout
@@ -66,11 +66,8 @@ class OuterStepWorkspace:
 
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """The norm of delta, and its cosine with the delta before; None where undefined. Waits for an accelerator.
-
-    Args:
-        measured: `OuterStepWorkspace.measured` of all buffers of an outer step.
-    """
+    """Return the norm of delta, and its cosine with the previous delta; None where undefined. Waits for an accelerator.
+    `measured` has `OuterStepWorkspace.measured` of all buffers of an outer step."""
     if not measured:
         return None, None
     squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
@@ -80,14 +77,10 @@ def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, flo
 def outer_step(
     flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
 ) -> Exchange:
-    """Replace the weights in `flat` by the new anchor. If a number is not finite on any rank, the round is discarded:
-    the anchor and the momentum stay, and the weights are set to the old anchor.
-
-    Args:
-        flat: the weights of this rank, 1-D, in float32 (float64 for weights in float64).
-        lr, mu: learning rate and momentum of the outer optimizer.
-    """
-    slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]  # views: `part` changes with `flat`
+    """Replace the weights in `flat` (this rank's, 1-D, in float32, or float64 for weights in float64) by the new
+    anchor. If a number is not finite on any rank, the round is discarded: anchor and momentum stay, and the weights are
+    set to the old anchor. `lr`, `mu`: learning rate and momentum of the outer optimizer."""
+    slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]  # each `part` below is a view of `flat`
     anchor, momentum = state[ANCHOR.key], state[MOMENTUM.key]
     if work.offloaded:
         anchor = fetch(anchor, work.layout.names, flat.device)
@@ -97,18 +90,18 @@ def outer_step(
         if work.weight != 1.0:
             part.mul_(work.weight)
     if work.wire is None:
-        yield Send(flat.div_(step.world_size), what="differences", last=True)  # their sum over the ranks: delta
+        yield Send(flat.div_(step.world_size), what="differences", last=True)  # the sum over the ranks is delta
         good = yield Verdict(all_finite(flat))
     else:
-        # The workspace of the wire is as large as the buffer: it is made anew, and not kept from round to round.
+        # Do not keep this workspace from round to round, because it is as large as the buffer.
         wire_work = work.wire.workspace(work.layout, work.plans)
         _, good = yield from with_verdict(work.wire.exchange(flat, wire_work, state, step))
     work.measure(flat, good)
     if work.offloaded:
         momentum = fetch(momentum, work.layout.names, flat.device)
         wait_for_copies(flat.device)
-    for name, part in slots:  # part: delta
-        # Each operation rounds by itself: a fused one gives other bits on other processors.
+    for name, part in slots:  # part = delta
+        # Use no fused operation, whose bits would depend on the processor.
         if mu:
             before = momentum.get(name, torch.zeros_like(part))
             after = (before * mu).add_(part)  # v = mu v + delta

@@ -1,4 +1,4 @@
-"""DiLoCo in plain torch, for readers and tests: algorithm 1 of Douillard et al., 2023.
+"""Implement DiLoCo in plain torch, for readers and tests: algorithm 1 of Douillard et al., 2023.
 
 `outer_step.py` computes the same in place, on buffers, over real ranks, and may quantise what it sends.
 """
@@ -9,10 +9,7 @@ import torch
 
 
 class ReferenceDiLoCo:
-    """The outer steps of any number of ranks in one process, in float64.
-
-    Args:
-        weights: the initial weights of the model, of any shape.
+    """Runs the outer steps of any number of ranks in one process, in float64.
 
     Attributes:
         anchor: the weights with which all ranks begin a round.
@@ -25,7 +22,7 @@ class ReferenceDiLoCo:
         self._lr, self._mu = outer_lr, outer_momentum
 
     def step(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Do an outer step with the weights of all ranks. Returns the new anchor."""
+        """Run an outer step, given the weights of all ranks. Return the new anchor."""
         delta = torch.stack([self.anchor - theta for theta in weights]).mean(0)
         self.momentum = self._mu * self.momentum + delta
         self.anchor = self.anchor - self._lr * (delta + self._mu * self.momentum)  # Nesterov

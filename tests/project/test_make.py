@@ -53,10 +53,10 @@ def test_without_a_device_it_fails_with_a_sentence(target):
 
 def test_the_demo_imports_what_it_installs():
     imported = set()
-    for name in ("clean_env", "demo", "digits", "lightning_digits"):
+    for name in ("clean_env", "demo", "digits", "lightning_digits", "slow_link"):
         for node in ast.walk(ast.parse((REPOSITORY / "examples" / f"{name}.py").read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             imported |= {name.partition(".")[0] for name in names}
-    ours = {"clean_env", "digits", "lightning_commhooks"}
+    ours = {"clean_env", "digits", "slow_link", "lightning_commhooks"}
     assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}

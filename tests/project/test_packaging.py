@@ -1,8 +1,11 @@
 """What a user gets from `pip install`: the source distribution, the wheel that is built from it, and what the wheel
 does in an environment of its own, outside of the repository."""
 
+import ast
 import json
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support import warm
 from tests.support.compilers import HAS_COMPILER
@@ -166,6 +170,38 @@ def test_the_source_distribution_holds_what_it_was_built_from(distributions):
     assert top_level - made == {"pyproject.toml", "README.md", "LICENSE", *PACKAGES}
 
 
+RELEASE = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+
+
+def _step_of_release(start: str, tag: str, cwd: Path) -> int:
+    """Run the step of the job `build` whose name starts so, as GitHub does for that tag."""
+    (command,) = (step["run"] for step in RELEASE["build"]["steps"] if step.get("name", "").startswith(start))
+    done = _run(["bash", "-e", "-c", command], cwd, GITHUB_REF_NAME=tag, GITHUB_REPOSITORY="someone/commhooks")
+    return done.returncode
+
+
+def test_a_release_needs_the_tag_of_its_version(imported):
+    version = imported[0]
+    assert _step_of_release("The tag", f"v{version}", REPOSITORY) == 0
+    assert _step_of_release("The tag", f"v{version}.1", REPOSITORY) != 0
+
+
+def test_the_links_of_a_released_readme_name_their_site(tmp_path):
+    shutil.copy(REPOSITORY / "README.md", tmp_path)
+    assert _step_of_release("Links", "v1.2.3", tmp_path) == 0
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    pages = "https://github.com/someone/commhooks/blob/v1.2.3/"
+    figures = "https://raw.githubusercontent.com/someone/commhooks/v1.2.3/docs/figures/"
+    assert len(links) > 10 and [link for link in links if not link.startswith((pages, figures))] == []
+
+
+def test_a_release_is_tested_with_every_front_end():
+    front_ends = RELEASE["wheel-test"]["strategy"]["matrix"]["front-end"]
+    for program in (REPOSITORY / ".ci" / "wheel_test.py", OUTSIDE / "one_front_end.py"):
+        assert list(runpy.run_path(str(program))["FRONT_ENDS"]) == front_ends
+    assert RELEASE["publish"]["needs"] == "wheel-test" and RELEASE["wheel-test"]["needs"] == "build"
+
+
 def test_installed_wheel_is_what_gets_imported(environment, imported):
     assert Path(imported[1]).is_relative_to(environment)
 
@@ -247,6 +283,13 @@ def test_core_imports_without_the_frameworks(without_frameworks):
 def test_plugin_without_its_framework_says_what_to_install(without_frameworks, plugin, sentence):
     """Proves too that the test above can fail: under the same blocker an import that needs a framework does."""
     assert without_frameworks[plugin] == f"ImportError: {sentence}"
+
+
+def test_no_tensor_becomes_an_array():
+    """torch does not require numpy. `make wheel-test` trains where it is missing."""
+    for file, source in sources().items():
+        called = [node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+        assert "numpy" not in called and "from_numpy" not in called, file
 
 
 def test_core_import_is_light(imported):

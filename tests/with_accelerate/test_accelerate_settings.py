@@ -102,7 +102,7 @@ WRONG = [
     ("hook: '${'", "hook: no viable alternative at input '${'"),
     (
         "hook: powerSGD\nhook_options: [a]",
-        ": overrides ['hook_options.x=1']: a key for what is a list",
+        ": overrides ['hook_options.x=1']: the file has a list where",
         "hook_options.x=1",
     ),
     ("hook: int8", ": overrides ['hook_options.exclude=[*x*]']: while scanning an alias", "hook_options.exclude=[*x*]"),

@@ -155,7 +155,7 @@ def _of_another_hook(root: str) -> dict[str, Any]:
 
 def test_the_strict_of_a_load_is_the_hooks_too(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_of_another_hook, str(tmp_path)):
-        assert "give strict=False beside hook=..." in rank["error"] and rank["step"] == 0
+        assert "pass strict=False, with hook=... or to the load" in rank["error"] and rank["step"] == 0
 
 
 def _without_a_word(root: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The hook auto: it delegates buckets to the current candidate, and decides which candidate that is.
+"""Define the hook auto, which delegates buckets to the current candidate and decides which candidate is current.
 
 At the end of a phase, before the first bucket of a pass, the ranks exchange their measurements, and every rank decides
 from the same numbers (`trials.py`). The decision is saved; see `Decision`.
@@ -30,11 +30,8 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """Return the candidate's compressor, which compresses from its first step on.
-
-    Raises:
-        HookConfigError: the hook is not one of those that `auto` chooses from, or its options are invalid.
-    """
+    """Return the candidate's compressor, which compresses from its first step on. Raise HookConfigError if `auto` does
+    not choose this hook, or if its options are invalid."""
     if candidate.hook not in _CLASSES:
         raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
     made = _CLASSES[candidate.hook]
@@ -60,13 +57,13 @@ def _of_inner(name: str) -> Any:
 
 
 class AutoCompressor(AdaptiveCompressor[Auto]):
-    """Delegates to the compressor of the current candidate. `decision`: None before the first decision."""
+    """Delegates to the compressor of the current candidate. `decision` is None for a new training."""
 
     Config = Auto
     title = "auto"
     wrappers = False
     enough_passes = 3
-    """The number of valid measurements for a decision."""
+    """Number of valid measurements needed for a decision."""
 
     def __init__(self, config: Auto, *, decision: Decision | None = None, ranks_per_node: int = 1) -> None:
         self.ranks_per_node = ranks_per_node
@@ -130,12 +127,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        # Between nodes all gradients pass through here, also those of a candidate without learned state.
+        # Between nodes the engine calls this even if the candidate has no learned state.
         inner = self.inner
         return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """Skip the check for finite numbers unless the candidate needs it: it reads all gradients once more."""
+        """Skip the check for finite numbers, which reads all gradients once more, unless the candidate needs it."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
@@ -145,7 +142,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
         builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
-        return " ".join(filter(None, dict.fromkeys(builds)))  # on CUDA PowerSGD has none
+        return " ".join(filter(None, dict.fromkeys(builds)))  # on CUDA PowerSGD has no native kernel
 
     # ---- the decision ------------------------------------------------------------------------------------------------
 
@@ -177,14 +174,14 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
             return self._with(trials.begin(self.config, step, self.ranks_per_node))
         saved = Decision.from_plain(notes)
         for each in saved.known.values():
-            new(each)  # raises for anything else than the candidates and their options
+            new(each)  # raises if the hook or its options are not allowed
         ranks_per_node = self.ranks_per_node
         return self._with(
             trials.resumed(saved, self.config, step, same_ranks=same_ranks, ranks_per_node=ranks_per_node)
         )
 
     def with_start(self, start: int) -> "AutoCompressor":
-        """Return a new object, because the start of a choice is part of the decision."""
+        """Return a new compressor, because the start step is part of a decision."""
         return self._with(None)
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
@@ -213,7 +210,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         now = self.decision
         buckets, passes, times = zip(*ranks.table(self._numbers()), strict=True)
         step_s = max(times) if all(math.isfinite(each) for each in times) else math.nan
-        # A rank may have missed passes, or have other buckets.
+        # A rank may have missed passes, or may have other buckets.
         if len(set(buckets)) > 1 or min(passes) < self.enough_passes or not math.isfinite(step_s):
             return trials.extended(now, self.config, step)
         missing_s = trials.TRIAL_S - min(passes) * step_s
@@ -231,7 +228,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
         now = self.decision.candidate
-        # One rank has nothing to gain.
+        # A single rank has nothing to gain.
         offered = self.config.candidates_with(self.ranks_per_node) if ranks.size > 1 else []
         others = [each for each in offered if each.label != now.label]
         # Running out of memory in a trial would end the training.
@@ -247,8 +244,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        """Return this rank's number of buckets, its number of valid measurements, and their median, which does not
-        depend on one jump of the clock."""
+        """Return this rank's number of buckets, its number of valid measurements, and their median, which is robust
+        against a jump of the clock."""
         sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
         return [buckets, len(sound), statistics.median(sound) if sound else math.nan]

@@ -1,4 +1,4 @@
-"""The options of the hook auto, and the candidates that auto, the doctor and `commhooks network` compare."""
+"""Define the options of the hook auto, and the candidates that auto, the doctor and `commhooks network` compare."""
 
 import math
 from collections.abc import Mapping
@@ -8,19 +8,18 @@ from typing import Any, ClassVar
 from commhooks.options import HookConfig, check_choice
 
 MARGIN = 1.1
-"""The factor by which a hook must shorten the step to be chosen. Smaller differences do not count: a median of eight
-steps scatters by some percent, and a gain of less than a tenth does not justify other gradients."""
+"""A hook must shorten the step by at least this factor to be chosen. A median of eight steps varies by a few percent,
+and a gain of less than a tenth does not justify other gradients."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A hook with options, to be compared with others.
+    """Describes a hook with options, to be compared with others.
 
     Attributes:
-        label: its name in logs, tables and checkpoints.
         hook, options: as in `attach`, without a start step.
-        changes: how much it changes the gradients, to choose the most exact of equally fast candidates: 0 not at all,
-            up to 1 for another dtype, above 1 for lossy compression.
+        changes: how much it changes the gradients, for choosing the most exact of equally fast candidates. 0: not at
+            all; up to 1: another dtype; above 1: lossy compression.
         between_nodes: average exactly inside nodes, and compress between nodes only; see `ranks_per_node` of `attach`.
     """
 
@@ -31,20 +30,19 @@ class Candidate:
     between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
-        """Return options with which it compresses from its first step on. `config`: the config class of the hook."""
+        """Return the options with which it compresses from its first step on. `config` is the hook's config class."""
         return {**self.options, **({} if config.start_option is None else {config.start_option: 0})}
 
     def excluding(self, names: list[str]) -> "Candidate":
-        """Return the candidate with these globs as its option `exclude`, which only lossy hooks have."""
+        """Return the candidate with `names` as its option `exclude`, which only lossy hooks have."""
         return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
 
     def of_nodes(self) -> "Candidate":
-        """The candidate between nodes; plain all-reduce stays as it is."""
+        """Return the candidate between nodes. Plain all-reduce stays as it is."""
         return self if self.changes == 0 else replace(self, label=f"{self.label} between nodes", between_nodes=True)
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
-    """Return PowerSGD as a candidate; higher ranks change the gradients less."""
     options = {"matrix_approximation_rank": rank, **options}
     return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
 
@@ -57,8 +55,8 @@ INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
-"""The candidates, plain all-reduce first. PowerSGD of rank 4 or less is not one of them: the language model of
-benchmarks/language_model.py ends at a loss at least 6 % higher than with all-reduce."""
+"""The candidates by quality, plain all-reduce first. PowerSGD of rank 4 or less is not among them: the language model
+of benchmarks/language_model.py ends at a loss at least 6 % higher than with all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +93,15 @@ class Auto(HookConfig):
         return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
 
     def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
-        """Return the candidates, plain all-reduce first. `ranks_per_node`: 1 without nodes."""
         return [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
-    """Return the label of the candidate to use; equal on all ranks for equal arguments.
+    """Return the label of the candidate to use. Equal on all ranks for equal arguments.
 
-    Among the candidates that are faster than the current one by `MARGIN`, and nearly as fast as the fastest, this is
-    the one that changes the gradients least; without such candidates the current one.
-
-    Args:
-        times: seconds of a step, by label. Candidates without a valid time are left out.
-        known: the candidates by label.
-        now: the label of the current one.
+    Of the candidates that are faster than the current one (`now`) by `MARGIN` and nearly as fast as the fastest, return
+    the one that changes the gradients least. Without such candidates, return the current one. `times` holds seconds per
+    step by label; candidates without a valid time are left out.
     """
     usable = {label: each for label, each in times.items() if math.isfinite(each) and each > 0}
     if now not in usable:

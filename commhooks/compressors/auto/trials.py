@@ -1,4 +1,4 @@
-"""The decisions of auto: what is measured, tried and chosen next. Equal on all ranks for equal measurements.
+"""Decide what the hook auto measures, tries and chooses next. Ranks with equal measurements decide equally.
 
 phase       measured steps                                        next
 measuring   the current candidate, at first plain all-reduce      the trials
@@ -18,42 +18,39 @@ from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 
 WARM_UP = 2
-"""Steps after a change that are not measured: memory is allocated, and at first DDP rebuilds its buckets."""
+"""Number of steps not measured after a change, because memory is allocated, and at first DDP rebuilds its buckets."""
 TRIAL_STEPS = 8
-"""Number of steps to measure of each candidate, and at the end of a rest; more until they take `TRIAL_S`."""
+"""Number of steps measured per candidate and at the end of a rest, or more until they take `TRIAL_S`."""
 TRIAL_S = 0.25
-"""Seconds that the measured steps take together at least."""
+"""Minimum total time of the measured steps, in seconds."""
 MOST_SHARE = 0.01
-"""The share of the time that trials may take after the first decision."""
+"""The fraction of the training time that trials may take after the first decision."""
 MOST_EXTENSIONS = 5
-"""How many times in a row a phase is extended because of too few valid measurements."""
+"""How many times in a row a phase may be extended because of too few valid measurements."""
 CHANGED = 0.25
-"""The relative change of the time of a step that makes it measure all candidates again."""
+"""The relative change in the time of a step after which all candidates are measured again."""
 NO_TIMES = "the measured times make no sense, so nothing changes"
 SHORTEST_S = 1e-9
-"""The shortest step, in seconds, in a saved decision."""
+"""The shortest step, in seconds, that a saved decision may contain."""
 LARGEST = 1e18
-"""The largest number in a saved decision."""
+"""The largest number that a saved decision may contain."""
 _PHASES = ("measuring", "trying", "resting")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The current candidate, and the state of the measurements.
+    """Holds the current candidate, and the state of the measurements.
 
     Attributes:
-        candidate: the current candidate.
-        watch: the steps of this phase to measure; None: it never measures again.
-        others: the other candidates.
-        since: committed steps when the candidate became current; None before the first decision.
-        phase: "measuring", "trying" or "resting".
+        watch: the steps of this phase to measure; None: never measure again.
+        since: number of committed steps when the candidate became current; None before the first decision.
         extended: how many times in a row the phase was extended because of too few valid measurements.
-        switches: how many times the current candidate changed.
+        switches: how many times the current candidate has changed.
         why: the reason for the latest choice, a sentence without a full stop.
-        tried_s: by label: seconds of a step in the latest trials, or NaN without a valid measurement. First the
-            candidate that was current before them.
-        counted_bytes: by label: bytes of a step, without sparse gradients; see `Counters`.
-        ranks_per_node: at the time of the decision; 1 without nodes.
+        tried_s: seconds per step in the latest trials, by label; NaN without a valid measurement. The first entry is
+            the candidate that was current before the trials.
+        counted_bytes: bytes per step, by label, without sparse gradients; see `Counters`.
+        ranks_per_node: the number at the time of the decision; 1 without nodes.
     """
 
     candidate: Candidate
@@ -74,7 +71,7 @@ class Decision:
 
     @property
     def summary(self) -> str:
-        """For the summary at the first backward pass; "" before the first decision."""
+        """The text for the summary at the first backward pass; "" before the first decision."""
         if self.phase == "trying":
             return f"trying {self.candidate.label} since step {self.since}"
         if self.since is not None:
@@ -83,14 +80,13 @@ class Decision:
 
     @property
     def message(self) -> str:
-        """The message that rank 0 logs after a choice."""
         sent = self.counted_bytes.get(self.candidate.label)
         sender = "rank" if self.ranks_per_node == 1 else "node"
         size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and {sender}"
         return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Convert to dicts, lists, strings and numbers; NaN becomes None, because JSON has no NaN."""
+        """Convert to plain types. NaN becomes None, because JSON has no NaN."""
         return {
             "label": self.candidate.label,
             "candidates": [
@@ -113,11 +109,8 @@ class Decision:
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """Invert `to_plain`, for content that may be damaged or hostile.
-
-        Raises:
-            HookConfigError: the content is not a result of `to_plain`.
-        """
+        """Invert `to_plain`. The content may be damaged or hostile: raise HookConfigError if it is not a result of
+        `to_plain`."""
         try:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
             labels = set(known)
@@ -128,7 +121,7 @@ class Decision:
             if any(each < SHORTEST_S for each in tried_s.values()):
                 raise ValueError("a step that takes no time")
             if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
-                raise ValueError("it has figures of what is no candidate")
+                raise ValueError("it has figures for something that is not a candidate")
             if phase == "trying" and not (tried_s and counted_bytes.keys() == labels):
                 raise ValueError("trials without figures")
             return cls(
@@ -159,7 +152,7 @@ def longer(now: Decision, step: int, steps: int) -> Decision:
 
 
 def extended(now: Decision, config: Auto, step: int) -> Decision:
-    """Extend the phase after too few valid measurements on some rank; end it after `MOST_EXTENSIONS`."""
+    """Extend the phase after too few valid measurements on some rank. End it after `MOST_EXTENSIONS`."""
     if now.extended < MOST_EXTENSIONS:
         return replace(longer(now, step, TRIAL_STEPS), extended=now.extended + 1)
     if now.phase == "trying":
@@ -170,7 +163,7 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
 def after_measuring(
     now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
-    """Begin the trials of `candidates`. `sent`: counted bytes of a step by label, also for the current candidate."""
+    """Begin the trials of `candidates`. `sent` has the counted bytes per step by label."""
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
     return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)
@@ -181,7 +174,7 @@ def after_trial(now: Decision, config: Auto, step: int, step_s: float) -> Decisi
 
 
 def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decision:
-    """Rest again, or measure if the time of a step has changed since the choice, or was unknown."""
+    """Rest again, or measure if the time of a step has changed since the choice or was unknown."""
     then_s = now.tried_s.get(now.candidate.label, math.nan)
     if abs(step_s - then_s) <= CHANGED * then_s:
         return resting(now, config, step)
@@ -189,9 +182,9 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Continue with a decision from a checkpoint, also in the middle of trials. With another number of ranks or of
-    ranks per node, or other candidates, the current candidate stays, and is measured again. A candidate that the
-    options or the nodes no longer allow is replaced at once."""
+    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the number of ranks, the number
+    of ranks per node or the candidates have changed, keep the current candidate and measure it again. A candidate that
+    the options or the nodes no longer allow is replaced at once."""
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}
@@ -211,7 +204,7 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
     if now.phase == "measuring":
         return now
     missing = {each.label for each in allowed} - usable.keys()
-    # Without others no measurement was valid: it tries again at the end of the rest.
+    # If `others` is empty, no measurement was valid; the next one comes at the end of the rest.
     if saved.others and (missing or now.known != saved.known):
         return _measuring(now, config, step)
     anew = resting(now, config, step)
@@ -233,11 +226,11 @@ def resting(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """Return the labels of the candidates to try, those that send least first.
+    """Return the labels of the candidates to try, ordered by the bytes they send.
 
-    Candidates that send no less than all-reduce are left out, and candidates whose bytes alone would take longer than
-    the best step so far. The time per byte is at least the time saved per byte less in an earlier trial, because the
-    candidate that sends most computes least.
+    Leaves out candidates that send as much as all-reduce, and candidates whose bytes alone would take longer than the
+    best step so far. Time per byte is estimated from below: the time that an earlier trial saved, divided by the bytes
+    it saved. The candidate that sends most computes least, so the true time per byte is at least that.
     """
     tried = [(now.counted_bytes[label], each) for label, each in now.tried_s.items() if math.isfinite(each)]
     most, most_s = max(tried)
@@ -249,7 +242,7 @@ def worth_trying(now: Decision) -> list[str]:
 
 
 def _sends_as_much(now: Decision, label: str) -> bool:
-    """Whether it sends as much as all-reduce, such as bf16 for a model in bfloat16."""
+    """Return whether the candidate sends as much as all-reduce, such as bf16 for a model in bfloat16."""
     sent = now.counted_bytes
     return label != ALLREDUCE.label and ALLREDUCE.label in sent and sent[label] >= sent[ALLREDUCE.label]
 
@@ -268,7 +261,7 @@ def _ended(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:
-    """Measure the current candidate; during trials, return to the candidate before them."""
+    """Measure the current candidate. During trials, return to the candidate that was current before them."""
     if now.phase == "trying":
         now = _with(now, _before(now), step)
         now = now if now.why else replace(now, since=None)

@@ -1,7 +1,7 @@
-"""Compiles the C kernels on this machine, loads them, and compares builds.
+"""Compile the C kernels on this machine, load them, and compare builds.
 
-The first hook that needs them has the machine's C compiler make one shared library of `powersgd.c` and `quantized.c`,
-for float and for double. The library stays in the user's cache folder.
+The first hook that needs them compiles `powersgd.c` and `quantized.c`, for float and for double, into one shared
+library, with the machine's C compiler. The library is kept in the user's cache folder.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fPIC", "-fvisibility=default")
 SOURCES = {
     "powersgd.c": ("-ffp-contract=fast",),
-    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # every operation is rounded, as torch's are
+    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # round every operation, as torch does
 }
-"""The sources, with flags in addition to `FLAGS`."""
+"""The sources, with compiler flags in addition to `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes in which the kernels compute, and the values of `REAL` in the sources."""
 COMPILE_LIMIT_S = 60.0
-"""Compiling takes one or two seconds; other ranks wait for this one."""
+"""Time limit for the compiler. Compiling takes one or two seconds; other ranks wait for this one."""
 SWITCH = "COMMHOOKS_NATIVE"
-"""The environment variable that switches the kernels off, and Triton's: COMMHOOKS_NATIVE=0."""
+"""The environment variable that disables the C and Triton kernels: COMMHOOKS_NATIVE=0."""
 _MESSAGE_LENGTH = 500
 _TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
 """The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows, first row."""
@@ -48,7 +48,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "quantise": (ctypes.c_int, ctypes.c_double, ctypes.c_double, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
     "dequantise": (ctypes.c_int,),
 }
-"""The functions of the sources, with the types of their other arguments."""
+"""The functions in the sources, with the types of their other arguments."""
 
 
 def is_wanted(device: torch.device) -> bool:
@@ -61,16 +61,11 @@ def is_switched_off() -> bool:
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
     """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
-    of results of the kernels. "" if they are not wanted.
+    of results of the kernels; "" if they are turned off. `results_of`: returns the results of the kernels for
+    `fixed_numbers` of a dtype. Raises HookConfigError if the library cannot be loaded; see `load`.
 
-    Two builds of the same sources may differ in the last bits: the length of the processor's vectors determines the
-    order of sums, and the compiler decides which multiplications and additions it contracts.
-
-    Args:
-        results_of: returns what the kernels compute from `fixed_numbers` of a dtype.
-
-    Raises:
-        HookConfigError: the library cannot be loaded; see `load`.
+    Two builds of the same sources may differ in the last bits: the vector length of the processor determines the order
+    of sums, and the compiler decides which multiplications and additions it contracts.
     """
     if not is_wanted(device):
         return ""
@@ -78,9 +73,7 @@ def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> s
         return _build(load(), results_of)
     except HookConfigError as error:
         reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
-        raise HookConfigError(
-            f"{reason} (it is several times faster than torch; {SWITCH}=0 does without it)"
-        ) from error
+        raise HookConfigError(f"{reason} (it is several times faster than torch; {SWITCH}=0 turns it off)") from error
 
 
 @functools.cache
@@ -92,18 +85,15 @@ def _build(library: ctypes.CDLL, results_of: Callable[[torch.dtype], bytes]) -> 
 
 
 def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers between -0.5 and 0.5, with the same bits on every machine."""
+    """Return numbers between -0.5 and 0.5 that have the same bits on every machine."""
     counted = torch.arange(start, start + numel, dtype=torch.float64)
     return ((counted * 0.6180339887498949).frac() - 0.5).to(dtype)
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library; compile it first if it is not in the cache.
-
-    Raises:
-        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded. The message has a remedy.
-    """
+    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a remedy, if there is
+    no C compiler, it fails, or the library cannot be loaded."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(
@@ -119,9 +109,8 @@ def load() -> ctypes.CDLL:
             library = _load_or_compile(compiler.split(), folder / f"kernels_{key}.so")
     except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
-            "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
-            "XDG_CACHE_HOME that takes files and from which programs may run, or another compiler in CC. The system "
-            f"says: {error}"
+            "the compiled native kernel cannot be saved or loaded; set XDG_CACHE_HOME to a folder that is writable and "
+            f"allows execution, or CC to another compiler. The system reports: {error}"
         ) from error
     for name, types in _FUNCTIONS.items():
         for real in C_TYPES.values():
@@ -130,14 +119,13 @@ def load() -> ctypes.CDLL:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """Return a function of the library, for numbers of `dtype`. It returns 0, or -1 if there is no memory."""
+    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if memory runs out."""
     found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
     return found
 
 
 def source_text() -> bytes:
-    """Return the sources and headers, without files that editors leave beside them."""
-    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
+    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]  # no files left behind by editors
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
@@ -149,7 +137,7 @@ def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
         made = Path(temporary, library.name)
         _compile(compiler, made)
         with made.open("r+b") as written:
-            os.fsync(written.fileno())  # loading one that a power cut has truncated would end the process
+            os.fsync(written.fileno())  # loading a library that a power cut has truncated would end the process
         os.replace(made, library)  # atomic: several ranks may do this at once
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library))
@@ -180,24 +168,24 @@ def _run(command: Sequence[str]) -> None:
     if failed:
         raise HookConfigError(
             f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
-            f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
+            f"another one in the environment variable CC. Its output: {said.strip() or 'nothing'}"
         )
 
 
 @contextlib.contextmanager
 def _cache_folder() -> Iterator[Path]:
-    """Context manager: the cache folder, or a temporary folder if other users could write to the cache folder."""
+    """Yield the cache folder, or a temporary folder if other users could write to the cache folder."""
     with contextlib.suppress(RuntimeError):  # there is no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
         if _is_private(folder):
             yield folder
             return
     with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
-        yield Path(temporary)  # a loaded library does not need its file
+        yield Path(temporary)  # deleted afterwards: a loaded library does not need its file
 
 
 def _is_private(folder: Path) -> bool:
-    """Security: code is loaded from this folder, so only the user may own it and write to it."""
+    """Return whether only the user can write to `folder`. Code is loaded from it, so this is a matter of security."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -31,16 +31,16 @@ struct call {
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
 static size_t up(size_t a, size_t unit) { return pieces(a, unit) * unit; }
 
-/* A part has about 2^18 elements of delta, and at least 64 rows, so that packing Q for it is worth while. */
+/* A part has about 2^18 elements of delta, and at least 64 rows, so that packing Q for it pays off. */
 static size_t part_rows(const struct matrix *x) { return up(most((1 << 18) / x->m, 64), 32); }
 static size_t row_parts(const void *row) { return pieces(((struct matrix *)row)->n, part_rows(row)); }
 
-/* Each part of Q's sum is an r x m matrix: with 16 r rows or more in a part it is small beside delta. */
+/* Each part has its own sum of Q, an r x m matrix. With 16 r rows or more in a part it is small compared to delta. */
 static size_t sum_rows(const struct matrix *x) { return most(part_rows(x), up(16 * x->r, 32)); }
 static size_t sum_parts(const void *row) { return pieces(((struct matrix *)row)->n, sum_rows(row)); }
 static size_t one_part(const void *row) { return (void)row, 1; }
 
-/* ---- How much the registers hold: 4 * HIGH sums and their operands fit into them --------------------------------- */
+/* ---- What fits into the registers: 4 * HIGH sums and their operands ---------------------------------------------- */
 
 #if defined(__AVX512F__) || !defined(__x86_64__)
 #define HIGH 4
@@ -50,7 +50,7 @@ static size_t one_part(const void *row) { return (void)row, 1; }
 
 #define WIDE 4 /* ranks at a time in P and Q */
 
-/* Keep v in a register: gcc may load it again for each use. */
+/* Keep v in a register: otherwise gcc may load it again for each use. */
 #if defined(__x86_64__)
 #define KEEP(v) __asm__("" : "+v"(v))
 #else
@@ -67,7 +67,7 @@ static size_t one_part(const void *row) { return (void)row, 1; }
 
 typedef REAL quad __attribute__((vector_size(16)));
 
-/* How many of `count` numbers are left for vector b. */
+/* How many of `count` numbers remain from vector b on. */
 INLINE size_t left(size_t count, size_t b) { return count > b * LANES ? count - b * LANES : 0; }
 
 INLINE REAL total(vec v) {
@@ -85,7 +85,7 @@ INLINE REAL total(vec v) {
 
 #define TILE (32768 / sizeof(REAL)) /* columns at a time: HIGH rows of delta fit into the second-level cache */
 
-/* Four vectors or less. */
+/* `add` for up to four vectors. */
 INLINE void add_some(size_t count, REAL *delta, const REAL *residual, REAL factor, vec *largest) {
     const mask sign = (mask)-(vec){0};
     for (size_t b = 0; b < 4; b++) {
@@ -110,7 +110,7 @@ INLINE void add(size_t columns, REAL *delta, const REAL *residual, REAL factor, 
 /* x->largest is the maximum over all parts. */
 static void note_largest(struct matrix *x, const vec largest[4]) {
     REAL lanes[4 * LANES];
-    union { double number; uint64_t bits; } found = {0}; /* positive doubles have the order of their bits */
+    union { double number; uint64_t bits; } found = {0}; /* positive doubles compare as their bits do */
     uint64_t known = __atomic_load_n(&x->largest, __ATOMIC_RELAXED);
     memcpy(lanes, largest, sizeof lanes);
     for (size_t i = 0; i < 4 * LANES; i++) found.number = lanes[i] > found.number ? lanes[i] : found.number;
@@ -196,7 +196,8 @@ static int form_q(const struct work *work, void *row, size_t part) {
     const struct call *call = work->call;
     const struct matrix x = *(struct matrix *)row;
     size_t m = x.m, begin = part * sum_rows(&x), end = least(x.n, begin + sum_rows(&x));
-    /* Few rows are read like a stream, and as many as there are ranks cost no more loads of Q than of delta. */
+    /* With few rows at a time delta is read as a stream. With as many rows as ranks, Q is loaded no more often than
+     * delta. */
     size_t block = x.r > WIDE ? 32 : x.r, strip = HIGH * LANES;
     size_t ahead = up(most(pieces(AHEAD, m), block), block) * m;
     REAL *sum = part ? call->scratch + x.scratch + (part - 1) * x.r * m : x.q;
@@ -233,7 +234,7 @@ static int add_sums(const struct work *work, void *row, size_t part) {
 #define TALL (2 * HIGH)   /* rows at a time */
 #define TILES 16384       /* elements at a time of each Q: both fit into the second-level cache */
 
-/* Factors in the order in which low_rank reads them: [length / unit][r][unit], filled up with zeros. from: r x stride */
+/* Pack a factor (r x stride) in the order in which low_rank reads it: [length / unit][r][unit], padded with zeros. */
 INLINE void pack(size_t unit, size_t r, size_t length, size_t stride, REAL sign, const REAL *from, REAL *restrict to) {
     for (size_t j = 0; from && j < length; j += unit)
         for (size_t k = 0; k < r; k++, to += unit)
@@ -329,7 +330,7 @@ static void subtract(double *restrict v, const double *rows, size_t count, size_
         v[j] -= (shares[0] * row[0][j] + shares[1] * row[1][j]) + (shares[2] * row[2][j] + shares[3] * row[3][j]);
 }
 
-/* Scale v to norm 1 and return its norm before; a zero v stays zero. */
+/* Scale v to norm 1 and return its previous norm; a zero v stays zero. */
 static double normalise(double *v, size_t k) {
     dvec sums[4] = {{0}};
     double square = 0, scale;
@@ -344,19 +345,19 @@ static double normalise(double *v, size_t k) {
     return __builtin_sqrt(square);
 }
 
-/* v = source, scaled to norm 1; returns 0 if it is zero, otherwise 1. Non-finite numbers count as zero. */
+/* v = source, scaled to norm 1. Return 0 if source is zero, otherwise 1. Non-finite numbers count as zero. */
 static double read_row(const REAL *source, double *v, size_t k) {
     double largest = 0;
     for (size_t j = 0; j < k; j++) v[j] = __builtin_isfinite(source[j]) ? source[j] : 0;
-    if (sizeof(REAL) == sizeof(double)) { /* squares of double may overflow in double; squares of float cannot */
+    if (sizeof(REAL) == sizeof(double)) { /* the square of a double may overflow; the square of a float cannot */
         for (size_t j = 0; j < k; j++) largest = __builtin_fabs(v[j]) > largest ? __builtin_fabs(v[j]) : largest;
         for (size_t j = 0; largest > 0 && j < k; j++) v[j] /= largest;
     }
     return normalise(v, k) > 0;
 }
 
-/* With call->orthogonal by Gram-Schmidt, done twice. A row is missing if at most call->number of its norm is independent
- * of the rows before it; the row of `refill` replaces it. */
+/* Scale rows to norm 1; with call->orthogonal orthonormalise them by Gram-Schmidt, done twice. A row is missing if at
+ * most call->number of its norm is independent of the rows before it; the row of `refill` replaces it. */
 static int unit_rows(const struct work *work, void *row, size_t part) {
     const struct call *call = work->call;
     struct factor *x = row;
@@ -382,7 +383,7 @@ static int unit_rows(const struct work *work, void *row, size_t part) {
     return 0;
 }
 
-/* The functions that Python calls. They return 0, or -1 if there is no memory; then some matrices are done. */
+/* The functions that Python calls. They return 0, or -1 if memory runs out after some matrices are done. */
 
 /* delta += factor * residual where there is one; P = delta Q; largest = max |delta| before, without NaN. */
 int EXPORT(form_p)(start_team *start, unsigned threads, size_t count, struct matrix *table, double factor) {

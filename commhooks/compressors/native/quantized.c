@@ -1,11 +1,11 @@
-/* The quantised all-reduce's work on blocks, on the CPU. Compiled once for each REAL: float and double.
+/* The arithmetic of the quantised all-reduce on blocks, on the CPU. Compiled once for each REAL: float and double.
  *
- * The same operations in the same order as with torch, in quantized/kernels.py, without contracted multiplications and
- * additions (-ffp-contract=off): the bits are equal. Loops over a block are plain, for the compiler to vectorise; a
- * block is still in the first-level cache from one loop to the next.
+ * The operations and their order are the same as with torch in quantized/kernels.py, without contracted multiplications
+ * and additions (-ffp-contract=off), so the bits are equal. Loops over a block are plain, so that the compiler can
+ * vectorise them; a block is still in the first-level cache from one loop to the next.
  *
- * Traffic: six passes over the gradients, and two over their codes. quantise reads gradient and residual and writes into
- * the bucket the rounding error, and the codes; dequantise reads them and writes residual and gradient.
+ * Traffic: six passes over the gradients, and two over their codes. quantise reads gradient and residual, and writes
+ * codes, and rounding errors into the bucket. dequantise reads both, and writes residual and gradient.
  *
  * Threads: pieces are cut into parts of whole blocks, and each thread of a team takes one part after another. Blocks do
  * not depend on each other, so the number of threads changes no bit.
@@ -31,7 +31,7 @@ struct call {
 static size_t block_numel(const struct piece *x, size_t b) { return least(x->block, x->numel - b * x->block); }
 static size_t code_bytes(size_t numel, int bits) { return bits == 8 ? numel : numel / 2; }
 
-/* A part: about 2^16 elements. */
+/* A part has about 2^16 elements. */
 static size_t part_blocks(const struct piece *x) { return pieces(1 << 16, x->block); }
 static size_t parts(const void *row) {
     const struct piece *x = row;
@@ -70,7 +70,7 @@ INLINE void move(REAL *restrict to, const REAL *restrict from, size_t n) {
     for (; i < n; i++) to[i] = from[i];
 }
 
-/* The largest |x|; inf or NaN if one of them is not finite. Without the sign, the bits are in the order of the numbers,
+/* The largest |x|; inf or NaN if one of them is not finite. Without the sign, the bits have the order of the numbers,
  * with inf and NaN last. */
 INLINE REAL largest(const REAL *delta, size_t n) {
     integer found = 0;
@@ -92,13 +92,13 @@ INLINE REAL scale_of(REAL largest, const struct call *call) {
     return scale < TINY ? 0 : scale;
 }
 
-/* Codes of n numbers, which become their rounding errors. to (|)= (code + offset) << shift. */
+/* Write the codes of n numbers, and replace the numbers by their rounding errors. to (|)= (code + offset) << shift. */
 INLINE void encode_some(REAL *restrict delta, uint8_t *restrict to, REAL scale, size_t n, int levels, int offset,
                         int shift) {
     REAL divisor = scale == 0 ? 1 : scale, top = levels;
     for (size_t i = 0; i < n; i++) {
         REAL whole = delta[i] / divisor;
-        whole = whole < top ? whole : top; /* NaN, too, so that it has a code */
+        whole = whole < top ? whole : top; /* also turns NaN into top, so that it has a code */
         whole = RINT(whole > -top ? whole : -top);
         delta[i] = delta[i] - whole * scale;
         to[i] = (shift ? to[i] : 0) | (uint8_t)((unsigned)((int)whole + offset) << shift);
@@ -113,7 +113,7 @@ INLINE void encode(REAL *delta, uint8_t *codes, REAL scale, size_t n, size_t blo
     }
     encode_some(delta, codes, scale, least(n, half), 7, 8, 0);
     if (n > half) encode_some(delta + half, codes, scale, n - half, 7, 8, 4);
-    for (size_t i = n; i < block; i++) /* padding of a block that is not full: zeros, which torch decodes */
+    for (size_t i = n; i < block; i++) /* pad a block that is not full with codes of zero, which torch decodes */
         codes[i % half] = i < half ? 8 : (codes[i % half] & 15) | 8 << 4;
 }
 
@@ -176,9 +176,9 @@ static int dequantise(const struct work *work, void *row, size_t part) {
 /* Replace the gradient in the bucket by the rounding error of delta = gradient + factor * residual; write codes and
  * scales.
  *
- * ranks, rank: delta is divided by `ranks`, the messages of all ranks but `rank` are added, also divided, and the
- * rounding error is multiplied by `ranks`. 1 and 0: there are no messages. stride: bytes from the message of a rank to
- * the message of the next. most: the largest scale. */
+ * ranks, rank: divide delta by `ranks`, add the messages of all ranks but `rank`, also divided, and multiply the
+ * rounding error by `ranks`. With 1 and 0 there are no messages. stride: bytes from one rank's message to the next.
+ * most: the largest scale. */
 int EXPORT(quantise)(start_team *start, unsigned threads, size_t count, struct piece *table, int bits, double most,
                        double factor, size_t ranks, size_t rank, size_t stride) {
     struct call call = {bits, most, factor, ranks, rank, stride};

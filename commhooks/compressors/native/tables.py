@@ -1,7 +1,8 @@
-"""Tables for the C kernels: one row of 64-bit fields per matrix, factor or piece, as the structs in `tables.h`.
+"""Define the arguments of the C kernels: tables with a row of 64-bit fields per matrix, factor or piece, laid out as
+the structs in `tables.h`.
 
-Kernels run in the OpenMP threads of torch's operators if torch's library has the entry point `GOMP_parallel`, as on
-Linux. A second thread pool would compete with them.
+Kernels run in the OpenMP threads of torch's operators if torch's library exports `GOMP_parallel`, as on Linux. A second
+thread pool would compete with them.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from commhooks.errors import HookRunError
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
 _GRAIN = 2**15
-"""Elements per thread, at least: as many as torch's operators ask for."""
+"""Minimum number of elements per thread, as for torch's operators."""
 _IMPORTED_IN = os.getpid()
 
 
@@ -27,14 +28,12 @@ class Table:
     """Base of the tables.
 
     Args:
-        rows: the values of the first fields, per row; the other fields are 0.
-        dtype: of the numbers that the kernel processes.
+        rows: the values of the first fields in each row; the other fields are 0.
 
     Attributes:
         fields: the members of the struct, in order.
-        pointers: the fields that `point` writes, with the indices of two fields: their product is the number of
-            elements there.
-        sizes: the argument `rows`.
+        pointers: the fields that `point` writes, each with the indices of two fields whose product is the number of
+            elements at that address.
         rows: `rows x fields`, int64.
     """
 
@@ -49,24 +48,20 @@ class Table:
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
         self._functions: dict[str, Callable[..., int]] = {}
-        # The memory of `rows`, for single numbers: one operator of torch takes longer than writing a column this way.
+        # Views the memory of `rows`: writing a whole column this way takes less time than one torch operator.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
     @staticmethod
     def elements_of(row: Sequence[int]) -> int:
-        """Estimate the number of elements processed for a row, from its sizes."""
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
-        """Return a copy of the rows at `places` (ascending), or this table if `places` has all rows."""
+        """Return a table of the rows at `places` (ascending), or this table if `places` has all rows."""
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
-        """Call a function of the library for consecutive `rows`, in as many threads as torch would use.
-
-        Raises:
-            MemoryError: there is no memory for its scratch space.
-        """
+        """Call a function of the library for consecutive `rows`, in as many threads as torch would use. Raises
+        MemoryError if there is no memory for its scratch space."""
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
@@ -89,7 +84,8 @@ class Table:
 
 
 class MatrixTable(Table):
-    """`struct matrix`: n, m and r, then addresses of delta and residual (n x m) and of factors (r x n, r x m)."""
+    """Lays out `struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x
+    m)."""
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
@@ -106,8 +102,8 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows (or 0), and
-    of the result."""
+    """Lays out `struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows,
+    and of the result."""
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
@@ -122,7 +118,7 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, and the block size, then
+    """Lays out `struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
     addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
@@ -133,25 +129,22 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`, after the only check that its memory gets before C uses it.
-
-    Raises:
-        HookRunError: the memory does not hold `numel` contiguous numbers of `dtype`.
-    """
+    """Return the address of `tensor`. Raise HookRunError unless it holds `numel` contiguous numbers of `dtype` on the
+    CPU: C accesses the memory without any other check."""
     place = tensor.data_ptr()
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
         raise HookRunError(
-            f"the native kernel needs {numel} numbers of {dtype} one after another on the CPU, and got a tensor of "
+            f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a tensor of "
             f"shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
-            "COMMHOOKS_NATIVE=0 does without the kernel"
+            "COMMHOOKS_NATIVE=0 turns the kernel off"
         )
     return place
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel`, or None, and the number of threads for so many elements: at most as many
-    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on it."""
+    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`, at most as many
+    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on either."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:

@@ -1,4 +1,4 @@
-/* Vectors of the processor, and of other lengths. */
+/* Vectors of the processor's length, and loads and stores of fewer numbers. */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,12 +20,12 @@
 #endif
 
 #define LANES (BYTES / sizeof(REAL))
-#define INLINE static inline __attribute__((always_inline)) /* arguments that are constants become so */
+#define INLINE static inline __attribute__((always_inline)) /* so that constant arguments are propagated */
 
 typedef REAL vec __attribute__((vector_size(BYTES)));
 typedef __typeof__((vec){0} < (vec){0}) mask;
 
-/* Up to LANES numbers; the others are 0. */
+/* Load up to LANES numbers; the other lanes are 0. */
 INLINE vec load(const REAL *from, size_t count) {
     vec v = {0};
     memcpy(&v, from, count < LANES ? count * sizeof(REAL) : sizeof v);
@@ -34,7 +34,7 @@ INLINE vec load(const REAL *from, size_t count) {
 
 INLINE void store(REAL *to, vec v, size_t count) { memcpy(to, &v, count < LANES ? count * sizeof(REAL) : sizeof v); }
 
-/* Before other threads see what was written by STREAM. */
+/* Call this before other threads read what STREAM has written. */
 INLINE void streamed(void) {
 #if defined(__x86_64__)
     _mm_sfence();

@@ -1,8 +1,9 @@
-"""A step of PowerSGD on an accelerator, for all matrices at once.
+"""Compute a step of PowerSGD on an accelerator, for all matrices at once.
 
-The host never synchronises with the device: masks replace branches. Seven kernels run per matrix (with stacked deltas
-per shape): the maximum of the gradient, the sum with the residual, P, Q, the new residual, its mask, the gradient. All
-others work on the packed factors of the bucket, so that their number depends neither on the layers nor on the rank.
+The host never synchronises with the device: masks replace branches. Seven kernels run per matrix, or per shape with
+stacked deltas: the maximum of the gradient, the sum with the residual, P, Q, the new residual, its mask, the gradient.
+All other kernels work on the packed factors of the bucket, so that their number depends neither on the number of layers
+nor on the rank.
 """
 
 import functools
@@ -19,13 +20,14 @@ from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGD
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """`k` matrices `n x m` with the same r and their deltas in one tensor, so that one kernel multiplies all of them.
+    """Holds `k` matrices `n x m` of the same rank, with deltas in one tensor, so that one kernel multiplies all of
+    them.
 
     Attributes:
         members: a slice of the bucket's matrices.
-        delta: memory for the deltas, `k x n x m`; None: delta is computed in the bucket, and `k` is 1.
+        delta: memory for the deltas, `k x n x m`; None if delta is computed in the bucket, and then `k` is 1.
         p, q: the factors, `k x r x n` and `k x r x m`.
-        largest: per matrix the largest absolute value of the gradient.
+        largest: the largest absolute gradient of each matrix.
     """
 
     members: slice
@@ -37,16 +39,16 @@ class Block:
 
 
 class AcceleratorKernel:
-    """Implements `LowRankKernel` for matrices of one parameter each, on any device. The results equal the results of
-    `CpuKernel` up to rounding if the rows of P are independent (see `orthonormal_stack`).
+    """Implements `LowRankKernel` for matrices that consist of one parameter, on any device. If the rows of P are
+    independent (see `orthonormal_stack`), the results equal the results of `CpuKernel` up to rounding.
 
     Args:
-        work: with matrices ordered by shape (see `by_shape`).
+        work: the workspace, with matrices ordered by shape (see `by_shape`).
         stack_deltas: copy gradients of one shape into one tensor.
 
     Attributes:
         p, q: the factors of all matrices.
-        largest: per parameter in the matrices the largest absolute value of its gradient.
+        largest: the largest absolute gradient of each parameter in the matrices.
     """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
@@ -67,8 +69,7 @@ class AcceleratorKernel:
                 largest = self.largest[begin : begin + k]
                 self.blocks.append(Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest))
                 begin, p, q = begin + k, p + k * r * n, q + k * r * m
-        # Learned state is allocated here, and not when it is first written: a device without enough memory then fails
-        # in the first backward pass, and not when compression begins, perhaps a thousand steps later.
+        # Learned state is allocated here and not when it is first written: see `Compressor.allocate`.
         self._learned_q = self._new_learned_q()
         self._residuals: NamedViews | None = None
         self._residual_of: list[torch.Tensor] = []
@@ -89,7 +90,8 @@ class AcceleratorKernel:
         pack_factor(self.p.flat, bucket.first.packed, bucket.step.world_size)
 
     def orthonormalize(self, bucket: BucketPass) -> None:
-        # P of a matrix without a gradient on any rank becomes zero: then its residual stays, and its gradient is zero.
+        # Set P to zero for a matrix without a gradient on any rank. Then P Q^T = 0: delta = 0 + residual becomes the
+        # new residual, and the averaged gradient is zero.
         bucket.used = self.used(bucket)
         self.p.orthonormalize(bucket.first.packed, bucket.used)
 
@@ -101,6 +103,7 @@ class AcceleratorKernel:
         )
 
     def form_remainder(self, bucket: BucketPass) -> None:
+        # delta = delta - P Q^T with this rank's Q: the new residual, stored in `reconstruct`.
         for block, delta in zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ():
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
@@ -108,10 +111,12 @@ class AcceleratorKernel:
         good = torch.as_tensor(good, device=self.work.layout.device)
         if self.work.error_feedback:
             self.keep_residuals(bucket, good)
+        # Learn the mean Q of the matrices that have a gradient on some rank, if the pass is good.
         q = self.q.flat.copy_(bucket.last.packed)
         learned = self._learned_q.bind(bucket.q, functools.partial(self._draw_q, bucket))[:-1]
         keep = (good & bucket.used).index_select(0, self.q.matrix_of)
         torch.where(keep, q, learned, out=learned)
+        # gradient = P mean_Q^T, or NaN if this bucket is not finite
         q.add_(torch.where(finite, 0.0, float("nan")))
         for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.p.transpose(1, 2), block.q, out=delta)
@@ -169,13 +174,12 @@ class AcceleratorKernel:
                 delta.addcmul_(residual, factor)
 
     def bound_residuals(self, bucket: BucketPass) -> list[torch.Tensor]:
-        """Return the residuals of each block, in the shape of its delta, after making them the learned state."""
+        """Make the residuals the learned state. Return the residuals of each block, in the shape of its delta."""
         assert self._residuals is not None
         self._residuals.bind(bucket.residuals)
         return self._residual_of
 
     def _new_residuals(self) -> NamedViews:
-        """Allocate the residuals of all matrices, with one flat entry per parameter."""
         names, begin = [], 0
         for x in self.work.matrices:
             names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
@@ -190,7 +194,6 @@ class AcceleratorKernel:
         return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
 
     def _new_learned_q(self) -> NamedViews:
-        """Allocate the learned Q of all matrices, packed, with one entry `r x m` per matrix."""
         names, begin = [], 0
         for x in self.work.matrices:
             names.append((x.name, begin, (x.rank, x.m)))
@@ -204,7 +207,7 @@ class AcceleratorKernel:
         drawn = [fill(i).flatten() for i in range(len(self.work.matrices))]
         packed = torch.cat([*drawn, torch.zeros(1, dtype=self.work.dtype)])
         if torch.accelerator.is_available():
-            packed = packed.pin_memory()  # the host would wait for a copy of other memory
+            packed = packed.pin_memory()  # a copy from pageable memory would make the host wait
         return packed.to(self.work.layout.device, non_blocking=True)
 
     def _draw_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
@@ -212,7 +215,7 @@ class AcceleratorKernel:
 
 
 def by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """Sort matrices so that equal shapes and ranks are adjacent, in the order of their first occurrence."""
+    """Sort matrices so that matrices of equal shape and rank are adjacent, in the order of their first occurrence."""
     shapes = list(dict.fromkeys(map(_shape, matrices)))
     return sorted(matrices, key=lambda matrix: shapes.index(_shape(matrix)))
 
@@ -224,24 +227,23 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
 # ---- one factor of every matrix ---------------------------------------------------------------------------------
 
 _WASTE, _SMALL = 4, 2**14
-"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long together, or if the padded
-rows have at most `_SMALL` elements together. Independent of r, and therefore so is the number of kernels."""
+"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long in total, or if the padded
+rows have at most `_SMALL` elements in total. Neither limit depends on r, so the number of kernels does not either."""
 
 
 class PackedFactors:
-    """P or Q of all matrices, transposed, so that a few kernels process all of them.
+    """Holds P or Q of all matrices, transposed, so that a few kernels process all of them.
 
     Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
-    one shape: for them, the factors are padded with zeros, which change no product.
+    one shape, so factors of similar length form a group and are padded with zeros, which change no product.
 
     Args:
         shapes: `(r, length)` of each matrix.
-        refill: per matrix random rows, `r x length`, on the CPU, to replace zero and dependent rows.
+        refill: random rows, `r x length`, on the CPU, to replace zero and dependent rows of each matrix.
 
     Attributes:
-        numel: number of elements of all factors.
         flat: the packed factors, in the compute dtype.
-        matrix_of: per element of `flat` the index of its matrix.
+        matrix_of: the index of the matrix to which each element of `flat` belongs.
     """
 
     def __init__(
@@ -280,7 +282,7 @@ class PackedFactors:
         self._results = self._views(self._result)
 
     def unit_rows(self, packed: torch.Tensor) -> None:
-        """Write the rows of `packed` (from `new_packed`), scaled to norm 1, into `flat`. Zero rows become random."""
+        """Write the rows of `packed`, scaled to norm 1, into `flat`. Random rows replace zero rows."""
         for rows, refill, out in zip(self._padded(packed), self._refill, self._results, strict=True):
             unit, missing = unit_stack(rows)
             torch.addcmul(unit, refill, missing, out=out)
@@ -297,11 +299,10 @@ class PackedFactors:
         self._pack()
 
     def _padded(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Pad: return a tensor `k x r x length` per group."""
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view `k x r x length` per group of a 1-D tensor that holds all groups."""
+        """Split a 1-D tensor that holds all groups into a view `k x r x length` per group."""
         return [piece.view(x.shape) for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)]
 
     def _pack(self) -> None:
@@ -310,21 +311,18 @@ class PackedFactors:
 
 
 def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate packed factors: `numel` elements, and one more that stays zero."""
+    """Allocate packed factors: `numel` elements, and one more that stays zero and is read as padding."""
     return torch.zeros(numel + 1, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Matrices whose factors share one padded tensor."""
-
     members: list[int]
     shape: tuple[int, int, int]
-    """`k x r x length` of the padded tensor, with the largest r and length."""
+    """`k x r x length` of the padded tensor, with the largest r and length in the group."""
 
 
 def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
-    """Group factors of similar length, in the order of their lengths."""
     groups: list[_Group] = []
     filled = 0
     for i in sorted(range(len(shapes)), key=lambda i: (shapes[i][1], i)):
@@ -341,31 +339,27 @@ def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
 
 # ---- orthonormal rows -------------------------------------------------------------------------------------------
 
-# A row is weak if less than `_WEAK` times its norm is independent of the rows before it. `_NUDGE` times a random row is
-# added to it.
+# A row is weak if the part of it that is independent of the rows before it has less than `_WEAK` times its norm.
+# `_NUDGE` times a random row is added to a weak row.
 _WEAK, _NUDGE = 1e-2, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """Orthonormalise the rows of a stack of matrices on an accelerator, in about 40 kernels, independent of k and r.
+    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator, in about 40 kernels, independent of
+    k and r. The result is in float64. Non-finite numbers count as zero. `refill`: random rows of norm 1 (k x r x n),
+    independent of `rows` with probability 1.
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
     for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
-    show dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
-    which makes it independent. This turns a row by an angle of 1e-6 at most; it turns the component that a weak row
+    reveal dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
+    which makes it independent. This turns the row by an angle of at most 1e-6. It turns the component that a weak row
     adds to the others, of norm e, by about 1e-6 / e.
-
-    Args:
-        rows: k x r x n; non-finite numbers count as zero.
-        refill: k x r x n, random rows of norm 1, independent of `rows` with probability 1.
-
-    Returns:
-        k x r x n in float64.
     """
     rows, _ = unit_stack(torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
     triangle, failed = _triangle(rows)
     weak = (triangle.diagonal(dim1=1, dim2=2) < _WEAK) | (failed != 0).unsqueeze(-1)
     rows, _ = unit_stack(rows.addcmul_(refill, weak.unsqueeze(-1), value=_NUDGE))
+    # Each pass computes rows = L^-1 rows, where rows rows^T = L L^T, and brings rows rows^T closer to the identity.
     for _ in range(3):
         rows = torch.linalg.solve_triangular(_triangle(rows)[0], rows, upper=False)
     return rows
@@ -374,13 +368,13 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info (k; 0: success)."""
     gram = torch.bmm(rows, rows.transpose(1, 2))
-    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])  # so that rounding does not make it indefinite
+    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])  # the shift: keeps it positive definite despite rounding
     return torch.linalg.cholesky_ex(gram)  # `cholesky` would wait for the device to check for failure
 
 
 def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale the rows of a stack (k x r x n) to norm 1, in float64, where no square of a float32 overflows. Also return
-    which rows are zero (k x r x 1); they stay zero."""
+    """Scale the rows of a stack (k x r x n) to norm 1 in float64, in which no square of a float32 overflows. Also
+    return which rows are zero (k x r x 1); they stay zero."""
     rows = rows.double()
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows / norm.clamp_min(1e-300), norm == 0

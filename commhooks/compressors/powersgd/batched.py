@@ -1,6 +1,6 @@
-"""Batched PowerSGD: each bucket as one square matrix, padded with zeros.
+"""Implement batched PowerSGD, which compresses each bucket as one square matrix padded with zeros.
 
-Source: `batched_powerSGD_hook` of torch.distributed. There is a residual per parameter, and a Q per bucket.
+Source: `batched_powerSGD_hook` of torch.distributed. There is one residual per parameter and one Q per bucket.
 """
 
 import math
@@ -21,22 +21,21 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 
 class BucketQ(FactorField):
-    """The Q of a bucket, saved without conversion."""
-
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        # The size of the matrix is unknown before DDP builds its buckets: a Q of another size is replaced later.
+        # Until DDP has built its buckets the size of the matrix is unknown. `refit` discards a Q of another size.
         return None
 
 
 class BatchedCpuKernel(CpuKernel):
-    """A `CpuKernel` for the one matrix of a bucket. Parameters without a gradient on any rank are left out."""
+    """Implements `LowRankKernel` for the single matrix of a bucket. Leaves out parameters without a gradient on any
+    rank."""
 
     def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
-        self.largest = None  # `products.largest` is for the whole bucket
+        self.largest = None  # `products.largest` is a single number for the whole bucket
 
     def add_residuals(self, bucket: BucketPass) -> None:
         for slot in self.work.slots:
@@ -61,10 +60,10 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """An `AcceleratorKernel` for the one matrix of a bucket: masks have a value per element.
+    """Implements `LowRankKernel` for the single matrix of a bucket, with a mask value per element.
 
     Attributes:
-        parts: the number of elements of each parameter, and of the padding.
+        parts: the number of elements of each parameter, then of the padding.
     """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
@@ -101,12 +100,10 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         factor = chosen(good, bucket.step.residual_factor, 1.0)
         if not is_one(factor):
             residual.mul_(factor)
-        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # none in the padding
+        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # the padding has no residual
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
-    """Compresses each bucket as one square matrix, padded with zeros."""
-
     Config = BatchedPowerSGD
     q = BucketQ("q", per="bucket")
     Cpu = BatchedCpuKernel
@@ -122,7 +119,7 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
         label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
         sparse = any(info.sparse for info in parameters)
         complex_numbers = any(info.parameter.is_complex() for info in parameters)
-        # The key identifies the sequence of parameters, because another bucket layout has another matrix.
+        # The key identifies the sequence of parameters: a bucket of other parameters forms another matrix.
         key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
         plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
         if sparse or complex_numbers or 2 * side * rank >= numel:

@@ -1,4 +1,4 @@
-"""PowerSGD for the engine: which matrices are compressed, the learned state, and the kernel of a bucket."""
+"""Define the compressor of PowerSGD: which matrices it compresses, its learned state, and the kernel of a bucket."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """Plans a gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
+    """Plans a gradient as an `n x m` matrix compressed at `rank`, or as uncompressed with a reason."""
 
     n: int = 0
     m: int = 0
@@ -46,14 +46,14 @@ class MatrixPlan(UnitPlan):
 
 
 class FactorField(StateField):
-    """The Q of a matrix, transposed: `r x m`."""
+    """Describes the learned Q of a matrix, stored transposed: `r x m`."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
         return plan.rank, plan.m
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank, or add rows of `initial`; without it zeros, which the kernel replaces."""
+        """Truncate to the new rank, or append rows of `initial`, or else zeros, which the kernel replaces."""
         rank, rows = self.shape(plan)[0], len(value)
         if not rank:
             return None
@@ -65,7 +65,7 @@ class FactorField(StateField):
 
 
 class ParameterQ(FactorField):
-    """The Q of a parameter, saved as `r x (the other dimensions in logical order)`."""
+    """Saves Q as `r x (the other dimensions in logical order)`."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rest = memory_order(parameter)[1:]
@@ -75,7 +75,7 @@ class ParameterQ(FactorField):
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
         order = memory_order(parameter)
-        if row_dim != order[0]:  # the memory format has changed, and other elements form a row
+        if row_dim != order[0]:  # the memory format has changed, so the rows consist of other elements
             return None
         rest = order[1:]
         ordered = sorted(rest)
@@ -89,13 +89,6 @@ class ParameterQ(FactorField):
 
 
 class LowRankCompressor(Compressor[AnyPowerSGD]):
-    """Base of PowerSGD and batched PowerSGD: two all-reduces per bucket.
-
-    Attributes:
-        q: the field of the learned Q.
-        Cpu, Accelerator: classes of the kernels.
-    """
-
     title = "PowerSGD"
     collectives = ("sum", "sum")
     exchange = staticmethod(low_rank_exchange)
@@ -125,7 +118,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # The numbers of `PowerSGDWorkspace.draw_q` at the first step.
+        # The same numbers as `PowerSGDWorkspace.draw_q` draws at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
@@ -143,7 +136,6 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         return MemoryPlan(residual, factors, packed, "P and Q", copies)
 
     def kernel(self, layout: BucketLayout, matrices: list[Matrix]) -> LowRankKernel:
-        """Make the kernel of a bucket, and allocate its buffers."""
         wire_dtype = self.wire_dtype_for(layout.dtype)
         if not precision.is_host_readable(layout.device):
             work = PowerSGDWorkspace(layout, by_shape(matrices), self.config, wire_dtype)
@@ -156,7 +148,7 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
 
 
 def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
-    """Return the bytes of the messages of one bucket; an upper bound if `rows` belong to several."""
+    """Return the bytes of the messages of one bucket; an upper bound if `rows` belong to several buckets."""
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
@@ -171,7 +163,7 @@ class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
     q = ParameterQ("q")
 
     def plan_parameter(self, info: ParameterInfo) -> MatrixPlan:
-        """Compress matrices with `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and
+        """Compress a matrix if `(n + m) * rank * min_compression_rate < n * m`, as torch's `_should_compress` does, and
         `(n + m) * rank < n * m`."""
         parameter = info.parameter
         if parameter.dim() < 2:

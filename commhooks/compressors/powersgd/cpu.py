@@ -1,4 +1,4 @@
-"""A step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C kernel."""
+"""Compute a step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C kernel."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_ov
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import FactorTable, MatrixTable
 from commhooks.compressors.powersgd.exchange import BucketPass, PowerSGDWorkspace
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 
 Tensors = Sequence[torch.Tensor]
 Residuals = Sequence[torch.Tensor | None]
@@ -19,16 +19,16 @@ Refill = Callable[[int], torch.Tensor]
 
 
 class CpuKernel:
-    """Implements `LowRankKernel` for matrices of one parameter each.
+    """Implements `LowRankKernel` for matrices that consist of one parameter.
 
     Attributes:
-        own_deltas: per matrix memory for delta, n x m; None: delta is computed in the bucket.
-        largest: per parameter the largest absolute value of its gradient; None: the products do not compute it.
+        own_deltas: memory for each matrix's delta, n x m; None if delta is computed in the bucket.
+        largest: the largest absolute gradient of each parameter; None if the products do not compute it.
     """
 
     def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
         self.work, self.products, self.largest = work, products, products.largest
-        # Partials of `work`, not methods of this kernel, which would hold its memory in a reference cycle.
+        # Bind `work` and not `self`: a reference cycle would delay freeing the kernel's memory.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
         self.own_deltas = [None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype) for x in work.matrices]
         p, q, ranks = zip(*products.pieces, strict=True)
@@ -38,16 +38,19 @@ class CpuKernel:
 
     def form_p(self, bucket: BucketPass) -> None:
         work, products, flags, largest = self.work, self.products, bucket.first.flags, self.largest
+        # Write the flags here, unless `products.form_p` computes `largest`.
         if largest is None:
             gradients = [slot.of(bucket.flat) for slot in work.slots]
             put_flags(gradients, flags)
             for gradient, flag in zip(gradients, flags, strict=True):
                 put_overflow(gradient, flag)
+        # delta = gradient; `products.form_p` adds the residuals that `add_residuals` returns.
         self._load_gradients(bucket)
         residuals = self.add_residuals(bucket) if work.error_feedback else None
         known = bucket.q if work.warm_start else {}
         q = [known[x.name] if x.name in known else work.draw_q(x, bucket.step.number) for x in work.matrices]
-        # Only the span of Q matters, and without scaling P would grow with the square of the gradient.
+        # Only the span of Q matters. Without the scaling, P would grow with the square of the gradient, because Q is
+        # about as large as the gradient of the step before.
         products.unit_rows(q, self._refill_q)
         products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
         if largest is not None:
@@ -65,27 +68,28 @@ class CpuKernel:
             put_projection(q, out, bucket.step.world_size, rank=rank)
 
     def form_remainder(self, bucket: BucketPass) -> None:
-        """Do nothing: `reconstruct` computes the residual with the gradient, and reads delta once for both."""
+        """Do nothing: `reconstruct` computes the residual together with the gradient, and reads delta once for both."""
 
     def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         work, products = self.work, self.products
         residuals: Tensors | None = None
         idle: list[Slot] = []
-        if good:
+        if good:  # learn: Q = mean Q, residual = delta - P Q^T
             places, idle = self.used(bucket)
             mean_q = [self._keep_q(bucket, i) for i in places]
             if work.error_feedback and places:
                 residuals = self.residuals_to_write(bucket, places, idle)
-        else:
+        else:  # learn nothing; NaN in Q makes the gradient NaN if this bucket is not finite
             places, mean_q = list(range(len(work.matrices))), products.q
             nan_if_bad = torch.where(finite, 0.0, float("nan")).to(work.dtype)
             for mine, arrived in zip(mean_q, bucket.last.factors, strict=True):
                 mine.copy_(arrived).add_(nan_if_bad)
+        # The residuals first, because the gradient P mean_Q^T then overwrites delta.
         products.reconstruct(places, [bucket.deltas[i] for i in places], residuals, mean_q)
         for i in () if work.in_bucket else places:
             bucket.gradients[i].copy_(bucket.deltas[i].view(-1)[: len(bucket.gradients[i])])
         factor = float(bucket.step.residual_factor)
-        for slot in idle:  # their residuals stay, and follow the loss scale
+        for slot in idle:  # keep their residuals, rescaled to the current loss scale
             if slot.name in bucket.residuals and factor != 1:
                 bucket.residuals[slot.name].mul_(factor)
             slot.of(bucket.flat).zero_()
@@ -93,12 +97,12 @@ class CpuKernel:
     # ---- overridden for batched PowerSGD -------------------------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
-        """Return the residuals for the products to add to the deltas, or add them and return None."""
+        """Return the residuals for the products to add to the deltas, or add them here and return None."""
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
     def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
-        """Return the memory for the products to write the residuals of the matrices at `places` into, or write them
-        and return None."""
+        """Return where the products write the residuals of the matrices at `places`, or write them here and return
+        None."""
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
     # ---- parts of the steps --------------------------------------------------------------------------------------
@@ -137,14 +141,11 @@ def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.
 
 
 class TorchProducts:
-    """The products, with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can depend on
-    both.
+    """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can
+    depend on both. `shapes`: n, m and rank of each matrix.
 
-    A factor of rank 1 is padded to two rows with a row of zeros: the BLAS computes products with a single row in
-    another way, and their bits depend on the alignment of the memory.
-
-    Args:
-        shapes: n, m and rank of each matrix.
+    A factor of rank 1 is padded to two rows with a row of zeros. Otherwise the BLAS would use another algorithm for
+    products with a single row, whose bits depend on the alignment of the memory.
 
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`.
@@ -163,32 +164,32 @@ class TorchProducts:
         self.pieces = [(p, q, len(p)) for p, q in zip(self.p, self.q, strict=True)]
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
-        """q = the rows of `sources` (r x m), scaled to norm 1. Rows of `refill` replace zero rows."""
+        """Set q to the rows of `sources` (r x m), scaled to norm 1. Rows of `refill` replace zero rows."""
         for i, rows in enumerate(sources):
             self._set(self._q[i], _filled_unit_rows(rows, functools.partial(refill, i)))
 
     def orthonormalize(self, sources: Tensors, refill: Refill) -> None:
-        """p = orthonormal bases of the rows of `sources` (r x n)."""
+        """Set p to orthonormal bases of the rows of `sources` (r x n)."""
         for i, rows in enumerate(sources):
             self._set(self._p[i], _basis(rows, functools.partial(refill, i)))
 
     def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
-        """delta += factor * residual in place, then P = delta Q. `deltas`: n x m; `residuals`: flat, or None."""
+        """Compute delta += factor * residual in place, then P = delta Q. Deltas are n x m, residuals flat or None."""
         for p, q, delta, residual in zip(self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True):
             if residual is not None:
                 delta.view(-1).add_(residual, alpha=factor)
             torch.mm(q, delta.t(), out=p)
 
     def form_q(self, deltas: Tensors) -> None:
-        """Q = delta^T P."""
+        """Compute Q = delta^T P."""
         for p, q, delta in zip(self._p, self._q, deltas, strict=True):
             torch.mm(p, delta, out=q)
 
     def reconstruct(
         self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None
     ) -> None:
-        """residual = delta - P Q^T if `residuals` are given, then delta = P mean_Q^T if `mean_q` is given. The lists
-        hold one tensor per element of `places`, the indices of matrices."""
+        """Compute residual = delta - P Q^T if `residuals` are given, then delta = P mean_Q^T if `mean_q` is given. The
+        lists have one tensor per element of `places`, the indices of matrices."""
         for k, i in enumerate(places):
             if residuals is not None:
                 remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
@@ -198,7 +199,7 @@ class TorchProducts:
     @staticmethod
     def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:
         padded[: len(rows)] = rows
-        if len(rows) < len(padded):  # the padding row of rank 1: an inf in delta turns it into NaN
+        if len(rows) < len(padded):  # reset the padding row of rank 1, which an inf in delta turns into NaN
             padded[len(rows) :].zero_()
 
 
@@ -206,7 +207,7 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which rows are zero
     (r x 1, bool).
 
-    Divides by the largest element first, because in float32 the square of 1e30 overflows, and the square of 1e-38 is 0.
+    Divides by the largest element first, because in float32 the square of 1e30 overflows and the square of 1e-38 is 0.
     """
     largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
     missing = largest == 0
@@ -218,8 +219,8 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k) and which rows were dependent (r, bool).
 
-    For a row that is a combination of the rows before it, Householder QR yields an arbitrary orthonormal row, made of
-    rounding errors. If `refill` (r x k, independent rows) is given, its rows replace dependent rows, and the result is
+    Householder QR turns a row that is a combination of the rows before it into an arbitrary orthonormal row, made of
+    rounding errors. If `refill` (r x k, independent rows) is given, its rows replace such rows, and the result is
     orthonormalised again. Non-finite numbers count as zero.
     """
     rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
@@ -240,14 +241,14 @@ def _basis(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tens
     return orthonormal_rows(rows, refill())[0] if missing.any() else found
 
 
-# Up to this rank, r outer products are faster than a matrix product, and need no padding: their bits do not depend on
-# the alignment of memory. They run block by block, so that a block stays in the cache.
+# Up to this rank, r outer products are faster than a matrix product. They need no padding, because their bits do not
+# depend on the alignment of memory. They run block by block, so that a block stays in the cache.
 _OUTER_RANK = 4
 _BLOCK_NUMEL = 2**18
 
 
 def reconstruct(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """Write P Q^T into `out` (n x m). `p` r x n, `q` r x m."""
+    """Write P Q^T into `out` (n x m), given `p` (r x n) and `q` (r x m)."""
     if len(p) > _OUTER_RANK:
         torch.mm(p.t(), q, out=out)
         return
@@ -280,12 +281,9 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 class NativeProducts:
-    """Computes what `TorchProducts` computes, up to rounding, with one call of the C library for all matrices. P and Q
-    are packed, as they are sent. A call reads a matrix once, where torch reads it several times.
-
-    Args:
-        refills: replace dependent rows of P in the C library, too; otherwise with torch.
-    """
+    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices. P and Q
+    are packed as they are sent. A call reads each matrix once; torch reads it several times. `refills`: whether the C
+    library also replaces dependent rows of P; otherwise torch does."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
         self._dtype, self._refills = dtype, refills
@@ -334,7 +332,7 @@ class NativeProducts:
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
         """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Return the
-        indices of unusable results: some of their rows are zero or dependent, and were not replaced."""
+        indices of factors with zero or dependent rows that were not replaced."""
         table.point(source=sources)
         table.run("unit_rows", orthogonal, self._least_norm if orthogonal else 0.0)
         missing = table.missing.tolist()
@@ -355,8 +353,8 @@ def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
 
 def results_of(dtype: torch.dtype) -> bytes:
     """Return what the C kernel computes from fixed numbers, for `library.build`."""
-    # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
-    # columns (8,192): every loop of the kernel runs.
+    # These shapes run every loop of the kernel: odd lengths, each size of a group of rows, and in the last shape
+    # several parts (64 rows), sums of Q (96 rows) and tiles of columns (8,192).
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
     numbers = library.fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
     results = []
@@ -372,4 +370,4 @@ def results_of(dtype: torch.dtype) -> bytes:
         results += [first, arrived, products.p[0], products.q[0]]
         products.reconstruct([0], [delta], [residual], [first])
         results += [residual, delta]
-    return b"".join(each.numpy().tobytes() for each in results)
+    return b"".join(map(bytes_of, results))

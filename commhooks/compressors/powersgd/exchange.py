@@ -1,7 +1,7 @@
-"""PowerSGD for one bucket of one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019, Algorithms 1 and 2.
+"""Run PowerSGD on one bucket in one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019, Algorithms 1 and 2.
 
-`reference.py` is the readable form for one matrix; tests compare both. Factors are stored transposed, P as r x n and
-Q as r x m: the thin products are then several times faster on the CPU.
+`reference.py` is the readable form for one matrix; tests compare the two. Factors are stored transposed, P as r x n and
+Q as r x m, because the thin products are then several times faster on the CPU.
 """
 
 import functools
@@ -27,36 +27,36 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     bucket = BucketPass(flat, kernel.work, state, step)
     kernel.form_p(bucket)  # 1. delta = gradient + residual; P = delta Q
     bucket.put_uncompressed()
-    yield Send(bucket.first.buffer, what="P")  # 2. the mean of P
-    kernel.orthonormalize(bucket)  # 3.
+    yield Send(bucket.first.buffer, what="P")  # 2. P = mean of P over the ranks
+    kernel.orthonormalize(bucket)  # 3. P = orthonormal basis of the columns of P
     kernel.form_q(bucket)  # 4. Q = delta^T P
     remainder = functools.partial(kernel.form_remainder, bucket)
-    yield Send(bucket.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. the mean of Q
+    yield Send(bucket.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. mean of Q over the ranks
     finite = all_finite(bucket.work.buffer)
     good = yield Verdict(finite)
     if bucket.plain:
         scatter_into(bucket.first.plain, bucket.plain)
-    # good: all buckets of the pass are finite on all ranks; finite: this bucket is. If only another bucket is bad, this
-    # one gets its mean, but nothing is learned.
-    kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's Q
+    # `finite` is about this bucket, `good` about all buckets of the pass. If only another bucket is not finite, this
+    # bucket still gets its mean, but no learned state changes.
+    kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's own Q
     return None
 
 
 class LowRankKernel(Protocol):
-    """The arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on values of tensors;
+    """Defines the arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values.
     `AcceleratorKernel` uses masks, so that the host never waits for the device."""
 
     work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
-        """Write P = delta Q, where delta = gradient + residual, into the first message. Write the flags, too: per
-        parameter 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
+        """Write P = delta Q into the first message, where delta = gradient + residual. Also write a flag per parameter:
+        1 if its gradient is not zero, 0 if it is, NaN if it is too large for the wire dtype."""
 
     def orthonormalize(self, bucket: "BucketPass") -> None:
         """Replace P by an orthonormal basis of the mean P."""
 
     def form_q(self, bucket: "BucketPass") -> None:
-        """Write Q = delta^T P into the last message. Parameters without a gradient on any rank are left out."""
+        """Write Q = delta^T P into the last message. Leave out parameters without a gradient on any rank."""
 
     def form_remainder(self, bucket: "BucketPass") -> None:
         """Compute what does not depend on the mean Q, while Q is being reduced."""
@@ -65,26 +65,25 @@ class LowRankKernel(Protocol):
         """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and
         residual = delta - P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank.
 
-        A parameter without a gradient on any rank keeps its residual: DDP may drop its result, and with it a residual
-        that was sent.
+        A parameter without a gradient on any rank keeps its residual: DDP may discard its result, and with it a
+        residual that was sent.
         """
 
 
 class BucketPass:
-    """The tensors of one bucket in one backward pass.
+    """Holds the tensors of one bucket in one backward pass.
 
     Args:
-        flat: the bucket's buffer, 1-D, changed in place.
+        flat: the bucket's 1-D buffer, changed in place.
         state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
 
     Attributes:
         gradients: per matrix a 1-D view of the bucket.
         plain: 1-D views of the uncompressed gradients.
-        first: the message with P, uncompressed gradients and flags.
-        last: the message with Q.
+        first, last: the message with P, uncompressed gradients and flags; the message with Q.
         deltas: gradient + residual, in the shape that the kernel needs; set in `form_p`.
-        used: mask of `AcceleratorKernel`, per matrix: it has a gradient on some rank.
-        used_elements: the same per element of a batched bucket.
+        used: in `AcceleratorKernel`, a mask of the matrices that have a gradient on some rank.
+        used_elements: the same mask per element of a batched bucket.
     """
 
     deltas: list[torch.Tensor]
@@ -100,7 +99,6 @@ class BucketPass:
         self.first, self.last = work.first, work.last
 
     def put_uncompressed(self) -> None:
-        """Write uncompressed gradients into the first message, and clear the flags of unused parameters."""
         if self.step.unused:
             clear_flags_of_unused(self.work.slots, self.first.flags, self.step)
         if self.plain:
@@ -109,7 +107,8 @@ class BucketPass:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """An `n x m` matrix, compressed at `rank`. It consists of the gradients in `slots`, adjacent in the bucket.
+    """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`, adjacent in the
+    bucket.
 
     PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
     """
@@ -126,19 +125,18 @@ class Matrix:
 
 
 class Message:
-    """The tensor of one all-reduce: factors, then uncompressed gradients, then flags.
+    """Holds the tensor of one all-reduce: factors, then uncompressed gradients, then flags.
 
     Args:
         factors: per matrix the shape of its factor, `r x length`.
         plain: number of uncompressed elements.
         flags: number of flags, one per parameter in the matrices; 0 in the message with Q.
-        buffer: memory for all of it, 1-D.
+        buffer: memory for the whole message, 1-D.
 
     Attributes:
         buffer: before the all-reduce this rank's numbers, divided by the world size; afterwards the means.
-        packed: the factors of all matrices, 1-D.
-        factors: per matrix a view of `packed`, `r x length`.
-        plain: uncompressed gradients, 1-D, in the order of the bucket.
+        packed: the factors of all matrices, 1-D; `factors` has views of them, `r x length`.
+        plain: uncompressed gradients, 1-D, in bucket order.
         flags: per parameter 1 if its gradient is not zero, else 0; after the sum positive if any rank has a gradient.
     """
 
@@ -151,18 +149,12 @@ class Message:
 
 
 class PowerSGDWorkspace:
-    """The workspace of PowerSGD: the matrices of one bucket layout, and the memory of their messages.
-
-    Args:
-        matrices: in the order in which they are sent.
-        wire_dtype: of the messages.
+    """Holds the matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
 
     Attributes:
-        dtype: the compute dtype.
         slots: the parameters in the matrices.
-        flags_of: per matrix a slice of `slots`.
-        in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
-        first, last: the messages; see `BucketPass`.
+        flags_of: a slice of `slots` per matrix.
+        in_bucket: delta can be computed in the bucket, because it has the compute dtype and no matrix is padded.
         buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.
     """
 
@@ -196,26 +188,26 @@ class PowerSGDWorkspace:
         self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
-        """Draw the initial Q, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""
+        """Draw the initial Q, `r x m`, on the CPU. See `draw`."""
         purpose = "Q" if self.warm_start else f"Q at step {step}"
         return draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
     def refill(self, side: str, place: int) -> torch.Tensor:
-        """Draw the random rows that replace dependent rows of P (`r x n`) or Q (`r x m`) of a matrix, on the CPU."""
+        """Draw random rows to replace dependent rows of a matrix's P (`r x n`) or Q (`r x m`), on the CPU."""
         matrix = self.matrices[place]
         length = matrix.n if side == "P" else matrix.m
         return draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
 
 
 def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw standard normal numbers, `rank x length`, on the CPU; equal on every rank and for every bucket layout."""
+    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank, for every bucket layout,
+    and after a restart."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(rank, length, generator=generator, dtype=dtype)
 
 
 def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return the gaps between `spans` (sorted, disjoint) in 0..numel."""
     gaps, at = [], 0
     for begin, end in [*spans, (numel, numel)]:
         if begin > at:

@@ -1,4 +1,4 @@
-"""The options of PowerSGD and batched PowerSGD."""
+"""Define the options of PowerSGD and batched PowerSGD."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ class PowerSGD(HookConfig):
             of the run is unknown.
         min_compression_rate: leave parameters uncompressed that would shrink by less than this factor.
         use_error_feedback: add the compression error to the next gradient. Leave it on.
-        warm_start: start from the Q of the step before. Leave it on.
+        warm_start: start from the Q of the previous step. Leave it on.
         orthogonalization_epsilon: accepted for compatibility with torch, without effect: no column is divided by zero.
         random_seed: seed of the first Q.
         compression_stats_logging_frequency: steps between two log lines with compression statistics.
-        batch_tensors_with_same_shape: on an accelerator, process all matrices of a bucket with the same shape at once:
-            fewer and larger kernels, for another copy of their gradients in float32. Changes results by rounding, and
-            has no effect on the CPU.
+        batch_tensors_with_same_shape: on an accelerator, process all matrices of a bucket with the same shape at once.
+            This takes fewer and larger kernels, and another copy of their gradients in float32. Changes results by
+            rounding, and has no effect on the CPU.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are never compressed. Not
             for batched PowerSGD.
     """
@@ -34,8 +34,8 @@ class PowerSGD(HookConfig):
     start_option: ClassVar[str | None] = "start_powerSGD_iter"
 
     matrix_approximation_rank: int = 1
-    # `Union` because OmegaConf 2.4 does not read `int | float | None`. Not Optional[Union[int, float]]: typing caches
-    # unions regardless of order, so that an annotation of another module could decide the order of int and float.
+    # `Union` because OmegaConf 2.4 does not read `int | float | None`. Not Optional[Union[int, float]], because typing
+    # caches unions regardless of order: an annotation in another module could then decide the order of int and float.
     start_powerSGD_iter: Union[int, float, None] = None  # noqa: UP007
     min_compression_rate: float = 2
     use_error_feedback: bool = True

@@ -1,6 +1,6 @@
-"""PowerSGD in its readable form: simulated ranks, one matrix at a time, float64.
+"""Implement PowerSGD in readable form: simulated ranks, one matrix at a time, float64.
 
-Source: Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual of the rank's own
+Source: Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual of each rank's own
 projection. Tests compare `exchange.py` with it, so it shares no code with the package and is not optimised.
 """
 
@@ -8,13 +8,8 @@ import torch
 
 
 class ReferenceMatrix:
-    """Simulates one parameter on `world_size` ranks.
-
-    Args:
-        q: the initial Q, m x r.
-        error_feedback: add the compression error to the next gradient.
-        torch_residual: compute the residual as torch's hook does, `delta - P Q^T` with the averaged Q.
-    """
+    """Simulates one parameter on `world_size` ranks. `q`: the initial Q, m x r. `torch_residual`: compute the residual
+    as torch's hook does, `delta - P Q^T` with the averaged Q."""
 
     def __init__(
         self, q: torch.Tensor, world_size: int, *, error_feedback: bool = True, torch_residual: bool = False
@@ -26,12 +21,12 @@ class ReferenceMatrix:
         self.residuals: list[torch.Tensor] | None = None
 
     def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return the averaged gradient of one step. `gradients`: one n x m matrix per rank."""
+        """Return the averaged gradient of one step. `gradients` holds one n x m matrix per rank."""
         deltas = [gradient.double() for gradient in gradients]
         if self.error_feedback and self.residuals is not None:
             deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
         if all(bool((gradient == 0).all()) for gradient in gradients):
-            return torch.zeros_like(deltas[0])  # no rank had a gradient: the residuals wait
+            return torch.zeros_like(deltas[0])  # no rank has a gradient: keep the residuals
         p = gram_schmidt(torch.stack([delta @ self.q for delta in deltas]).sum(0))
         local_qs = [delta.T @ p for delta in deltas]
         q = torch.stack(local_qs).mean(0)
@@ -42,12 +37,11 @@ class ReferenceMatrix:
 
 
 def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the averaged gradient of an uncompressed parameter."""
     return torch.stack([gradient.double() for gradient in gradients]).mean(0)
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns (n x r, independent). Twice, because once loses digits."""
+    """Return an orthonormal basis of the columns (n x r, independent). Runs twice, because once loses digits."""
     columns: list[torch.Tensor] = []
     for column in matrix.T:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The hooks int8_compress and int4_compress: a quantised all-reduce with error feedback.
+"""Define the hooks int8_compress and int4_compress: a quantised all-reduce with error feedback.
 
     delta = gradient + residual
     gradient = the quantised mean of delta over the ranks (`mean.py`)
@@ -34,11 +34,8 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
     """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
 
-    A block with a number that is not finite becomes NaN on every rank. A parameter without a gradient on any rank keeps
-    its residual, and its averaged gradient is zero.
-
-    Args:
-        state: "residual" per parameter, flat in memory order.
+    A block with a non-finite number becomes NaN on every rank. A parameter without a gradient on any rank keeps its
+    residual, and its averaged gradient is zero. `state`: "residual" per parameter, flat in memory order.
     """
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
@@ -57,17 +54,11 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
 
 
 class QuantizedWorkspace:
-    """The workspace of the quantised hooks: the compressed parameters of one bucket layout, and their kernel.
+    """Holds the compressed parameters of one bucket layout (`slots`), and their kernel.
 
     Args:
-        plans: one per slot of the layout, in order.
-        wire_dtype: of uncompressed elements.
+        wire_dtype: the dtype in which uncompressed elements are sent.
         natively: compute with the native kernel: C on the CPU, Triton on CUDA.
-
-    Attributes:
-        slots: the compressed parameters.
-        sizes: elements of each parameter in the bucket.
-        place_of_plain: indices of the uncompressed parameters.
     """
 
     def __init__(
@@ -92,7 +83,7 @@ class QuantizedWorkspace:
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
-        """Return the kernel; `Compressor.allocate` makes it, because a workspace does not know the number of ranks."""
+        """Return the kernel, made on the first call, because it depends on the number of ranks."""
         made = self._kernel
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             made = self._kernel = self._new_kernel(step.world_size, step.rank)
@@ -120,7 +111,6 @@ class QuantizedWorkspace:
 
 
 def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Return the id of the native kernel for tensors on `device`; see `Compressor.native_build`."""
     if not runs_triton(device):
         return library.build(device, results_of)
     if library.is_switched_off():
@@ -129,8 +119,8 @@ def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> s
         from commhooks.compressors.quantized.triton_kernel import build
     except ImportError as error:
         raise HookConfigError(
-            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or do "
-            f"without the kernel by {library.SWITCH}=0"
+            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or turn "
+            f"the kernel off by {library.SWITCH}=0"
         ) from error
     return build(device, dtype, code)
 
@@ -141,8 +131,11 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """Plans a gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts
-    bytes: codes and scales, with the padding of the last block. One flag, a byte, marks a gradient that is not zero."""
+    """Plans a gradient as blocks of `block_size` elements, or as uncompressed with a reason.
+
+    `numel_compressed` counts bytes: codes and scales, with the padding of the last block. A flag, one byte, marks a
+    gradient that is not zero.
+    """
 
     blocks: int = 0
     bits: int = 0
@@ -161,10 +154,10 @@ class BlockPlan(UnitPlan):
 
 
 class QuantizedCompressor(Compressor[AnyQuantized]):
-    """Base of both widths: a quantised all-reduce by an all-to-all and an all-gather per bucket."""
+    """Base of both widths. Runs a quantised all-reduce per bucket, as an all-to-all and an all-gather."""
 
     collectives = ("all_to_all", "gather")
-    computes_from_received = False  # a code times its scale
+    computes_from_received = False  # the only operation on a received number is code * scale
     exchange = staticmethod(quantised_exchange)
 
     @property
@@ -183,7 +176,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         return native_build(device, dtype, self.code)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Quantise a matrix if that takes fewer bytes than its wire dtype."""
+        """Quantise a matrix if it then takes fewer bytes than in its wire dtype."""
         parameter, code = info.parameter, self.code
         if parameter.dim() < 2:
             return BlockPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
@@ -217,12 +210,9 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         work.kernel(step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Return the bytes needed; see `Compressor.memory_plan`.
-
-        `copies`: with torch and Triton delta in blocks, and padding; with the C kernel delta if the gradients
-        have 16 bits. `packed`: codes and scales as computed (with torch), sent and received in both collectives,
-        without the padding of shares.
-        """
+        """With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it counts delta if the
+        gradients have 16 bits. `packed` counts codes and scales, sent and received in both collectives, and with torch
+        their computed copies, without the padding of shares."""
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]

@@ -1,7 +1,7 @@
-"""The arithmetic of the quantised mean: with torch on any device, and with the C kernel on the CPU. `triton_kernel.py`
-has the kernel for CUDA.
+"""Compute the quantised mean with torch on any device, and with the C kernel on the CPU (with Triton:
+`triton_kernel.py`).
 
-All perform the same operations in the same order: the bits are equal.
+All kernels perform the same operations in the same order, so their bits are equal.
 """
 
 import itertools
@@ -15,11 +15,11 @@ from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
 from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages, sum_in_pairs
 from commhooks.gradients import precision
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 _PIECE = 2**20
-"""On the CPU, elements processed at once, so that intermediate results stay in the cache."""
+"""Elements processed at once on the CPU, so that intermediate results stay in the cache."""
 
 
 # ---- blocks and their codes, with torch --------------------------------------------------------------------------
@@ -28,13 +28,13 @@ _PIECE = 2**20
 def quantise(
     code: BlockCode, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest_scale: float
 ) -> None:
-    """Write `codes` and `scales`, and replace `blocks` by the rounding error: blocks - codes * scales. Numbers beyond
-    `code.levels` times `largest_scale` are clamped; the rest is part of the rounding error."""
+    """Write `codes` and `scales`, and replace `blocks` by the rounding error, blocks - codes * scales. Numbers beyond
+    `code.levels * largest_scale` are clamped; the excess is part of the rounding error."""
     scales.copy_(_scales(code, blocks, largest_scale))
     divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
     for at in _pieces(blocks):
         whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
-        # Not addcmul_: whether it rounds the product first depends on the processor. Decoding rounds it.
+        # Round the product as decoding does. Whether addcmul_ rounds it depends on the processor.
         blocks[at].sub_(whole * scales[at].unsqueeze(1))
         if code.bits == 8:
             codes[at].view(torch.int8).copy_(whole)
@@ -44,7 +44,7 @@ def quantise(
 
 
 def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write codes * scales to `out` (`... x n x block_size`, of the dtype of `scales`) and return it."""
+    """Write codes * scales to `out` (`... x n x block_size`, in the dtype of `scales`) and return it."""
     for at in _pieces(out):
         _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(-1))
     return out
@@ -58,14 +58,15 @@ def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, 
 
 def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
     top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
-    # Inf becomes NaN. By a tensor, because on CUDA torch multiplies by the reciprocal of a divisor on the host.
+    # `top * 0` makes the divisor NaN where top is inf or NaN. The divisor is a tensor, because on CUDA torch multiplies
+    # by the reciprocal of a Python number.
     top.div_((top * 0).add_(code.levels)).clamp_(max=largest_scale)  # NaN stays NaN
-    # A denormal scale has few digits, and some devices treat it as zero: such a block is sent as zeros.
+    # A denormal scale has few digits, and some devices treat it as zero: send such a block as zeros.
     return top.masked_fill_(top < torch.finfo(blocks.dtype).tiny, 0)
 
 
 def _unpack(code: BlockCode, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the integers between -levels and levels into the floating-point tensor `out` and return it."""
+    """Write the codes, integers between -levels and levels, into the floating-point tensor `out` and return it."""
     if code.bits == 8:
         return out.copy_(codes.view(torch.int8))
     low, high = out.unflatten(-1, (2, -1)).unbind(-2)
@@ -81,16 +82,13 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """The memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, and holds learned
+    """Holds the memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned
     state.
 
-    Args:
-        slots: the tensors whose blocks are averaged.
-
     Attributes:
-        delta: `blocks + 1` rows; the last one is zero. Padding at the end of a slot's last block is zero, too.
-        residuals: of `slots`, in blocks; None without error feedback.
-        slot_of_block: index of the slot, per block.
+        delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last block is zero, too.
+        residuals: the residuals of `slots`, in blocks; None without error feedback.
+        slot_of_block: the index of each block's slot.
     """
 
     def __init__(
@@ -113,24 +111,22 @@ class BlockBuffers:
 
     @property
     def of_slots(self) -> torch.Tensor:
-        """`delta` without its last row."""
         return self.delta[:-1]
 
     def put_gradients(self, flat: torch.Tensor) -> None:
-        """Write the gradients into `delta`, in two operators however many slots there are."""
+        """Write the gradients into `delta`, in two operators for any number of slots."""
         zeros = self._zeros.to(flat.dtype)
         paddings = [zeros[:numel] for numel in self._paddings]
         concat_into(self._with(paddings, flat), self.of_slots.view(-1))
 
     def write_gradients(self, flat: torch.Tensor) -> None:
-        """Write `delta` into the bucket."""
         paddings = self._unused.to(flat.dtype).split(self._paddings)
         scatter_into(self.of_slots.view(-1), self._with(paddings, flat))
 
     def put_flags(self, flags: torch.Tensor) -> None:
-        """Write to `flags`, per slot, 1 if its numbers in `delta` are not all zero, else 0."""
+        """Write a flag per slot: 1 if its numbers in `delta` are not all zero, else 0."""
         is_nonzero = torch.linalg.vector_norm(self.of_slots, float("inf"), dim=1) != 0
-        # Blocks with nonzero numbers are counted up to each slot's first block, and up to its end.
+        # A slot is nonzero if the running count of nonzero blocks grows from its first block to its end.
         counts = torch.cat([is_nonzero.new_zeros(1), is_nonzero]).cumsum(0)
         first, end = counts.index_select(0, self._first_and_end).view(2, -1)
         flags.copy_(first != end)
@@ -141,13 +137,13 @@ class BlockBuffers:
 
 
 class TorchKernel:
-    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits for the device, and
-    the operators are as many for any number of tensors; with twice the ranks there are two more."""
+    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits for the device. The
+    number of operators does not depend on the number of tensors, and grows by two when the number of ranks doubles."""
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
         self.buffers, self.messages, self.rank = buffers, messages, rank
         rows, code, device = len(buffers.delta), messages.code, messages.sent.device
-        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)  # those of `delta`
+        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)  # codes of `delta`
         self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
         self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the world size
         self._ranks = torch.full((), messages.world_size, dtype=messages.dtype, device=device)
@@ -165,6 +161,8 @@ class TorchKernel:
 
     def quantise(self) -> None:
         messages, shares, buffers = self.messages, self.messages.shares, self.buffers
+        # This rank averages its own share without rounding it. Quantising all blocks is simpler; `average` overwrites
+        # the rounding errors of the own blocks.
         self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(self._ranks)
         quantise(messages.code, buffers.of_slots, self.codes[:-1], self.scales[:-1], messages.most)
         sent, order = messages.in_sent, shares.blocks.view(-1)
@@ -186,6 +184,7 @@ class TorchKernel:
             deltas[self.rank].copy_(own)
             own = sum_in_pairs(deltas)
         quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
+        # `own` is now the rounding error of the mean. The owner alone corrects it, so multiply by the world size.
         count = shares.counts[self.rank]
         self.buffers.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 
@@ -205,7 +204,8 @@ class TorchKernel:
         self.buffers.write_gradients(flat)
 
     def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
-        """`used`: the blocks of tensors with a flag (bool, `n x 1`); None: the host has read that all have one."""
+        """Store delta, now the rounding errors, as the residuals. `used` masks the blocks whose tensor has a flag
+        (bool, `n x 1`); None if the host has read that all have one."""
         if good is False or self.buffers.residuals is None:
             return
         lost = self.buffers.of_slots
@@ -213,7 +213,7 @@ class TorchKernel:
         if good is True and used is None:
             before.copy_(lost)
             return
-        # Residuals that stay take the new loss scale only if the step is committed.
+        # Residuals that are kept are rescaled to the new loss scale only if the step is committed.
         factor = chosen(good, factor, 1.0)
         if not is_one(factor):
             before.mul_(factor)
@@ -225,13 +225,8 @@ class TorchKernel:
 
 
 class NativeKernel:
-    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer (in a copy if the buffer
-    has 16 bits) block by block, and leaves the rounding error there.
-
-    Args:
-        slots: the tensors, in the order of the blocks.
-        dtype: of the buffer.
-    """
+    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer, or in a copy if the
+    buffer has 16 bits, block by block, and leaves the rounding error there."""
 
     def __init__(
         self, messages: ShareMessages, rank: int, slots: Sequence[Slot], dtype: torch.dtype, *, error_feedback: bool
@@ -252,7 +247,7 @@ class NativeKernel:
         self._make_table()
 
     def _make_table(self) -> None:
-        """Make a table with a row per piece, the pieces of this rank's share first. Offsets are in bytes."""
+        """Make a table with a row per piece, with the pieces of this rank's share first. Offsets are in bytes."""
         messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
         sizes, offsets = [], []
         pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
@@ -270,7 +265,7 @@ class NativeKernel:
         self._arrived_codes, self._arrived_scales = table.column("arrived_codes"), table.column("arrived_scales")
         own = sum(each.owner == self.rank for each in pieces)
         self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
-        # Codes and scales are written where they are sent from.
+        # The kernel writes codes and scales directly into the messages.
         written = self._of_owner + address(messages.sent, torch.uint8, messages.sent.numel())
         written[self._own] = address(messages.mean, torch.uint8, messages.size)
         torch.add(written, self._codes_at, out=table.column("codes"))
@@ -289,7 +284,7 @@ class NativeKernel:
         self._factor = float(factor)
 
     def quantise(self) -> None:
-        # ranks=1, rank=0, stride=0: quantise only; otherwise average the arrived shares first.
+        # ranks=1, rank=0, stride=0: quantise only. With other values the kernel averages the arrived shares first.
         self._table.run("quantise", self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others)
 
     def average(self, arrived: torch.Tensor) -> None:
@@ -338,7 +333,7 @@ class NativeKernel:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should agree, except if a
+    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should agree, unless a
     compiler contracts multiplications and additions despite its flags."""
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
@@ -356,4 +351,4 @@ def results_of(dtype: torch.dtype) -> bytes:
         table.run("quantise", code.bits, most, 0.7, 2, 1, 0)
         table.run("dequantise", code.bits)
         results += [bucket, residual, codes, scales]
-    return b"".join(each.numpy().tobytes() for each in results)
+    return b"".join(map(bytes_of, results))

@@ -1,6 +1,6 @@
-"""The quantised mean over the ranks.
+"""Compute the quantised mean over the ranks.
 
-Delta, the input plus the residual of earlier steps, is divided into blocks. Each block has an owner: the rank that
+Delta, the input plus the residual of earlier steps, is divided into blocks. The owner of a block is the rank that
 averages it.
 """
 
@@ -21,7 +21,7 @@ Residuals = dict[str, torch.Tensor]
 Good = torch.Tensor | bool
 """The answer to a `Verdict`."""
 _ALIGNMENT = 8
-"""Sections of messages begin at multiples of so many bytes, the size of the largest element."""
+"""Sections of a message begin at multiples of this many bytes, the size of the largest element."""
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
@@ -31,33 +31,33 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
     difference between the exact mean and the result.
     """
     messages = kernel.messages
-    kernel.quantise()  # 1  each rank quantises the blocks of other owners
+    kernel.quantise()  # 1. quantise the blocks that other ranks own
     messages.put_plain_and_flags()
-    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2  every block is sent to its owner
-    kernel.average(arrived)  # 3  the owner averages, and quantises the mean
+    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2. send every block to its owner
+    kernel.average(arrived)  # 3. average the blocks that this rank owns, and quantise the mean
     messages.reduce_plain_and_flags(arrived)
-    means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4
-    return Averaged(messages, means)  # 5  all ranks decode the same bytes
+    means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4. send the mean to all ranks
+    return Averaged(messages, means)  # 5. all ranks decode the same bytes
 
 
 class BlockKernel(Protocol):
-    """The arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device; with fewer
-    passes over the memory `NativeKernel` on the CPU, and `TritonKernel` on CUDA. All perform the same operations in the
-    same order: the bits are equal."""
+    """Defines the arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device.
+    `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory. All of them perform the same
+    operations in the same order, so their bits are equal."""
 
     messages: "ShareMessages"
     rank: int
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """delta = gradient + factor * residual, with gradients from the buffer `flat`. Write to `messages.flags`, per
-        tensor, 1 if its gradient is not zero, else 0."""
+        """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`. Write a flag per tensor
+        to `messages.flags`: 1 if its gradient is not zero, else 0."""
 
     def quantise(self) -> None:
-        """Write the blocks of other owners into `messages.sent`. Their rounding errors stay in delta."""
+        """Write the blocks of other owners into `messages.sent`. Leave their rounding errors in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: its own blocks, not rounded, then those received (on the CPU in the order of the
-        ranks). Write the quantised mean into `messages.mean`. Its rounding error, times the world size, stays in
+        """Average this rank's share: its own blocks, not rounded, then the received ones (on the CPU in the order of
+        the ranks). Write the quantised mean into `messages.mean`. Leave its rounding error, times the world size, in
         delta."""
 
     def store(
@@ -65,17 +65,17 @@ class BlockKernel(Protocol):
     ) -> None:
         """If `good`, store delta as the residuals. Write the averages into the buffer.
 
-        A tensor without a flag keeps its residual, times the factor if `good`, and its average is zero.
+        A tensor without a flag on any rank keeps its residual, times the factor if `good`, and its average is zero.
         """
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """The integer code of a block of numbers x: round(x / scale), ties to even, with scale = max |x| / levels.
+    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x| / levels.
 
-    If a number is not finite, the scale of its block is NaN, and so is the whole block after decoding. Blocks are rows
-    of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers of the
-    dtype of the blocks.
+    If a number is not finite, the scale of its block is NaN, and the whole block decodes to NaN. Blocks are rows of a
+    tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers in the dtype
+    of the blocks.
     """
 
     bits: int
@@ -84,7 +84,7 @@ class BlockCode:
 
     @property
     def levels(self) -> int:
-        """Codes lie between -levels and levels."""
+        """The largest code; codes lie between -levels and levels."""
         return 127 if self.bits == 8 else 7
 
     @property
@@ -95,50 +95,47 @@ class BlockCode:
         return -(-numel // self.block_size)
 
     def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
-        """Return the scale of a block that is clamped to `largest`: a little less than `largest / levels`, so that
-        rounding does not make `levels` times the scale larger than `largest`."""
+        """Return the scale at which a block is clamped to `largest`. It is slightly less than `largest / levels`, so
+        that rounding does not make `levels * scale` exceed `largest`."""
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
 
 class Piece(NamedTuple):
-    """Consecutive blocks of one tensor with one owner."""
+    """Describes consecutive blocks of one tensor with the same owner, the rank that averages them."""
 
     tensor: int
-    """Index of the tensor."""
     first: int
-    """Index of the first block, in the tensor."""
+    """Index of the first block in the tensor."""
     blocks: int
     owner: int
-    """The rank that averages them."""
     place: int
-    """Index of the first block, in the owner's share."""
+    """Index of the first block in the owner's share."""
 
 
 class Shares:
-    """The blocks of several tensors, divided among the ranks as equally as possible. A rank averages its share.
+    """Divides the blocks of several tensors among the ranks as equally as possible. Each rank averages its share.
 
-    The owner of a block depends on the tensor's name and on the world size only, so that bits do not depend on the
-    bucket layout.
+    The owner of a block depends only on the tensor's name and the world size, so that bits do not depend on the bucket
+    layout.
 
     Args:
         tensors: name and number of blocks. A rank owns `blocks / world_size` of them, rounded up or down. The name
             selects the first owner, so that small tensors do not all have the same owner.
 
     Attributes:
-        pieces: in the order of the blocks.
         counts: number of blocks in each share.
-        size: number of blocks in each share as sent: shorter shares are padded with the empty block.
-        places: per block its index among the concatenated shares.
-        blocks: `world_size x size`, the indices of the blocks in each share; the empty block comes after the last
-            block.
+        size: number of blocks in each share as sent; shorter shares are padded with the empty block.
+        places: the index of each block in the concatenated shares.
+        blocks: `world_size x size`, the indices of the blocks in each share. The empty block has the last index.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
         self.pieces: list[Piece] = []
         self.counts = [0] * world_size
+        # Divide each tensor into as many parts as there are ranks, and give part i to rank i plus a hash of the name.
         for number, (name, blocks) in enumerate(tensors):
             for i in range(min(blocks, world_size)):
-                part = max(i, i * world_size // blocks)  # of fewer blocks than ranks: the parts that are not empty
+                part = max(i, i * world_size // blocks)  # skips the empty parts if there are fewer blocks than ranks
                 begin, end = (-(-each * blocks // world_size) for each in (part, part + 1))
                 owner = (part + crc32(name.encode())) % world_size
                 self.pieces.append(Piece(number, begin, end - begin, owner, self.counts[owner]))
@@ -154,36 +151,33 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Views of messages: tensors of shape `(..., n)` for messages of shape `(..., bytes)`."""
+    """Holds views of messages: tensors of shape `(..., n)` for messages of shape `(..., bytes)`."""
 
     scales: torch.Tensor
     plain: torch.Tensor
     """Numbers that are not quantised, in their wire dtype."""
     codes: torch.Tensor
-    flags: torch.Tensor
-    """uint8."""
+    flags: torch.Tensor  # uint8
 
 
 class ShareMessages:
-    """The messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share, and an
-    equal part of everything that is not quantised.
+    """Holds the messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share,
+    and an equal part of everything that is not quantised.
 
     Args:
         tensors: name and number of blocks, in the order of the blocks.
-        dtype: of blocks and scales.
-        largest: larger numbers are clamped, and the rest is a rounding error.
+        dtype: the dtype of blocks and scales.
+        largest: clamp larger numbers to this; the excess is a rounding error.
         plain: number and wire dtype of the elements that are not quantised.
-        flags: number of flags.
 
     Attributes:
-        plain: 1-D; write the numbers here whose sum over the ranks is wanted.
-        flags: uint8, 1-D; write the flags here whose maximum over the ranks is wanted.
+        plain: 1-D; write numbers here to get their sum over the ranks.
+        flags: uint8, 1-D; write flags here to get their maximum over the ranks.
         sent: uint8, one message for each rank.
         mean: uint8, one message for all ranks, with the averages of this rank's share.
-        in_sent, in_mean: the sections of `sent` and `mean`.
         most: the largest scale.
         size: bytes of a message.
-        scales_at, codes_at: where the sections begin, in bytes.
+        scales_at, codes_at: the offsets of these sections, in bytes.
     """
 
     def __init__(
@@ -226,13 +220,11 @@ class ShareMessages:
         return Sections(*(messages[..., at : at + length].view(dtype) for at, length, dtype in self._sections))
 
     def put_plain_and_flags(self) -> None:
-        """Write `plain` and `flags` into the messages."""
         self.in_sent.plain.copy_(self._plain)
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of the flags into
-        `mean`."""
+        """Write the sums of the plain numbers (on the CPU in rank order) and the maxima of the flags into `mean`."""
         shares, mean = self.sections(arrived), self.in_mean
         if precision.is_host_readable(arrived.device):
             total = torch.zeros(mean.plain.shape, dtype=self.dtype)
@@ -247,9 +239,9 @@ class ShareMessages:
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
     """Return the sum over the first dimension of `parts`, which is used as scratch memory.
 
-    The additions are element by element, one operator for half of the ranks, then for a quarter, and so on; the first
-    half has a power of two of them. `torch.sum` would be a single operator, but on an accelerator its order, and so its
-    bits, would depend on the bucket layout.
+    Adds element by element: one operator adds the second half of the ranks to the first half, whose size is a power of
+    two, then the next operator halves again. `torch.sum` would be a single operator, but on an accelerator its order,
+    and so its bits, would depend on the bucket layout.
     """
     while len(parts) > 1:
         half = 2 ** ((len(parts) - 1).bit_length() - 1)
@@ -259,13 +251,13 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 class Averaged:
-    """The averages of all shares: the same bytes on every rank.
+    """Holds the averages of all shares: the same bytes on every rank.
 
     Args:
         means: the message `mean` of each rank.
 
     Attributes:
-        finite: 0-dim bool: all scales and plain numbers are finite.
+        finite: whether all scales and plain numbers are finite (0-dim bool tensor).
         plain: the sums of the plain numbers, 1-D.
         flags: the maxima of the flags, uint8, 1-D.
     """

@@ -1,4 +1,4 @@
-"""`quantized_all_reduce`: the quantised mean of one tensor over the ranks, without a hook."""
+"""Define `quantized_all_reduce`, the quantised mean of one tensor over the ranks, without a hook."""
 
 import functools
 from collections.abc import Generator
@@ -35,8 +35,8 @@ def quantized_all_reduce(
 ) -> None:
     """Replace `tensor` by its mean over the ranks, sent as 8-bit or 4-bit integers with a scale per block.
 
-    All ranks of the group must call this, with tensors of equal shape and dtype and with equal `bits`, and all with
-    `residual` or all without. All ranks get the same bits. The messages and the arithmetic are the same as in the hooks
+    All ranks of the group must call this with tensors of equal shape and dtype, with equal `bits`, and either all with
+    `residual` or all without. All ranks get the same bits. Messages and arithmetic are the same as in the hooks
     `int8_compress` and `int4_compress`.
 
     The elements, in logical order, form blocks of 256 (8 bits) or 128 (4 bits). Apart from rounding in the tensor's
@@ -50,9 +50,9 @@ def quantized_all_reduce(
         tensor: float16, bfloat16, float32 or float64, of any shape and strides, on a device of the group's backend.
             Changed in place, without autograd.
         bits: 8 or 4.
-        group: the ranks; None: the default group.
-        residual: the rounding errors of this rank's earlier calls: zeros at first, of the shape of `tensor`, in float32
-            (float64 for float64). Added to `tensor`, and changed in place. None: no error feedback.
+        group: the process group; None: the default group.
+        residual: the rounding errors of this rank's earlier calls, zeros at first. Has the shape of `tensor`, in
+            float32 (float64 for float64). Added to `tensor`, and changed in place. None: no error feedback.
 
     Raises:
         HookConfigError: an argument has the wrong type or is out of range.
@@ -80,7 +80,7 @@ def quantized_all_reduce(
         step = StepInfo(0, ranks.size(), rank=ranks.rank())
         kernel = _workspace(flat, code, error_feedback=residual is not None).kernel(step)
         kernel.load(flat, residuals, 1.0)
-        kernel.messages.flags.fill_(1)  # zeros count as numbers
+        kernel.messages.flags.fill_(1)  # a tensor of zeros is not a missing gradient
         averaged = _driven(mean_over_ranks(kernel), ranks)
         good = bool(averaged.finite) if precision.is_host_readable(flat.device) else averaged.finite
         kernel.store(averaged, flat, residuals, 1.0, good)
@@ -113,7 +113,7 @@ def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> 
 
 @functools.cache
 def _has_kernel(device: torch.device, dtype: torch.dtype, code: BlockCode) -> bool:
-    """Whether this machine has a native kernel. Ranks need not agree, because the bits are equal."""
+    """Return whether this machine has a native kernel. Ranks need not agree, because the bits are equal."""
     try:
         return bool(native_build(device, dtype, code))
     except HookConfigError as error:

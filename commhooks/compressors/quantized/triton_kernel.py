@@ -1,7 +1,7 @@
-"""The arithmetic of the quantised mean with Triton, on CUDA devices: four kernels and a fill per bucket.
+"""Compute the quantised mean with Triton on CUDA devices, in four kernels and a fill per bucket.
 
-The same operations in the same order as with torch, in `kernels.py`, and each is rounded by itself: the bits are equal.
-Before a device is used, `build` compares them on a small bucket.
+The kernels perform the same operations in the same order as torch in `kernels.py`, and round each of them, so the bits
+are equal. Before a device is used, `build` compares them on a small bucket.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from commhooks.compressors.quantized.mean import (
     mean_over_ranks,
 )
 from commhooks.errors import HookConfigError
-from commhooks.gradients.layout import Slot
+from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, is_one
 from commhooks.gradients.precision import compute_dtype
 
 _TILE = 2048
-"""Elements of one program; more if a block has more."""
+"""Elements per program, or more if a block has more."""
 _ROUNDED = {"enable_fp_fusion": False}
-"""A launch option: no multiplication is joined with an addition."""
+"""Launch options. Triton must not fuse a multiplication with an addition, because torch rounds each of them."""
 
 
 # ---- on the device -----------------------------------------------------------------------------------------------
@@ -50,15 +50,18 @@ def _divided(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(x):  # type: ignore[no-untyped-def]
-    """`torch.round` of numbers between -127 and 127: to the nearest integer, ties to even. -0.0 stays."""
-    beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0  # 1.5 * 2^52, 1.5 * 2^23
+    """Return `torch.round(x)` for x between -127 and 127: to the nearest integer, ties to even. -0.0 stays.
+
+    Adding 1.5 * 2^23 in float32 (1.5 * 2^52 in float64) leaves no bits for the fraction, so the addition rounds.
+    """
+    beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
     whole = (x + beyond) - beyond
     return tl.where(whole == 0, x * 0, whole)
 
 
 @triton.jit
 def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """code * scale of element `j` of a block, from the byte that has its code."""
+    """Return code * scale of element `j` of a block, from the byte that contains its code."""
     if BITS == 8:
         return codes.to(tl.int8, bitcast=True).to(real) * scale
     else:
@@ -73,9 +76,9 @@ def _quantise(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     MEAN: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise blocks, and leave the rounding errors in `delta`. Parts of a block are the codes of a byte.
+    """Quantise blocks, and leave the rounding errors in `delta`. The PARTS of a block are the codes in one byte.
 
-    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; those of this rank stay.
+    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this rank's blocks stay.
     MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding errors times RANKS.
     """
     PARTS: tl.constexpr = 8 // BITS
@@ -103,7 +106,7 @@ def _quantise(  # type: ignore[no-untyped-def]
                 before *= tl.load(factor).to(real)
             x += before
 
-    # The bits of |x| are in the order of the numbers, with inf and NaN last.
+    # The largest |x|. As integers, the bits of nonnegative floats have the order of the numbers, with inf and NaN last.
     integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
     top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
     scale = tl.where(top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan"))
@@ -112,7 +115,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     scale = tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
     each = scale[:, None, None]
     whole = _divided(x, tl.where(each == 0, 1.0, each) + tl.zeros_like(x))
-    whole = tl.where(whole < LEVELS, whole, LEVELS)  # NaN, too, so that it has a code
+    whole = tl.where(whole < LEVELS, whole, LEVELS)  # also turns NaN into LEVELS, so that it has a code
     whole = _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
     error = x - whole * each
     if MEAN:
@@ -134,9 +137,8 @@ def _average(  # type: ignore[no-untyped-def]
     delta, own, codes, scales, blocks, rank, codes_stride, scales_stride,
     BITS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, HALVINGS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Average this rank's blocks: its own part, not rounded, and the codes * scales of the others. Into `delta`.
-
-    The additions are those of `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
+    """Average this rank's blocks into `delta`: its own part, not rounded, and codes * scales of the other ranks. The
+    additions are the same as in `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -217,7 +219,7 @@ class TritonKernel:
         }
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """Also does what `BlockKernel.quantise` should do: both are one kernel."""
+        """Load as `BlockKernel.load` does, and quantise in the same kernel."""
         self.messages.flags.zero_()
         buffers = self._buffers
         if buffers.residuals is not None:
@@ -225,7 +227,7 @@ class TritonKernel:
         self._quantise(flat, factor, self._blocks, mean=False)
 
     def quantise(self) -> None:
-        """`load` has done it."""
+        """Do nothing: `load` has quantised."""
 
     def average(self, arrived: torch.Tensor) -> None:
         messages, parts = self.messages, self.messages.sections(arrived)
@@ -283,12 +285,8 @@ class TritonKernel:
 
 @functools.cache
 def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Compile the kernels for gradients of `dtype`, and compare them with torch. Returns an id; see
-    `Compressor.native_build`. Waits for the device.
-
-    Raises:
-        HookConfigError: they cannot be compiled or run, or compute other bits.
-    """
+    """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the device. Returns an id;
+    see `Compressor.native_build`. Raises HookConfigError if they cannot be compiled or run, or compute other bits."""
     expected = results_of(TorchKernel, device, dtype, code)
     try:
         found = results_of(TritonKernel, device, dtype, code)
@@ -298,8 +296,8 @@ def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
         problem = "" if found == expected else "computes other bits than torch"
     if problem:
         raise HookConfigError(
-            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 does "
-            "without it)"
+            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 "
+            "turns it off)"
         )
     return f"triton {hashlib.sha256(expected).hexdigest()[:12]}"
 
@@ -328,7 +326,7 @@ def results_of(
         flats = [_numbers(starts[-1], 1000 * step + 100 * rank, dtype) for rank in range(ranks)]
         for rank, flat in enumerate(flats):
             slots[4].of(flat).zero_()
-            if step:  # a parameter without a gradient on some ranks and on all; numbers that are not finite
+            if step:  # slot 2 has no gradient on rank 0, slot 4 on no rank; slot 3 has numbers that are not finite
                 slots[2].of(flat)[: len(flat) * (rank > 0)].zero_()
                 slots[3].of(flat)[rank] = (float("nan"), float("inf"), 1.0)[rank % 3]
         flats = [flat.to(device) for flat in flats]
@@ -346,7 +344,7 @@ def results_of(
 
 
 def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of very different sizes, with zeros of both signs, denormal and nearly the largest ones."""
+    """Return numbers of very different sizes, with zeros of both signs, denormal numbers, and some near the largest."""
     numbers = library.fixed_numbers(numel, start, torch.float64)
     info, places = torch.finfo(dtype), torch.arange(numel)
     sizes = torch.tensor([1e-3, 1.0, 30.0, 0.1, 0.0], dtype=torch.float64)
@@ -357,7 +355,6 @@ def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    """A NaN is a NaN, whichever its bits."""
     if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the bits of NaN may differ
+    return bytes_of(tensor.cpu())

@@ -1,0 +1,215 @@
+"""Makes the figures of README and docs again: the numbers of each table, and the pictures.
+
+    make figures                                # lists them, with what each needs
+    make figures ARGS="codec memory"            # measures, and prints beside it what README and docs say
+    make figures ARGS="--stored"                # draws the pictures again from the stored measurements, in a minute
+    sudo .venv/bin/python benchmarks/figures.py link --folder figures
+
+What is measured and drawn goes into --folder. To publish it, copy it to docs/figures, and the numbers into the page.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "figures"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """
+    Attributes:
+        command: measures it. FOLDER is the folder for what it writes.
+        minutes: about how long it takes on two cores.
+        printed: where README and docs print it, as "page.md#heading".
+        root: it limits a link, which needs Linux, root, `ip` and `tc`.
+        picture: the file in docs/figures that `command` draws.
+        stored: draws the picture from stored measurements, without measuring.
+    """
+
+    command: str
+    minutes: float
+    printed: tuple[str, ...]
+    root: bool = False
+    picture: str = ""
+    stored: str = ""
+
+
+LINK = "benchmarks/link.py"
+TIME_TO_LOSS = "benchmarks/time_to_loss.py --tasks language"
+DRAWN = "--rates 100mbit --hooks ddp bf16 native-int4 auto diloco-10"
+FIGURES = {
+    "time_to_loss": Figure(
+        f"{TIME_TO_LOSS} --results FOLDER/time_to_loss.jsonl --plot FOLDER/time_to_loss.png",
+        300,
+        ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
+        root=True,
+        picture="time_to_loss.png",
+        stored=f"{TIME_TO_LOSS} {DRAWN} --results docs/figures/time_to_loss.jsonl --plot FOLDER/time_to_loss.png",
+    ),
+    "time_to_loss_10mbit": Figure(
+        f"{TIME_TO_LOSS} --rates 10mbit --timed 20 --hooks ddp native-int4 diloco-10 --results FOLDER/slow.jsonl",
+        120,
+        ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
+        root=True,
+    ),
+    "link": Figure(
+        f"{LINK} --models transformer --compute light --hooks noop ddp fp16 native-int8 native-int4 torch-1 torch-4 "
+        "native-1 native-4 --json FOLDER/link.json --plot FOLDER/link.png",
+        40,
+        ("docs/performance.md#training-over-a-slow-link",),
+        root=True,
+        picture="link.png",
+        stored=f"{LINK} --from docs/figures/link.json --plot FOLDER/link.png",
+    ),
+    "nodes": Figure(
+        f"{LINK} --ranks-per-node 2 --models transformer --rates 1gbit --compute light --json FOLDER/nodes.json",
+        15,
+        ("docs/performance.md#two-nodes-of-two-ranks",),
+        root=True,
+    ),
+    "language_model": Figure(
+        "benchmarks/language_model.py --results FOLDER/language_model.jsonl --plot FOLDER/language_model.png",
+        900,
+        ("docs/performance.md#a-language-model",),
+        picture="language_model.png",
+        stored="benchmarks/language_model.py --results docs/figures/language_model.jsonl "
+        "--plot FOLDER/language_model.png",
+    ),
+    "local_steps": Figure(
+        "benchmarks/local_steps.py --results FOLDER/local_steps.jsonl",
+        600,
+        ("docs/diloco.md#the-learning-rate",),
+        stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished",
+    ),
+    "members": Figure(
+        "benchmarks/members.py --seconds 90 --json FOLDER/members.json",
+        10,
+        ("docs/members.md#what-a-death-costs",),
+    ),
+    "wide_area": Figure(
+        "benchmarks/wide_area_training.py --hooks noop ddp fp16 powersgd-4 diloco-10 --json FOLDER/wide_area.json",
+        60,
+        ("docs/reliability.md#long-and-unsteady-links",),
+        root=True,
+    ),
+    "codec": Figure("benchmarks/codec.py --json FOLDER/codec.json", 10, ("docs/performance.md#the-hooks-own-time",)),
+    "memory": Figure(
+        "benchmarks/memory.py --json FOLDER/memory.json", 3, ("docs/performance.md#memory-and-checkpoints",)
+    ),
+    "checkpoint": Figure(
+        "benchmarks/checkpoint.py --json FOLDER/checkpoint.json", 2, ("docs/performance.md#memory-and-checkpoints",)
+    ),
+    "metrics": Figure(
+        "benchmarks/metrics.py --json FOLDER/metrics.json", 5, ("docs/performance.md#memory-and-checkpoints",)
+    ),
+    "paper": Figure("benchmarks/paper.py --json FOLDER/paper.json", 1, ("docs/performance.md#memory-and-checkpoints",)),
+    "convergence": Figure(
+        "benchmarks/convergence.py --json FOLDER/convergence.json --plot FOLDER/convergence.png",
+        20,
+        ("docs/performance.md#classifying-digits",),
+        picture="convergence.png",
+    ),
+    "launches": Figure(
+        "benchmarks/launches.py --json FOLDER/launches.json", 1, ("docs/performance.md#operators-on-an-accelerator",)
+    ),
+    "replicas": Figure(
+        "benchmarks/replicas.py --json FOLDER/replicas.json",
+        20,
+        ("docs/performance.md#two-nodes-of-two-ranks",),
+        root=True,
+    ),
+    "chaos": Figure("-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#trainings-that-die",)),
+    "chaos_members": Figure(
+        "-m tests.stress.chaos --topologies members --seed 1127", 15, ("docs/reliability.md#trainings-that-die",)
+    ),
+    "stragglers": Figure("-m tests.stress.stragglers", 10, ("docs/reliability.md#a-rank-that-is-slow-or-gone",)),
+}
+"""In the order of README and docs."""
+
+
+def section(place: str) -> str:
+    """Return the section of a page, from its heading to the next one of its level."""
+    page, _, anchor = place.partition("#")
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    found: list[str] = []
+    level = 0
+    for line in lines:
+        heading = re.match(r"(#+) (.+)", line)
+        if heading and found and len(heading[1]) <= level:
+            break
+        if heading and not found and re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading[2]).lower()) == anchor:
+            level = len(heading[1])
+        if level:
+            found.append(line)
+    if not found:
+        raise SystemExit(f"{page} has no heading {anchor}")
+    return "\n".join(found).rstrip()
+
+
+def show_all() -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "needs", "minutes", "printed in", "picture", box=SIMPLE)
+    for name, figure in FIGURES.items():
+        needs = "root, ip, tc" if figure.root else ""
+        table.add_row(name, needs, f"{figure.minutes:g}", "\n".join(figure.printed), figure.picture)
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
+    print('make figures ARGS="NAME ..." measures them; ARGS=--stored draws the pictures from the stored measurements.')
+
+
+def run(command: str, folder: Path) -> int:
+    words = [word.replace("FOLDER", str(folder)) for word in shlex.split(command)]
+    print("$ python", shlex.join(words), flush=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment).returncode
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("names", nargs="*", metavar="FIGURE", help=", ".join(FIGURES))
+    made.add_argument(
+        "--stored", action="store_true", help="from stored measurements; without names, all that have them"
+    )
+    made.add_argument("--folder", type=Path, help="for measurements and pictures; default: a temporary one")
+    args = made.parse_args()
+    if unknown := set(args.names) - FIGURES.keys():
+        made.error(f"{unknown.pop()} is none of {', '.join(FIGURES)}")
+    names = args.names or [name for name, figure in FIGURES.items() if args.stored and figure.stored]
+    if not names:
+        show_all()
+        return 0
+    if args.stored and (without := [name for name in names if not FIGURES[name].stored]):
+        made.error(f"{without[0]} has no stored measurements: leave out --stored")
+    needs_root = [name for name in names if FIGURES[name].root and not args.stored]
+    if needs_root and hasattr(os, "geteuid") and os.geteuid() != 0:
+        made.error(f"{', '.join(needs_root)} need root: sudo {sys.executable} {' '.join(sys.argv)}")
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="commhooks-figures-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in names:
+        figure, start = FIGURES[name], time.monotonic()
+        print(f"\n== {name}: measured", flush=True)
+        if run(figure.stored if args.stored else figure.command, folder) != 0:
+            failed.append(name)
+        print(f"({(time.monotonic() - start) / 60:.1f} minutes)")
+        for place in figure.printed:
+            print(f"\n== {name}: printed in {place}\n\n{section(place)}")
+    print(f"\nWhat was written is in {folder}")
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

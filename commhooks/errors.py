@@ -71,7 +71,9 @@ def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookCon
     """Return the error about an unknown `name`. `kind`: "argument", "option" or "setting"."""
     if not known:
         return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
-    return HookConfigError(f"{whose} has no {kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
+    options = "; options of the hook go into hook_options" if kind == "argument" and "hook_options" in known else ""
+    meant = did_you_mean(name, known)
+    return HookConfigError(f"{whose} has no {kind} {name!r}{meant}; known are {', '.join(known)}{options}")
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

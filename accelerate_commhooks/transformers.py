@@ -48,7 +48,7 @@ class CommHookTrainerMixin(_Base):
     Every `train()` wraps the model again and starts with empty learned state, or loads it from the checkpoint that it
     resumes from.
 
-    The metrics of the hook appear beside the loss in the trackers of `report_to`; gradient norms are measured after
+    The metrics of the hook appear next to the loss in the trackers of `report_to`; gradient norms are measured after
     clipping. Printed lines leave the metrics out.
 
     Args:
@@ -147,7 +147,7 @@ class CommHookTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does, with the hook's metrics beside the loss if `report_to` is set."""
+        """Log as `Trainer.log` does, with the hook's metrics next to the loss if `report_to` is set."""
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
@@ -210,8 +210,8 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     if isinstance(hook, CommHookKwargs):
         if settings:
             raise HookConfigError(
-                f"{' and '.join(settings)} beside hook=CommHookKwargs(...), which takes the same arguments: pass "
-                "them to CommHookKwargs(...)"
+                f"{' and '.join(settings)} together with hook=CommHookKwargs(...), which takes the same arguments: "
+                "pass them to CommHookKwargs(...)"
             )
         return hook
     if hook is not ...:

@@ -62,7 +62,7 @@ def shown(value: object) -> str:
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
     """Return the error about the `value` of an argument, option or setting. `where`: its name or key path; `near`:
-    valid values, the closest of which the message suggests."""
+    valid values, to suggest the closest."""
     hint = did_you_mean(value, near) if isinstance(value, str) else ""
     return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 

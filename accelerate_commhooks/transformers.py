@@ -53,14 +53,15 @@ class CommHookTrainerMixin(_Base):
 
     Args:
         hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
-            Left out: the settings that `CommHookKwargs()` reads from the launcher or the environment.
+            By default the settings that `CommHookKwargs()` reads from the launcher or the environment.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
             of steps that the Trainer computes for each `train()`.
         hook_options, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`. A machine that
-            comes (`members`) also takes the Trainer's global step and learning rate scheduler. One whose training ends
-            before `max_steps` leaves (`Members.leave`), such as after SIGTERM with `enable_jit_checkpoint`.
+            joins (`members`) also takes the Trainer's global step and learning rate scheduler from another machine. A
+            machine whose training ends before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
+            (`Members.leave`).
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
@@ -158,7 +159,7 @@ class CommHookTrainerMixin(_Base):
         return self._meter.read(self.comm_hook)
 
     def _progress(self) -> dict[str, Any]:
-        """What a machine that comes takes from another one."""
+        """Return the state that a machine that joins takes from another machine."""
         scheduler: Any = self.lr_scheduler
         return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
 

@@ -81,16 +81,11 @@ def one_rank(backend: str = "gloo") -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    *args: Any,
-    world_size: int = 2,
-    start_method: str = "spawn",
-) -> Any:
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> Any:
     """Run `function(*args)` in one process per rank with a gloo process group, and return its result on rank 0 (JSON
     types).
 
-    `start_method="fork"` is fast, but requires that this process has not used torch's threads yet.
+    On Linux the processes are forked, which is fast: call this before the process has used torch's threads.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
@@ -98,7 +93,7 @@ def run_ranks(
             args=(world_size, folder, function, args),
             nprocs=world_size,
             join=False,
-            start_method=start_method,
+            start_method="fork" if sys.platform == "linux" else "spawn",
         )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=RANKS_LIMIT_S)
         try:

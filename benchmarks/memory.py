@@ -147,17 +147,7 @@ def main() -> None:
     gradient = 4 * numel(make(args.model)[0])
     rows: list[Row] = []
     measured = {
-        name: run_ranks(
-            measure,
-            args.model,
-            label,
-            start,
-            args.buckets_mb,
-            args.batch,
-            args.weights_mb,
-            world_size=1,
-            start_method="fork",
-        )
+        name: run_ranks(measure, args.model, label, start, args.buckets_mb, args.batch, args.weights_mb, world_size=1)
         for name, label, start in candidates
     }
     noop = measured["noop"]

@@ -22,11 +22,11 @@ from commhooks.engine.buckets import KnownBuckets
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
-from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
+from commhooks.gradients.precision import keep_for_current_stream
 
 logger = logger_of(__name__)
 Started = TypeVar("Started")

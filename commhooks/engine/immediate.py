@@ -17,11 +17,11 @@ from commhooks.comm.collectives import Scope, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.consensus import SendComparison
-from commhooks.engine.streams import keep_for_current_stream
 from commhooks.engine.task import NO_STATE, Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]

@@ -41,6 +41,11 @@ class Stream:
         self.after |= event.after
         self.see(event.clock)
 
+    def record_event(self) -> Any:
+        event: Any = torch.Event()
+        event.record(self)
+        return event
+
 
 class Event:
     def __init__(self, cuda: "Cuda") -> None:
@@ -48,7 +53,8 @@ class Event:
         self.clock: Clock = {}
         self._cuda, self._recorded = cuda, False
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._cuda.current()
         self.after, self.clock, self._recorded = frozenset(stream.after), dict(stream.clock), True
 
     def query(self) -> bool:

@@ -7,8 +7,8 @@ its calls.
 
 A collective reads its tensors when it is issued, after everything that it comes after has run, and its result is
 written late. So a write into a tensor that a collective still reads is not detected here, nor is memory that is freed
-too early; the clocks detect both. Sparse and random operators, and operators whose shapes depend on numbers, run at
-once, after everything that they come after.
+too early; the clocks detect both. Sparse and random operators, the collectives of DTensor, and operators whose shapes
+depend on numbers run at once, after everything that they come after.
 """
 
 import functools

@@ -16,6 +16,7 @@ stream, and everything queued later comes after that.
 
 import contextlib
 import functools
+import gc
 import itertools
 import re
 import threading
@@ -23,13 +24,15 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from commhooks.comm.collectives import ALL_GATHER, PointToPoint, new_future
@@ -48,19 +51,21 @@ from tests.support.late_execution import (
     written,
 )
 
-COLLECTIVES = ("all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor")
+COLLECTIVES = ["all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor"]
+COLLECTIVES += [name for name in ("reduce_scatter_single",) if hasattr(dist, name)]  # of FSDP since torch 2.13
 FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
 READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
+HIDDEN_WRITES = {"fsdp::all_gather_copy_in": "all_gather_output"}
+"""Operator -> the argument into which it writes, and of which its results are views, unknown to its schema."""
 WHOLE = 1 << 62
 _TO = torch.Tensor.to
 DEVICE = torch.device("cpu")
 """The accelerator; the host is "cpu"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """An access to the bytes from `begin` to `end`, by the work `number` of a stream."""
 
     begin: int
@@ -259,7 +264,7 @@ class Accelerator:
         name, given = func._schema.name, _tensors([*args, *kwargs.values()])
         short, to = name.partition("::")[2], getattr(self.local, "to", None)
         hosts = [self.is_on_host(each) for each in given]
-        plain = all(_parts(each) == [each] for each in given)
+        plain = not any(each.is_sparse for each in given)
         if self.at_once or not given or (all(hosts) and to != "device"):
             return None
         if is_view(func) or METADATA_ONLY.match(name):
@@ -272,7 +277,7 @@ class Accelerator:
             work = self._collective(name, args, kwargs)
             spoil(answers)
         elif (
-            name.startswith("c10d::")
+            name.startswith(("c10d::", "_c10d_functional::"))
             or not can_be_late(func)
             or not plain
             or (crosses and not _is_non_blocking(short, args, kwargs))
@@ -291,11 +296,8 @@ class Accelerator:
                 result = func(*args, **kwargs)  # of numbers that may not be there yet: only the shapes count
                 new = _tensors(result)
             work = self.note(func, args, kwargs, result)
-            storages = {each.untyped_storage()._cdata for each in given}
-            if any(each.untyped_storage()._cdata in storages for each in new):
-                return (result,)
             spoil(new)
-            run = write_later(func, *later, new)
+            run = write_later(func, *later, [] if HIDDEN_WRITES.get(name) else new)
         assert work is not None
         late.queue(*work, run)
         return (result,)
@@ -352,6 +354,8 @@ class Accelerator:
                 kind = "read" if alias is None else "write" if alias.is_write else "nothing"
                 if kind == "read" and METADATA_ONLY.match(schema.name):
                     kind = "nothing"
+                if argument.name == HIDDEN_WRITES.get(schema.name):
+                    kind = "write"
                 found.append((place, argument.name, kind))
                 if kind == "write" and schema.name.endswith("_") and place == 0:  # in place: most read it, too
                     found.append((place, argument.name, "nothing"))
@@ -387,7 +391,8 @@ class Work:
         self._tensors = [each for _, tensors in started for each in tensors]
 
     def wait(self, *args: Any) -> bool:
-        self._work.wait(*args)
+        with _disable_current_modes():  # gloo copies
+            self._work.wait(*args)
         self._accelerator.cuda.current().see(self._clock)
         self._accelerator.use(self._tensors)
         self._tensors = []
@@ -461,6 +466,8 @@ class _Operators(TorchDispatchMode):
         self.accelerator = accelerator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # and sees what it does on the shards
         return self.accelerator.run(func, args, kwargs or {})
 
 
@@ -530,14 +537,12 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
 
         def asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
             def begin(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-                if not async_op:
-                    return collective(*args, **kwargs)
                 started = accelerator.local.started = []
                 try:
-                    work = collective(*args, async_op=True, **kwargs)
+                    work = Work(collective(*args, async_op=True, **kwargs), accelerator, started)
                 finally:
                     accelerator.local.started = None
-                return Work(work, accelerator, started)
+                return work if async_op else (work.wait(), None)[1]
 
             return begin
 
@@ -555,7 +560,17 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
 
             register(model, state, reduce)
 
+        def free(tensor: torch.Tensor) -> None:
+            """As FSDP frees parameters: later work of the stream that allocated them may get the memory."""
+            with cuda.on(accelerator.memory(tensor).home), torch.autograd._unsafe_preserve_version_counter(tensor):
+                spoil([tensor])
+
         for owner, name, value in (
+            (_fsdp_param, "free_storage", free),
+            (torch.cpu, "Stream", functools.partial(cuda.new_stream, None)),
+            (torch.cpu, "Event", cuda.new_event),
+            (torch.cpu, "current_stream", cuda.current),
+            (torch.cpu, "stream", cuda.on),
             (torch.Tensor, "record_stream", lambda tensor, stream: accelerator.keep(tensor, stream)),
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
@@ -574,6 +589,8 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             patches.enter_context(mock.patch.object(owner, name, value))
         patches.enter_context(computing_with("torch"))
         patches.enter_context(_Operators(accelerator))
+        gc.freeze()  # the garbage collector looks at what is made in the body
+        patches.callback(gc.unfreeze)
         patches.callback(setattr, accelerator, "running", False)
         if accelerator.late is not None:
             save = torch.save
@@ -599,13 +616,14 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors in it."""
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
-    local = getattr(tensor, "_local_tensor", None)
-    return [tensor] if local is None else [local]
+    return [tensor]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * size
     return begin, begin + (last + 1) * size
 

@@ -44,6 +44,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     hook: commhooks.CommHook
     step: int = 0
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -65,9 +66,10 @@ class Run:
             first = next(self.ddp.parameters())
             images, labels = (each.to(first.device) for each in batch(self.step, dist.get_rank(), first.dtype))
             self.optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(self.ddp(images), labels).backward()
+            self.scaler.scale(torch.nn.functional.cross_entropy(self.ddp(images), labels)).backward()
             self.gradients.append(flat(p.grad for p in self.ddp.parameters() if p.grad is not None))
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.step += 1
         return self
 

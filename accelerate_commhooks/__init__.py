@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_accelerate() -> None:
-    """Raise ImportError, which names the command to install it, if Accelerate is missing or too old."""
+    """Raise ImportError with the command to install Accelerate if it is missing or too old."""
     from commhooks.errors import needed
 
     with needed("accelerate", sentence="accelerate_commhooks needs Accelerate: pip install accelerate"):

@@ -9,7 +9,7 @@ from commhooks.errors import HookConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 for an invalid request, 1 without Accelerate."""
+    """Run the command, and return the exit status: 2 for an invalid request, 1 without Accelerate."""
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="accelerate-commhooks",

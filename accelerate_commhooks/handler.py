@@ -70,7 +70,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     members: Any = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
-        # Arguments override the environment even if they equal the default; __init__ cannot tell which were given.
+        # Arguments override the environment even if they equal the default. __init__ cannot tell which were given.
         handler = super().__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name in kwargs:
@@ -133,7 +133,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def attached(self) -> CommHook | None:
-        """The hook, with `stats()` and `plan()`, of the existing model that was prepared last. None without a model."""
+        """The hook, with `stats()` and `plan()`, of the latest prepared model that still exists; None without one."""
         return next(reversed(self.attached_hooks), None)
 
     @property
@@ -143,7 +143,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def request(self) -> HookRequest:
-        """The checked values of the fields, read anew each time: users may change a handler's fields.
+        """The checked values of the fields. They are read anew each time, because users may change a handler's fields.
 
         Raises:
             HookConfigError: as the constructor.
@@ -158,8 +158,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if any(given[name] is not None for name in ("hook", "hook_options", "wrapper")):
                 ours = "hook" if self.hook is not None else "hook_options or wrapper"
                 raise HookConfigError(
-                    f"{' and '.join(stock)} beside {ours}=: both set a communication hook, and DDP takes only one. "
-                    "Keep hook= (with hook_options= and wrapper=)"
+                    f"{' and '.join(stock)} together with {ours}=: both set a communication hook, and DDP takes only "
+                    "one. Keep hook= (with hook_options= and wrapper=)"
                 )
             given |= self._translated()
         elif self.hook is None and "hook" not in self.given:
@@ -171,11 +171,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def off(self) -> bool:
-        """Whether the user asked for plain DDP: `hook=None`."""
+        """Whether the user requested plain DDP: `hook=None`."""
         return self.request.off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
-        """Return whether `model`, returned by `prepare` or the module inside it, has a hook of this handler."""
+        """Return whether `model`, which is from `prepare` or the module inside it, has a hook of this handler."""
         return any(hooked.is_of(model) for hooked in self._hooked)
 
     def log(self, accelerator: Accelerator, step: int | None = None) -> None:
@@ -237,7 +237,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return self
 
     def warn_alone(self) -> None:
-        """Warn once that a single process has no hook."""
         if not self._warned_alone and not self.off:
             self._warned_alone = True
             logger.warning(
@@ -249,14 +248,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`): a
-        # subclass is a KeyError. `type()` and `isinstance` still know the real class.
+        # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), and a
+        # subclass would raise KeyError. `type()` and `isinstance` still use the real class.
         self._override_prepare()
         return DistributedDataParallelKwargs
 
     def _override_prepare(self) -> None:
         # Accelerator.__init__ reads `handler.__class__`. Under FSDP and with one process it never calls the handler
-        # again, so this is the only chance to override `prepare`. Accelerator.__init__ has set the variable before.
+        # again, so this is the only chance to override `prepare`. It has set the environment variable before.
         shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         if (shards or self.members is not None) and (accelerator := _calling_accelerator()):
             override_prepare(accelerator, self)
@@ -267,17 +266,17 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return own | {name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)}
 
     def has_set(self, name: str) -> bool:
-        """Return whether the user has given or assigned the DDP argument `name`."""
+        """Return whether the user has passed or assigned the DDP argument `name`."""
         return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attach a hook to a model that has just been wrapped; `Accelerator.prepare_model` calls this on every rank."""
+        """Attach a hook to a model that has just been wrapped. `Accelerator.prepare_model` calls this on every rank."""
         # Accelerate 1.15 passes the model alone.
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model of a machine with one process, which Accelerate does not wrap in DDP. It replaces
-        the hook of an earlier `prepare`."""
+        """Attach a hook to a model that Accelerate does not wrap in DDP, with one process per machine. Replaces an
+        earlier hook."""
         self._detach_earlier(model)
         gradient_state = accelerator.gradient_state
         self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)
@@ -318,7 +317,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
 
     def _stock_requests(self) -> list[str]:
-        """Names of the stock fields that are set and select one of torch's hooks."""
+        """Return the stock fields that are set and select one of torch's hooks."""
         return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
 
     def _translated(self) -> dict[str, Any]:
@@ -386,7 +385,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
 
 def _calling_accelerator() -> Accelerator | None:
-    """Returns the accelerator that calls the handler: `self` in the nearest frame that belongs to one."""
+    """Return the accelerator that calls the handler: `self` in the nearest frame of an Accelerator's method."""
     frame = sys._getframe(2)
     while frame is not None and not issubclass(type(frame.f_locals.get("self")), Accelerator):  # `__class__` calls this
         frame = frame.f_back  # type: ignore[assignment]

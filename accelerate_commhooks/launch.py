@@ -1,6 +1,6 @@
 """`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section `comm_hook_config` to the workers.
 
-Accelerate 1.15 rejects configuration files with unknown keys and does not tell its workers the path of the file. So
+Accelerate 1.15 rejects configuration files with unknown keys and does not pass the path of the file to its workers. So
 Accelerate gets a copy of the file without the section, in a temporary folder, and the workers get the section in the
 environment variable of `yaml_settings`. If no model got the hook, or the hook compressed nothing, the workers write a
 message into the folder, and the launcher prints it after the run.
@@ -38,21 +38,22 @@ _DESCRIPTION = (
 )
 
 _END_S = 30.0
-"""Seconds that a script has to end after a signal; torch's launcher has the same limit."""
+"""Seconds for a script to end after a signal; torch's launcher has the same limit."""
 
 _NOT_DDP = {
     DistributedType.DEEPSPEED: "use_deepspeed",
     DistributedType.MEGATRON_LM: "use_megatron_lm",
     DistributedType.XLA: "tpu",
 }
-"""Kind of run without DDP and FSDP -> its flag of Accelerate's launcher."""
+"""Kind of run without DDP and FSDP -> its flag in Accelerate's launcher."""
 
 
 def launch(arguments: list[str]) -> int:
-    """Run `accelerate launch` with these arguments, and pass the settings to the workers.
+    """Run `accelerate launch` with these arguments, and pass the settings to the workers. Prints a message if the
+    script succeeded without the hook.
 
-    Returns the exit status of the first process that failed (128 + n after signal n), or 0. Prints a message if the
-    script succeeded without the hook. Raises HookConfigError before anything is started.
+    Returns the exit status of the first process that failed (128 + n after signal n), or 0. Raises HookConfigError
+    before anything is started.
     """
     parser = launch_command_parser()
     parser.prog, parser.description = "accelerate-commhooks launch", _DESCRIPTION
@@ -167,8 +168,8 @@ def _run(args: argparse.Namespace) -> int:
     def ended(signum: int, frame: FrameType | None) -> None:
         raise SignalException("ended", sigval=signal.Signals(signum))
 
-    # With one process Accelerate sets no handler, and the default action would leave the temporary folder. With several
-    # processes torch's launcher sets its own handlers.
+    # With one process Accelerate sets no handler, and the default action would not remove the temporary folder. With
+    # several processes torch's launcher sets its own handlers.
     before = signal.signal(signal.SIGTERM, ended)
     try:
         launch_command(args)
@@ -193,7 +194,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _end_children(signum: signal.Signals | None = None) -> None:
-    """End the script: Accelerate 1.15 leaves a single process running. Torch's launcher ends several ones itself."""
+    """End the script. Accelerate 1.15 leaves a single process running; torch's launcher itself ends its processes."""
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):

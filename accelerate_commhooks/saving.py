@@ -1,6 +1,6 @@
 """Saves and loads the state of hooks in `accelerator.save_state` and `load_state`.
 
-Accelerate calls the functions given to `register_save_state_pre_hook` and `register_load_state_pre_hook` on every rank
+Accelerate calls the functions passed to `register_save_state_pre_hook` and `register_load_state_pre_hook` on every rank
 that saves or loads. Each model has one shared file, which the main process writes, and one file per rank:
 
     comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
@@ -41,7 +41,7 @@ logger = logger_of(__name__)
 _REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
 
 LARGE_SAVE_BYTES = 10 * 10**9
-"""Residuals of all ranks; if a save has more, the main process suggests `save_residual="mean"`."""
+"""If a save has more bytes of residuals, over all ranks, the main process suggests `save_residual="mean"`."""
 
 _OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank(\d+))?\.pt)?")
 """Groups: the number of the model; for files, not for folders, the rest of the name; the rank in it."""
@@ -51,9 +51,7 @@ class HookedModel:
     """A wrapped model and its hook. All references are weak.
 
     Attributes:
-        is_sharded: the model is sharded by FSDP2; otherwise it is wrapped in DDP.
-        strict: whether loading the state of another hook is an error.
-        save_residual: which residuals a save writes.
+        is_sharded: True: the model is sharded by FSDP2. False: it is wrapped in DDP.
     """
 
     def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str) -> None:
@@ -84,13 +82,14 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 _SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDictionary()
-"""Shared by all handlers of an accelerator."""
+"""The savers, shared by all handlers of an accelerator."""
 
 
 def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
     """Return the `HookSaver` of `accelerator`. The first call makes it and registers it with Accelerate.
 
-    It is needed without a hook, too: its saves remove hook files that an earlier run has left in the folder."""
+    It is needed without a hook, too, because its saves remove hook files that an earlier run has left in the folder.
+    """
     saver = _SAVERS.get(accelerator)
     if saver is None:
         saver = _SAVERS[accelerator] = HookSaver(accelerator)
@@ -120,14 +119,11 @@ class HookSaver:
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Remove files
-        of an earlier save there that no current hook overwrites: they belong to other weights.
+        of an earlier save there that no current hook overwrites, because they belong to other weights.
 
         All ranks must call this if a hook has `save_residual="mean"` or averages weights, or if a model is sharded.
-        Otherwise no rank waits for another.
-
-        Raises:
-            OSError: as `write_together`.
-            HookRunError: the folder of an earlier save cannot be removed.
+        Otherwise no rank waits for another. Raises OSError as `write_together` does, and HookRunError if the folder of
+        an earlier save cannot be removed.
         """
         rank, models = self._live_accelerator().process_index, self._numbered()
         for number, model in enumerate(models):
@@ -151,11 +147,8 @@ class HookSaver:
 
     @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
-        """Load the files of `save` into the hooks of the prepared models. All ranks must call this.
-
-        Raises:
-            PayloadError: a file is damaged or does not fit; nothing was changed.
-        """
+        """Load the files of `save` into the hooks of the prepared models. All ranks must call this. Raises
+        PayloadError, and changes nothing, if a file is damaged or does not fit."""
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
         for number, model in enumerate(self._numbered()):
@@ -181,8 +174,8 @@ class HookSaver:
         self.save(output_dir, writes_shared=main)
 
     def _end_rounds_before(self, name: str) -> None:
-        """Override the accelerator's method `name`: end the round of every hook, then call it. A round: the local steps
-        between two averages of the weights (DiLoCo, local SGD).
+        """Override the accelerator's method `name`: end the round of every hook, then call it. A round is the local
+        steps between two averages of the weights (DiLoCo, local SGD).
 
         Accelerate 1.15 calls no pre-hook in `save_model`, and writes sharded weights before it calls the pre-hooks of
         `save_state`. So these public methods are overridden, on this one object.
@@ -215,7 +208,7 @@ class HookSaver:
             )
 
     def _numbered(self) -> list[HookedModel]:
-        """The models with a hook, in order of preparation; without models that `free_memory` has released.
+        """Return the models with a hook, in order of preparation, without models that `free_memory` has released.
 
         Accelerate 1.15 has no public list of its models. It passes one to load pre-hooks, but an earlier pre-hook may
         have emptied it.
@@ -225,7 +218,7 @@ class HookSaver:
         return [self._of_modules[each] for each in modules if each in self._of_modules]
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Returns this rank's payload from the shared file `path` and the rank files; None if there is no file."""
+        """Return this rank's payload from the shared file `path` and the rank files; None if there is no file."""
         accelerator = self._live_accelerator()
         rank, world_size = accelerator.process_index, accelerator.num_processes
         if not path.exists():
@@ -259,7 +252,7 @@ class HookSaver:
 
 
 def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[Path]:
-    """Yields what an earlier save has left in `folder` and no rank of this save overwrites."""
+    """Yield the files of an earlier save in `folder` that no rank of this save overwrites."""
     kept = {(number, model.is_sharded) for number, model in enumerate(models) if model.hook is not None}
     for path in Path(folder).iterdir():
         if (ours := _OURS.fullmatch(path.name)) is not None:
@@ -270,9 +263,9 @@ def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[P
 
 
 def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Returns the part of `rank`; None, with a warning, if it is unusable.
+    """Return the part of `rank`; None, with a warning, if it is unusable.
 
-    Does not raise, because the other ranks would not learn of the error. At the next backward pass the ranks exchange
+    Does not raise, because the other ranks would not know of the error. At the next backward pass the ranks exchange
     whether residuals are missing.
     """
     part: Any = None
@@ -311,13 +304,9 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: int) -> None:
-    """Save each content at its path; None removes the file of an earlier save. Every file is replaced as a whole, and
-    an error while writing, such as a full disk, leaves all files unchanged. A killed process leaves files
-    `.NAME.RANK.tmp`, which are never read; the next save overwrites them.
-
-    Raises:
-        OSError: a file could not be written; the error names it and the reason.
-    """
+    """Save each content at its path; None removes the file of an earlier save. Every file is replaced as a whole. An
+    error while writing, such as a full disk, leaves all files unchanged and raises OSError, which names the file. A
+    killed process leaves files `.NAME.RANK.tmp`, which are never read; the next save overwrites them."""
     temporary: dict[Path, Path | None] = {}  # by final path
     try:
         for path, content in files:
@@ -333,7 +322,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                             raise error.__context__ from None
                         raise
                     file.flush()
-                    os.fsync(file.fileno())  # or a power cut may leave an empty file under the new name
+                    os.fsync(file.fileno())  # otherwise a power cut may leave an empty file under the new name
         for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # removals come last
             with _os_errors_name(path):
                 if written is None:
@@ -348,7 +337,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
 
 @contextlib.contextmanager
 def _os_errors_name(path: Path) -> Iterator[None]:
-    """Context manager: OSErrors of the body name `path`, not the temporary file."""
+    """Context manager: OSErrors in the body name `path` instead of the temporary file."""
     try:
         yield
     except OSError as error:

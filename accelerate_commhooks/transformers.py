@@ -48,19 +48,20 @@ class CommHookTrainerMixin(_Base):
     Every `train()` wraps the model again and starts with empty learned state, or loads it from the checkpoint that it
     resumes from.
 
-    The metrics of the hook appear beside the loss in the trackers of `report_to`; gradient norms are measured after
+    The metrics of the hook appear next to the loss in the trackers of `report_to`; gradient norms are measured after
     clipping. Printed lines leave the metrics out.
 
     Args:
         hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
-            Left out: the settings that `CommHookKwargs()` reads from the launcher or the environment.
+            By default the settings that `CommHookKwargs()` reads from the launcher or the environment.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
             of steps that the Trainer computes for each `train()`.
         hook_options, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`. A machine that
-            comes (`members`) also takes the Trainer's global step and learning rate scheduler. One whose training ends
-            before `max_steps` leaves (`Members.leave`), such as after SIGTERM with `enable_jit_checkpoint`.
+            joins (`members`) also takes the Trainer's global step and learning rate scheduler from another machine. A
+            machine whose training ends before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
+            (`Members.leave`).
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
@@ -134,7 +135,7 @@ class CommHookTrainerMixin(_Base):
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`, with a hook whose learned state is empty or loaded from the checkpoint."""
+        """Train as `Trainer.train` does, with a hook whose learned state is empty or loaded from the checkpoint."""
         if resume_from_checkpoint is True:
             # The Trainer does not expose the checkpoint that it finds, and raises an error if there is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
@@ -147,7 +148,7 @@ class CommHookTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`, with the hook's metrics beside the loss if `report_to` is set."""
+        """Log as `Trainer.log` does, with the hook's metrics next to the loss if `report_to` is set."""
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
@@ -158,7 +159,7 @@ class CommHookTrainerMixin(_Base):
         return self._meter.read(self.comm_hook)
 
     def _progress(self) -> dict[str, Any]:
-        """What a machine that comes takes from another one."""
+        """Return the state that a machine that joins takes from another machine."""
         scheduler: Any = self.lr_scheduler
         return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
 
@@ -169,14 +170,14 @@ class CommHookTrainerMixin(_Base):
         scheduler.load_state_dict(progress["scheduler"])
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `Trainer.evaluate`, after the end of the hook's round: all ranks evaluate the same weights."""
+        """End the hook's round, so that all ranks have the same weights, then call `Trainer.evaluate`."""
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()
         result: dict[str, float] = super().evaluate(*args, **kwargs)
         return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
+        """Save the model; if called for a checkpoint, also save the hook.
 
         transformers 5.23 sets `_internal_call` for checkpoints. The Trainer writes `trainer_state.json` last, so a
         complete checkpoint includes the hook's shared file. The hook is saved before the model: with
@@ -210,8 +211,8 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     if isinstance(hook, CommHookKwargs):
         if settings:
             raise HookConfigError(
-                f"{' and '.join(settings)} beside hook=CommHookKwargs(...), which takes the same arguments: pass "
-                "them to CommHookKwargs(...)"
+                f"{' and '.join(settings)} together with hook=CommHookKwargs(...), which takes the same arguments: "
+                "pass them to CommHookKwargs(...)"
             )
         return hook
     if hook is not ...:
@@ -229,8 +230,7 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
 
 
 class HookCallback(TrainerCallback):
-    """Loads the hook's state before the first step, reads its metrics, closes it after the last step, and checks that
-    each checkpoint contains it."""
+    """Loads the hook's state, reads its metrics, closes it, and checks that each checkpoint contains it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
@@ -260,7 +260,7 @@ class HookCallback(TrainerCallback):
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the round: other callbacks read the model."""
+        """End the round before other callbacks read the model."""
         if (hook := self.trainer.comm_hook) is not None:
             hook.synchronize()
 
@@ -287,7 +287,7 @@ class HookCallback(TrainerCallback):
 
 
 class _WithoutMetrics(TrainerCallback):
-    """Base class of callbacks that print logs, without the hook's metrics, which are for trackers."""
+    """Base of callbacks that print logs. It omits the hook's metrics, which are for trackers."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shown = {name: value for name, value in (logs or {}).items() if not name.startswith(f"{PREFIX}/")}
@@ -303,7 +303,7 @@ class _Progress(_WithoutMetrics, ProgressCallback):
 
 
 def print_no_metrics(trainer: Trainer) -> None:
-    """Replace the callbacks by which transformers prints logs. Users' own callbacks, also subclasses, stay."""
+    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even subclasses."""
     for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
         for callback in [each for each in trainer.callback_handler.callbacks if type(each) is theirs]:
             trainer.remove_callback(callback)
@@ -313,7 +313,7 @@ def print_no_metrics(trainer: Trainer) -> None:
 class _BetweenSteps(JITCheckpointCallback):
     """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step.
 
-    transformers 5.23 also saves between the backward pass and the optimizer's step. Then the hook's residual is one
+    transformers 5.23 also saves between the backward pass and the optimizer's step. The hook's residual is then one
     step ahead of the weights, and a resumed run would repeat the step on it.
     """
 

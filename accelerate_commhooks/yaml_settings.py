@@ -3,8 +3,8 @@ separate file (docs/accelerate.md shows both). The keys are the arguments of `Co
 strings here, and `hook: null` is DDP without a hook.
 
 The environment variable ACCELERATE_COMM_HOOK_CONFIG holds the path of such a file. `accelerate-commhooks launch` sets
-it to a JSON object, recognised by its first character "{" (a path that begins so is written `./{...`). The object also
-holds the path of a file for the message that the launcher prints after the run.
+it to a JSON object, recognised by its first character "{" (a path that begins with it is written `./{...`). The object
+also holds the path of a file for the message that the launcher prints after the run.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Settings:
     values: dict[str, Any]
     """The keys that are set, as plain types. Dotted paths in `hook` and `hook_state` are not imported."""
     source: str
-    """For messages: the file, with `, section comm_hook_config` if it has one."""
+    """The file in messages, with `, section comm_hook_config` if it has one."""
     message_file: Path | None = None
     """A file for the message that the launcher prints after the run; None without the launcher."""
 
@@ -72,8 +72,8 @@ class Settings:
         section = SECTION if SECTION in loaded else ""
         if not section and ("compute_environment" in loaded or "distributed_type" in loaded):
             raise HookConfigError(f"{path}: {no_section(map(str, loaded))}")
-        if beside := [name for name in ARGUMENTS if section and name in loaded]:
-            raise HookConfigError(f"{path}: {' and '.join(beside)} beside {SECTION}: move it into the section")
+        if outside := [name for name in ARGUMENTS if section and name in loaded]:
+            raise HookConfigError(f"{path}: {' and '.join(outside)} outside {SECTION}: move it into the section")
         source = f"{path}, section {section}" if section else str(path)
         return cls(_typed(source, _merged(str(path), loaded, section, overrides)), source)
 
@@ -104,12 +104,8 @@ class Settings:
         return json.dumps({"settings": self.values, "source": self.source, "message_file": file})
 
     def check(self, *, imports: bool = True) -> None:
-        """Raise HookConfigError for invalid settings.
-
-        Args:
-            imports: import a hook that is given by its dotted path, and check its options. False in the launcher: only
-                the workers have the script's folder in `sys.path`.
-        """
+        """Raise HookConfigError for invalid settings. `imports`: whether to import a hook given by its dotted path, and
+        check its options. False in the launcher, because only the workers have the script's folder in `sys.path`."""
         common = {name: value for name, value in self.values.items() if name in ARGUMENTS}
         with self.errors_name_source():
             if imports or ":" not in common["hook"]:
@@ -118,7 +114,7 @@ class Settings:
                 check_arguments(common)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments for `CommHookKwargs`. A `hook_state` "package.module:name" is imported; a class or
+        """Return the arguments for `CommHookKwargs`. A `hook_state` "package.module:name" is imported; a class or
         function is called without arguments to make the state."""
         arguments = dict(self.values)
         path = arguments.get("hook_state")
@@ -128,7 +124,7 @@ class Settings:
         return arguments
 
     def message(self, text: str, *, first: bool = False) -> None:
-        """Let the launcher print `text` after the run, instead of an earlier text; "" prints nothing. `first`: keep an
+        """Make the launcher print `text` after the run, instead of an earlier text; "" prints nothing. `first`: keep an
         earlier text."""
         if self.message_file is not None:
             # The folder does not exist on other machines, nor after the launcher has ended.
@@ -144,7 +140,7 @@ LINE_TO_ADD = (
     "and let `prepare` wrap the model. In place of transformers' Trainer take CommHookTrainer from "
     "accelerate_commhooks.transformers"
 )
-"""Tells users how a script uses the settings."""
+"""Advice for users whose script does not use the settings."""
 
 
 def no_section(keys: Iterable[str]) -> str:
@@ -169,7 +165,7 @@ def _load(path: str | Path) -> DictConfig:
 
 
 def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[str]) -> Any:
-    """Returns `loaded` or its section, with the overrides, as plain types. Interpolations see the whole file."""
+    """Return `loaded` or its section, with the overrides, as plain types. Interpolations see the whole file."""
     given = list(overrides)
     for each in given:
         if not isinstance(each, str) or not each.partition("=")[0].strip() or "=" not in each:
@@ -181,13 +177,15 @@ def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[s
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {str(error).splitlines()[0]}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it
-        raise HookConfigError(f"{source}: overrides {given}: a key for what is a list in the file") from error
+        raise HookConfigError(
+            f"{source}: overrides {given}: the file has a list where an override has a key"
+        ) from error
     except yaml.YAMLError as error:
         raise HookConfigError(f"{source}: overrides {given}: {' '.join(str(error).split())}") from error
 
 
 def _typed(source: str, values: Any) -> dict[str, Any]:
-    """Returns `values` with the types of the settings; text is converted as YAML would."""
+    """Convert `values` to the types of the settings; text is converted as in YAML."""
     if not isinstance(values, dict) or not values:
         what = f"is a {type(values).__name__}" if values else "is empty"
         raise HookConfigError(f"{source} {what}; expected at least 'hook: powerSGD' or another hook")

@@ -2,16 +2,16 @@
 
     python benchmarks/checkpoint.py [--model blocks] [--rank 4] [--rounds 5]
 
-Two ranks train with PowerSGD. In each round, and after a training step each time, they save and load the state in each
-of its forms, and rank 0 does the same with the model's state_dict, for comparison:
+Two ranks train with PowerSGD. In each round, after one training step each, they save and load the state in each of its
+forms. For comparison, rank 0 does the same with the model's state_dict:
 
   mean        all ranks join in a mean over the ranks, rank 0 writes it
   per_rank    every rank writes its own file, without communication; the bytes are those of one of the files
   drop        step and Q only, written by rank 0
 
 Saving is `hook.state_dict(form)` and torch.save, loading is torch.load(weights_only=True) and `hook.load_state_dict`.
-The time is that of the slower rank. Files go to a temporary folder and are not synced to the disk: with a slow disk,
-add the bytes.
+The time is the slower rank's. Files go to a temporary folder and are not synced to the disk; for a slow disk, add the
+time for writing the bytes.
 """
 
 import tempfile
@@ -44,7 +44,7 @@ def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
         forward_loss(ddp_model, task, task.batch(size)).backward()
 
     def timed(function: Callable[[], Any]) -> float:
-        """Seconds of `function` on the slower rank."""
+        """Return the seconds of `function` on the slower rank."""
         dist.barrier()
         started = time.perf_counter()
         function()

@@ -2,9 +2,9 @@
 
     python benchmarks/codec.py [--models blocks resnet50] [--ranks 1 2 4 8 16] [--threads 1 2] [--rounds 15]
 
-One rank and one bucket, because torch's own hook does not run on gloo with more: nothing travels, all of it is
-arithmetic and traffic in memory. In every round each hook makes one backward pass on the same batch, in one process,
-with each number of threads; the difference to the `noop` of the same round and threads is what counts.
+There is one rank and one bucket, because torch's own hook does not run on gloo with more. So nothing is sent, and only
+arithmetic and memory traffic remain. In every round each hook makes one backward pass on the same batch, in one
+process, with each number of threads. The result is the difference to `noop` with the same round and threads.
 
   noop                    nothing: the baseline
   commhooks               our PowerSGD, computed by torch
@@ -18,12 +18,12 @@ with each number of threads; the difference to the `noop` of the same round and 
   copy, add               of the gradients, as one flat tensor, to another one: copy_(a), add_(a)
 
 The *traffic limit* of PowerSGD is the time of six passes over the gradients: add into the residual (read, read, write),
-Q and residual (read, write), gradient (write). That of the quantised hooks is the time of as many, and of two over the
-codes, which are a quarter (int8) or an eighth (int4) of a pass each: delta (read, read, write) and codes (write), then
-residual (read, write), codes (read) and gradient (write). The scales are less than 2 % of a pass. A pass is a third of
-a.add_(b) over as many numbers, in the same rounds: of what is measured here that goes through memory the fastest. (A
-copy is two passes, and its writes read first.) With several threads the limit is that of these threads; "of one" is the
-time by that with the first number of threads.
+Q and residual (read, write), gradient (write). For the quantised hooks it is the time of six such passes and two over
+the codes, which are a quarter (int8) or an eighth (int4) of a pass each: delta (read, read, write) and codes (write),
+then residual (read, write), codes (read) and gradient (write). The scales are less than 2 % of a pass. A pass is a
+third of a.add_(b) over as many numbers, in the same rounds, which is the fastest way through memory that is measured
+here. (A copy is two passes, and its writes read first.) With several threads the limit is measured with these threads;
+"of one" is the time divided by the time with the first number of threads.
 """
 
 import time
@@ -56,7 +56,7 @@ EPFML_HOW = (
 
 
 class Epfml:
-    """The authors' aggregator on a bare model, as their `optimizer_step` uses it."""
+    """The authors' aggregator on a bare model, used as in their `optimizer_step`."""
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         self.parameters = list(model.parameters())
@@ -73,8 +73,8 @@ class Epfml:
 
 
 def measure(name: str, rank: int | None, rounds: int, threads: list[int]) -> list[Row]:
-    """Milliseconds of each candidate at this rank of the factors, with each number of threads. None: of the quantised
-    hooks."""
+    """Return the milliseconds of each candidate at this rank of the factors (None: the quantised hooks), with each
+    number of threads."""
     flat = torch.randn(numel(make(name)[0]))
     candidates, ours = _candidates(name, rank, flat)
     turns = {
@@ -103,7 +103,7 @@ def measure(name: str, rank: int | None, rounds: int, threads: list[int]) -> lis
 def _candidates(
     name: str, rank: int | None, flat: torch.Tensor
 ) -> tuple[dict[str, Callable[[], float]], dict[str, CommHook]]:
-    """What takes turns, and our hooks among it."""
+    """Return the candidates that take turns, and which of them are our hooks."""
     _, task = make(name)
     batches = [task.batch(BATCH_SIZE.get(name, 16)) for _ in range(BATCHES)]
     turn = dict.fromkeys(("noop", *OURS, *QUANTISED, "torch", "torch same", "bare", "epfml"), 0)
@@ -145,7 +145,6 @@ def _candidates(
 
 
 def _rows(common: Row, samples: dict[str, list[float]]) -> list[Row]:
-    """The rows for one number of threads."""
     one_pass = summary(samples["add"], "ms")["median_ms"] / 3
     rows: list[Row] = []
     measured = QUANTISED if common["rank"] is None else (*OURS, "torch", "torch same", "epfml")

@@ -52,8 +52,9 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def steady(rank: int = 0, *, threads: int = 1, pinned: bool = True) -> Iterator[None]:
-    """That many torch threads, `pinned` to as many cores of their own if the system has enough and supports pinning. On
-    CUDA do not pin: the threads of autograd, NCCL and the driver would share those cores."""
+    """Context manager: use that many torch threads, `pinned` to as many cores of their own if the system has enough and
+    supports pinning. Do not pin on CUDA, because the threads of autograd, NCCL and the driver would share those
+    cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     cores = sorted(os.sched_getaffinity(0)) if pinned and hasattr(os, "sched_setaffinity") else []
@@ -71,7 +72,7 @@ def steady(rank: int = 0, *, threads: int = 1, pinned: bool = True) -> Iterator[
 
 @contextlib.contextmanager
 def one_rank(backend: str = "gloo") -> Iterator[None]:
-    """A process group with one rank."""
+    """Context manager: a process group with one rank."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -80,23 +81,19 @@ def one_rank(backend: str = "gloo") -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    *args: Any,
-    world_size: int = 2,
-    start_method: str = "spawn",
-) -> Any:
-    """Run `function(*args)` in one process per rank with a gloo process group; returns its result on rank 0 (JSON
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> Any:
+    """Run `function(*args)` in one process per rank with a gloo process group, and return its result on rank 0 (JSON
     types).
 
-    `start_method="fork"` is fast, but requires that this process has not used torch's threads yet."""
+    On Linux the processes are forked, which is fast: call this before the process has used torch's threads.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
             _rank_main,
             args=(world_size, folder, function, args),
             nprocs=world_size,
             join=False,
-            start_method=start_method,
+            start_method="fork" if sys.platform == "linux" else "spawn",
         )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=RANKS_LIMIT_S)
         try:
@@ -123,7 +120,7 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., 
 
 
 def _keep_to_warnings() -> None:
-    """Suppress info messages, such as the line of a hook at its first backward pass, between the tables."""
+    """Suppress info messages between the tables, such as a hook's line at its first backward pass."""
     logger = logging.getLogger("commhooks")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -137,7 +134,7 @@ def _keep_to_warnings() -> None:
 
 
 def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0) -> dict[str, list[float]]:
-    """Call every candidate once per round; returns the results after the warm-up. The order changes from round to
+    """Call every candidate once per round, and return the results after the warm-up. The order changes from round to
     round, so that changes of the machine's load and effects of the previous candidate affect all of them."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -151,7 +148,7 @@ def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int, warm_
 
 
 def summary(samples: Sequence[float], unit: str) -> Row:
-    """`{"median_UNIT", "q1_UNIT", "q3_UNIT"}`."""
+    """Return `{"median_UNIT", "q1_UNIT", "q3_UNIT"}`."""
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     return {f"median_{unit}": median, f"q1_{unit}": low, f"q3_{unit}": high}
 
@@ -162,7 +159,7 @@ Cell = Callable[[Row], str]
 
 
 def spread(unit: str, digits: int = 1) -> Cell:
-    """`median (q1 .. q3)`."""
+    """Format as `median (q1 .. q3)`."""
 
     def cell(row: Row) -> str:
         if row.get(f"median_{unit}") is None:
@@ -174,7 +171,7 @@ def spread(unit: str, digits: int = 1) -> Cell:
 
 
 def number(name: str, pattern: str = "{}") -> Cell:
-    """Formats the value of that name; an empty string if there is none."""
+    """Format the value with this name; "" if there is none."""
     return lambda row: "" if row.get(name) is None else pattern.format(row[name])
 
 
@@ -187,7 +184,8 @@ def report(
     columns: Mapping[str, Cell],
     notes: Sequence[str] = (),
 ) -> None:
-    """Print a table of `rows` and write the JSON file if requested. `at`: `machine()` from before the measurement."""
+    """Print a table of `rows`, and write the JSON file if requested. `at`: the result of `machine()` before the
+    measurement."""
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     if arguments.markdown or importlib.util.find_spec("rich") is None:
         print(f"{title}\n\n{_markdown(list(columns), cells)}\n")

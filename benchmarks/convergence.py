@@ -2,10 +2,11 @@
 
     python benchmarks/convergence.py [--epochs 20] [--seeds 0 1 2] [--plot convergence.png]
 
-scikit-learn's bundled digits (1,437 images of 8 x 8 to train, 360 to test), a small convolutional network, two ranks
-with 16 images each per step, SGD with momentum and a cosine schedule; the same for every hook, nothing is tuned for
-any. The split is fixed; a seed decides weights and order. PowerSGD begins after 10 % of the steps, as by default.
-Bytes are those that `hook.stats()` counted per rank in the whole run. Needs scikit-learn, and matplotlib for --plot.
+A small convolutional network trains on scikit-learn's bundled digits (1,437 images of 8 x 8 to train, 360 to test), on
+two ranks with 16 images each per step, by SGD with momentum and a cosine schedule. All hooks have the same settings,
+and nothing is tuned. The split is fixed; a seed determines weights and order. PowerSGD begins after 10 % of the steps,
+as by default. Bytes are counted by `hook.stats()`, per rank over the whole run. Needs scikit-learn, and matplotlib for
+--plot.
 """
 
 import statistics
@@ -41,7 +42,7 @@ def network() -> nn.Module:
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training images and labels, test images and labels."""
+    """Return training images and labels, test images and labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

@@ -2,16 +2,16 @@
 
     python benchmarks/gpu.py [--models blocks resnet50 gpt2] [--ranks 1 4] [--rounds 30]      # make bench-gpu
 
-One rank (NCCL if torch has it, else gloo): `noop`, ours and torch's powerSGD_hook, both with and without
-batch_tensors_with_same_shape ("same"), int8 and int4 with Triton and with torch's operators, in turns on the same
-batches. With DDP's default buckets of 25 MB, as in
-training, and with one bucket for all gradients; with a small batch, where nothing hides the hook, and with a realistic
-one. Everything is over the `noop` of the same round or kind:
+One rank (NCCL if torch has it, else gloo) runs `noop`, our and torch's powerSGD_hook, both with and without
+batch_tensors_with_same_shape ("same"), and int8 and int4 with Triton and with torch's operators, in turns on the same
+batches. Buckets have DDP's default size of 25 MB, as in training, or there is one bucket for all gradients. The batch
+is small, so that nothing hides the hook, or realistic. All figures are relative to `noop` in the same round or of the
+same kind:
 
   ms              backward with the hook minus backward with `noop`, from CUDA events around it
   x torch         that time / the time of torch's hook without "same"
   host ms         the same on the host's clock, until backward returns without waiting for the device
-  kernels         that the device ran in a backward pass, from torch.profiler; copies and fills are not in it
+  kernels         kernels that the device ran in a backward pass, from torch.profiler, without copies and fills
   waits           operations that made the host wait, as torch.cuda.set_sync_debug_mode("warn") reports them
   synchronize     calls of cuda{Device,Stream,Event}Synchronize in the same profile: an explicit
                   torch.cuda.synchronize() shows here and not in the column before
@@ -55,7 +55,7 @@ BUCKETS = {"25 MB": None, "one": ONE_BUCKET_MB}
 
 @dataclass(frozen=True)
 class Setup:
-    """One measurement; `buckets` and `batch` are keys of `BUCKETS` and `BATCH`."""
+    """One measurement. `buckets` and `batch` are keys of `BUCKETS` and `BATCH`."""
 
     model: str
     rank: int
@@ -82,7 +82,7 @@ class Candidate:
         return forward_loss(self._model, self._task, self._batches[self._turn % BATCHES])
 
     def milliseconds(self) -> float:
-        """Device time of a backward pass in ms; the host time is appended to `host_ms`."""
+        """Return the device time of a backward pass in ms, and append the host time to `host_ms`."""
         device_ms, host_ms = self._on.times(self._loss().backward)
         self.host_ms.append(host_ms)
         return device_ms
@@ -91,7 +91,8 @@ class Candidate:
         return self._on.waits(self._loss().backward)
 
     def profiled(self) -> tuple[int, int]:
-        """(kernels, synchronising calls) of a backward pass. The profiler adds the same number for each candidate."""
+        """Return (kernels, synchronising calls) of a backward pass. The profiler adds the same number for each
+        candidate."""
         return self._on.profiled(self._loss().backward)
 
 

@@ -3,12 +3,12 @@
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `native-4` and
 `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`; "same" is
 batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and `native-int4` are the quantised hooks. `auto` and
-`auto-close` choose one of them (quality "same" and "close"). Only those with "native", and what these choose, use the
-native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the network has 10
-steps for it. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q.
-For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the
-node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients
-reduced in float32 or bfloat16.
+`auto-close` choose one of them (quality "same" and "close"). Only labels with "native", and hooks that auto chooses,
+use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the exchange
+may take 10 steps. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q. For benchmarks
+with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node
+(`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients reduced
+in float32 or bfloat16.
 """
 
 import functools
@@ -40,7 +40,7 @@ SIMPLE = {
 QUANTISED = {"int8": commhooks.Int8Compress, "int4": commhooks.Int4Compress}
 LOCAL = {"diloco": commhooks.DiLoCo, "local": commhooks.LocalSGD}
 CHOOSING = {"auto": "same", "auto-close": "close"}
-"""Hooks that decide after some steps, by their quality."""
+"""Quality of the hooks that decide after some steps."""
 OPTIONS = {
     "powersgd": (),
     "native": (),
@@ -49,19 +49,19 @@ OPTIONS = {
 
 
 def _local_steps(label: str) -> Any:
-    """The config of a hook that communicates once in several steps, else None."""
+    """Return the config of a hook that communicates once in several steps, or None."""
     name, *numbers = label.split("-")
     return LOCAL[name](**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False))) if name in LOCAL else None
 
 
 def starts_late(label: str) -> bool:
-    """Whether it is a PowerSGD, which begins some steps after the training."""
+    """Whether it is PowerSGD, which begins some steps after the training."""
     kind, _, rank = label.rpartition("-")
     return kind.startswith(("torch", "native", "powersgd")) and rank.isdigit()
 
 
 def steps_of_round(label: str) -> int:
-    """Steps from one communication to the next."""
+    """Return the number of steps from one communication to the next."""
     config = _local_steps(label)
     return 1 if config is None else int(config.sync_every)
 
@@ -74,9 +74,9 @@ def wrap(
     ranks_per_node: int | None = None,
     **ddp: Any,
 ) -> tuple[Any, commhooks.CommHook | None]:
-    """Wrap `model` in DDP, or shard it, with that hook; also returns the CommHook (None for torch's hooks and without a
-    hook). On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at
-    which PowerSGD and quantising begin; torch requires at least 2."""
+    """Wrap `model` in DDP, or shard it, with this hook, and also return the CommHook (None for torch's hooks and
+    without a hook). On gloo torch's PowerSGD always gets one bucket, because it hangs with several. `start`: the step
+    at which PowerSGD and quantising begin; torch requires at least 2."""
     label, _, suffix = label.partition(":")
     if label.startswith("hsdp"):
         return shard(model, ranks_per_node, both=True, low="bf16" in label), None
@@ -122,7 +122,7 @@ def wrap(
 
 @functools.cache
 def mesh_of(ranks_per_node: int) -> DeviceMesh:
-    """Nodes times the ranks of a node."""
+    """Make the mesh (nodes, ranks of a node)."""
     nodes = dist.get_world_size() // ranks_per_node
     return init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
 

@@ -2,15 +2,14 @@
 
     python benchmarks/language_model.py [--hooks ...] [--seeds 0 1 2 3 4] [--ranks 2 4] [--plot PNG]
 
-A byte-level transformer with 2.8 M parameters reads the source of Python's standard library (every tenth file is held
-out), AdamW with a one-cycle schedule, the same for every hook; nothing is tuned for any. The batch of a step is divided
-among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins after 10 % of the steps, as by default,
-the other hooks at once. A seed decides weights and
-batches, so hooks are compared seed by seed.
+A byte-level transformer with 2.8 M parameters trains on the source of Python's standard library (every tenth file is
+held out) by AdamW with a one-cycle schedule. All hooks have the same settings, and nothing is tuned. The batch of a
+step is divided among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins after 10 % of the steps,
+as by default; the other hooks begin at once. A seed determines weights and batches, so hooks are compared seed by seed.
 
-The ranks are simulated in one process per run (tests.support.simulation, bit-equal to real ranks in the tests), one
-torch thread each, as many runs at once as there are cores. Finished runs are appended to --results and not repeated:
-the whole table takes hours, and can be interrupted.
+The ranks are simulated in one process per run (tests.support.simulation, bit-equal to real ranks in the tests), with
+one torch thread each and as many runs at once as there are cores. Finished runs are appended to --results and not
+repeated: the whole table takes hours, and can be interrupted.
 
   loss         validation loss at the end, nats per byte: mean over the seeds and standard deviation
   difference   to all-reduce with the same seed: mean, and standard error of the mean
@@ -52,8 +51,6 @@ Job = tuple[str, int, int, int]  # hook, seed, ranks, steps
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte."""
-
     def __init__(self, width: int = 192, layers: int = 6) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
@@ -70,7 +67,8 @@ class ByteTransformer(nn.Module):
 
 @functools.cache
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Training and validation bytes: the modules of the standard library in alphabetical order, without its tests."""
+    """Return training and validation bytes: the modules of the standard library in alphabetical order, without its
+    tests."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     files = [f for f in sorted(root.rglob("*.py")) if not {"test", "tests", "site-packages"} & set(f.parts)]
@@ -82,12 +80,12 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def text_sum() -> str:
-    """Names the text in the results: another version of Python has another library."""
+    """Hash the text for the results, because every version of Python has a different library."""
     return hashlib.sha256(b"".join(part.to(torch.uint8).numpy().tobytes() for part in text())).hexdigest()[:12]
 
 
 def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count x (CONTEXT + 1)` bytes from random places."""
+    """Return `count x (CONTEXT + 1)` bytes from random places."""
     starts = torch.randint(len(source) - CONTEXT - 1, (count, 1), generator=generator)
     return source[starts + torch.arange(CONTEXT + 1)]
 
@@ -100,7 +98,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def recipe(
     model: nn.Module, steps: int, faster: float = 1.0
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Optimizer and schedule of a training of that many steps. `faster`: factor of the learning rate."""
+    """Return optimizer and schedule of a training with that many steps. `faster`: factor of the learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * faster, weight_decay=0.01, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3 * faster, steps, pct_start=0.1)
 
@@ -111,7 +109,7 @@ def rank_of(label: str) -> int | None:
 
 
 def compressor_of(label: str) -> Compressor[Any]:
-    """`powersgd-4`, `int8`, `int4/no-feedback`."""
+    """Make the compressor of a label such as `powersgd-4`, `int8`, `int4/no-feedback`."""
     label, _, variant = label.partition("/")
     kind, rank = label.partition("-")[0], rank_of(label)
     if variant not in VARIANTS:
@@ -125,7 +123,6 @@ def compressor_of(label: str) -> Compressor[Any]:
 
 
 def train(job: Job) -> Row:
-    """One run."""
     label, seed, world_size, steps = job
     torch.set_num_threads(1)
     source, held_out = text()
@@ -181,11 +178,8 @@ def train(job: Job) -> Row:
 
 
 def run_missing(jobs: list[Job], results: Path, train: Callable[[Job], Row] = train, label: str = "hook") -> list[Row]:
-    """The rows of all `jobs`. Those that are not in `results` are run and appended, in the order of `jobs`.
-
-    Args:
-        train: makes a row, with the parts of its job: `label`, "seed", "ranks" and "steps".
-    """
+    """Return the rows of all `jobs`. Jobs that are not in `results` are run and appended, in order. `train`: makes a
+    row, with the parts of its job: `label`, "seed", "ranks" and "steps"."""
 
     def job_of(row: Row) -> Job:
         return row[label], row["seed"], row["ranks"], row["steps"]
@@ -210,7 +204,7 @@ def run_missing(jobs: list[Job], results: Path, train: Callable[[Job], Row] = tr
 
 
 def table(runs: list[Row], hooks: list[str]) -> list[Row]:
-    """One row per number of ranks and hook."""
+    """Make one row per number of ranks and hook."""
     rows = []
     for world_size in sorted({run["ranks"] for run in runs}):
         found = {hook: {r["seed"]: r for r in runs if r["hook"] == hook and r["ranks"] == world_size} for hook in hooks}
@@ -240,7 +234,7 @@ def table(runs: list[Row], hooks: list[str]) -> list[Row]:
 
 
 def plot(rows: list[Row], file: Path) -> None:
-    """Loss against bytes."""
+    """Plot loss against bytes."""
     from matplotlib.figure import Figure
 
     counts = sorted({row["ranks"] for row in rows})

@@ -2,10 +2,10 @@
 
     python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16] [--world-sizes 2 16 64]
 
-On an accelerator the host issues every operator of a step, one or more kernels each. For models of many small matrices
-this takes longer than the arithmetic. The device "meta" runs the code for accelerators on shapes alone, so counting
-needs neither a GPU nor the memory of the model. Buckets are DDP's default ones, estimated. Not counted: the
-collectives, and a few operators per step with which the engine joins the verdicts.
+On an accelerator the host issues every operator of a step, one or more kernels each. For models with many small
+matrices this takes longer than the arithmetic. The device "meta" runs the code for accelerators on shapes alone, so
+counting needs neither a GPU nor the memory of the model. Buckets are estimated, with DDP's default sizes. Collectives,
+and a few operators per step that combine the verdicts, are not counted.
 
   operators   compute or copy: one or more kernels each
   views       only describe memory: no kernel, but time on the host
@@ -45,7 +45,7 @@ QUANTISED: Mapping[str, float | None] = {"int8": None, "int4": None, "int8, one 
 
 
 def cut(parameters: Mapping[str, torch.Tensor], cap_mb: float | None) -> list[dict[str, torch.Tensor]]:
-    """Buckets as DDP makes them: from the last parameter on, by default 1 MiB and then 25 MiB each."""
+    """Cut the parameters into buckets like DDP's: from the last parameter on, by default 1 MiB and then 25 MiB each."""
     caps = [2**20, 25 * 2**20] if cap_mb is None else [cap_mb * 2**20]
     buckets: list[dict[str, torch.Tensor]] = [{}]
     for name, parameter in reversed(parameters.items()):

@@ -6,18 +6,18 @@
                                    [--json FILE] [--plot PNG]
     python benchmarks/link.py --from FILE --plot PNG
 
---nodes nodes (two): network namespaces, joined by a veth pair or a bridge, and `tc tbf` limits what each sends: gloo
-has no other way. Each has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay
-for all rates; the first steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then
-the hooks take turns. A step is forward, backward and SGD on one torch thread per rank, from a common start to the end
-of the slowest rank.
+There are --nodes nodes (two): network namespaces joined by a veth pair or a bridge, over which gloo must send. `tc tbf`
+limits each of them. Each has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook are
+kept for all rates. The first steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run without the
+limit. Then the hooks take turns. A step is forward, backward and SGD on one torch thread per rank, from a common start
+to the end of the slowest rank.
 
 With --rtt (milliseconds), --jitter or --loss it is a wide-area link between two nodes; see wide_area.py.
 
   light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
-  cost removed   the share of the network's cost that the hook takes away: 1 - (hook - noop) / (ddp - noop), of medians.
+  cost removed   the share of the network's cost that the hook removes: 1 - (hook - noop) / (ddp - noop), of medians.
                  100 % is a step as fast as without communication
-  MB sent        what the interface of rank 0's node sent for a step (/sys/class/net/*/statistics), headers included,
+  MB sent        what the interface of rank 0's node sent in a step (/sys/class/net/*/statistics), including headers
                  and less than 1 kB with which the ranks compare their times
   codec          the hook's own time in a step, without waiting: the mean over the ranks
   state          residuals and factors of the rank that has most of them
@@ -25,16 +25,16 @@ With --rtt (milliseconds), --jitter or --loss it is a wide-area link between two
 For hooks that communicate once in a round of several steps (diloco-30) a sample is the mean over a round.
 
 Hooks that choose (auto, auto-close) begin anew at each rate and amount of computation, with a new model, and decide
-before they are measured: after a dozen of plain steps they try their candidates. The column "chosen" says what they do.
+before they are measured: after a dozen plain steps they try their candidates. The column "chosen" shows their choice.
 
-Hooks have DDP's usual buckets (25 MB), torch's PowerSGD (torch-RANK) has one: with more it hangs on gloo. A hook that
-has used --seconds at one rate takes no further part there: plain DDP needs 94 s for a step of the transformer at
-10mbit.
+Hooks have DDP's usual buckets (25 MB). torch's PowerSGD (torch-RANK) has one bucket, because it hangs on gloo with
+more. A hook that has used --seconds at one rate is not measured further there: plain DDP needs 94 s for a step of the
+transformer at 10mbit.
 
---from prints and draws what an earlier run has written with --json, and measures nothing.
+--from prints and draws the results that an earlier run has written with --json, and measures nothing.
 
-To measure, it needs Linux, root, `ip` and `tc`. The namespaces have names of this run's own and are removed at its end,
-also after Ctrl-C and after errors. A subset in about 3 minutes is
+Measuring needs Linux, root, `ip` and `tc`. The namespaces have names that no other run uses, and are removed at the
+end, also after Ctrl-C and after errors. A subset that takes about 3 minutes is
 
     sudo python benchmarks/link.py --models transformer --rates 100mbit 1gbit --compute light --steps 5 --seconds 12
 """

@@ -24,7 +24,7 @@ APART = 0.12  # decades between two names
 
 
 def draw(rows: list[Row], at: Row, file: Path) -> None:
-    """Write a PNG with the first model and amount of computation in `rows`. `at`: the machine that they are from."""
+    """Write a PNG with the first model and amount of computation in `rows`. `at`: the machine that measured them."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
@@ -64,13 +64,14 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
 
 
 def _drawn_as(hook: str) -> str:
-    """`native-1` as `powersgd-1`, `native-int8` as `int8`: our hooks as they are on a machine with a C compiler."""
+    """Return `powersgd-1` for `native-1`, and `int8` for `native-int8`, which are our hooks on a machine with a C
+    compiler."""
     rest = hook.removeprefix("native-")
     return f"powersgd-{rest}" if rest != hook and rest.isdigit() else rest
 
 
 def spread_out(heights: dict[str, float]) -> dict[str, float]:
-    """Where to write the names, so that none covers another: as near to its line as that allows, on a log scale."""
+    """Place the names so that they do not overlap, each as near to its line as possible, on a log scale."""
     order = sorted(heights, key=heights.__getitem__)
     groups = [[label] for label in order]  # of names that touch each other; each is centred on its lines
 

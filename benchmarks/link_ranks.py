@@ -1,4 +1,4 @@
-"""Processes on both sides of a link of `namespaces.py`, which take orders as lines of JSON."""
+"""Processes on both sides of a link of `namespaces.py`, which receive jobs as lines of JSON."""
 
 import contextlib
 import datetime
@@ -22,7 +22,8 @@ PORT = 29500  # of the first node, in its namespace
 
 
 def run_worker(worker: Callable[..., None]) -> None:
-    """In a process of `LinkRanks`: meet the others over the link, and call `worker` with what this one was given."""
+    """Connect to the other ranks over the link, and call `worker` with this rank's arguments. Runs in a process of
+    `LinkRanks`."""
     place = json.loads(sys.argv[1])
     group = {"rank": place["rank"], "world_size": place["world_size"], "timeout": datetime.timedelta(minutes=30)}
     with steady(place["rank"]):
@@ -31,12 +32,12 @@ def run_worker(worker: Callable[..., None]) -> None:
 
 
 def bytes_sent(interface: str) -> int:
-    """By a network interface so far, headers included."""
+    """Return the bytes that a network interface has sent so far, including headers."""
     return int(Path("/sys/class/net", interface, "statistics", "tx_bytes").read_text())
 
 
 def serve(rank: int, ready: Row, job: Callable[..., Row]) -> NoReturn:
-    """Do the jobs of `LinkRanks`. Rank 0 writes `ready` at once, and for each job what `job` returns."""
+    """Run the jobs of `LinkRanks`. Rank 0 writes `ready` at once, and the result of `job` for each job."""
     answer = ready
     while True:
         if rank == 0:
@@ -48,7 +49,7 @@ def serve(rank: int, ready: Row, job: Callable[..., Row]) -> NoReturn:
 
 
 class LinkRanks:
-    """Processes that run `worker`, those of a node in its namespace, for as long as it is used as a context.
+    """Context manager: processes that run `worker`, each in the namespace of its node.
 
     Args:
         worker: a script. Its argument is JSON: rank, world_size, ranks_per_node, interface, and `order`. It reads a job

@@ -1,4 +1,4 @@
-"""A rank of link.py: a process of its own, in the namespace of its node.
+"""A rank of link.py, in a process of its own in the namespace of its node.
 
 link.py starts it with its place as JSON in the command line, and writes one job per line to its stdin.
 """
@@ -20,7 +20,7 @@ SIZES = {
 }
 START, WARM_UP = 2, 4
 DECIDED_WITHIN = 500
-"""Steps: more of a few milliseconds are tried than of long ones."""
+"""Maximum number of steps until the decision. Steps of a few milliseconds need more trials than long ones."""
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]) -> None:
@@ -35,8 +35,8 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
     models = {label: new(label) for label in hooks}
 
     def step(label: str, batch: Any) -> tuple[float, int]:
-        """(seconds on the slower rank, bytes sent by this rank) of one step: the mean of those from one communication
-        to the next, between which the ranks do not wait for each other."""
+        """Return (seconds on the slower rank, bytes sent by this rank) of one step. It is the mean over the steps from
+        one communication to the next, between which the ranks do not wait for each other."""
         steps = steps_of_round(label)
         (ddp_model, _), optimizer = models[label]
         dist.barrier()
@@ -111,7 +111,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
 
 
 def size_of(saved: dict[str, Any]) -> int:
-    """Bytes of the residuals and factors in a payload."""
+    """Return the bytes of the residuals and factors in a payload."""
     kept = [each for entry in saved.get("parameters", {}).values() for each in (entry["q"], *(entry["residual"] or []))]
     return sum(each.nbytes for each in kept if each is not None)
 

@@ -2,15 +2,15 @@
 
     python benchmarks/local_steps.py [--settings every=5 "every=30 momentum=0.9" ...] [--seeds 0] [--ranks 2 4]
 
-The language model of language_model.py or a small network on scikit-learn's digits, trained by ranks that are
-simulated in one process: each has weights and an optimizer of its own, and a share of the batch of a step. Every
+The language model of language_model.py or a small network on scikit-learn's digits is trained by ranks that are
+simulated in one process. Each has weights and an optimizer of its own, and a share of the batch of a step. Every
 `every` steps their weights become
 
     g = mean over the ranks of (anchor - weights);  v = momentum v + g;  anchor -= outer_lr (g + momentum v)
 
-A setting is a list of `name=value`; what it leaves out is as in `Setting`. `every=1 momentum=0 outer_lr=1` is not
-plain DDP, because the optimizer runs on each rank's own gradients; `exact=1` (an exact mean of the gradients in every
-step) is. Finished runs are appended to --results and not repeated; the whole table takes hours, and can be interrupted.
+A setting is a list of `name=value`; `Setting` has the defaults. `every=1 momentum=0 outer_lr=1` is not plain DDP,
+because the optimizer runs on each rank's own gradients; `exact=1` (an exact mean of the gradients in every step) is.
+Finished runs are appended to --results and not repeated; the whole table takes hours, and can be interrupted.
 
   loss      validation or test loss at the end (nats per byte for the language model): mean over the seeds
   to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and learning rate
@@ -58,22 +58,22 @@ class Setting:
 
     Attributes:
         task: "language", or "digits": an MLP, batches of 64 images.
-        optimizer: of each rank: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on matrices, 20 times
-            the learning rate; AdamW on the rest).
+        optimizer: each rank's: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on matrices, with 20 times the
+            learning rate; AdamW on the rest).
         lr: the learning rate; 0: 1e-3, with SGD 0.05.
-        exact: an all-reduce of the gradients in every step, and nothing of the rest.
+        exact: an all-reduce of the gradients in every step, and no local steps.
         every: H, steps between two outer steps.
         outer_lr: a number, or a rule in the number of ranks W: a name in `RULES`.
-        wire: what carries the differences of the weights, with error feedback: a hook of language_model.py, or
-            "int2" (three levels), "int4-residual8" (the residual as 8-bit integers), "sparse" (one of 64 values).
+        wire: how the weight differences are sent, with error feedback: a hook of language_model.py, or "int2" (three
+            levels), "int4-residual8" (the residual as 8-bit integers), "sparse" (one of 64 values).
         begin, end: shares of the run, at its beginning and end, in which `phase` averages the gradients of every step.
         phase: a hook of language_model.py.
         shrink: H follows the learning rate, from `every` down to 1.
         grow: H = max(every, (grow * peak / learning rate)^2) (QSR, arXiv 2310.14423), at most 100.
         moments: the ranks average AdamW's moments at each outer step.
-        inner: factor of the learning rate of every optimizer, or a rule of `RULES`, which is for AdamW alone: "sqrt" is
-            what commhooks does by default.
-        clip: largest norm of the gradient of a rank; 0: any.
+        inner: factor of every optimizer's learning rate, or a rule of `RULES`, which applies to AdamW only: "sqrt" is
+            the default of commhooks.
+        clip: maximum norm of a rank's gradient; 0: no limit.
     """
 
     task: str = "language"
@@ -168,7 +168,7 @@ TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
 
 
 def optimizers_of(model: nn.Module, setting: Setting, steps: int, count: int) -> list[tuple[Any, Any]]:
-    """Optimizers of one rank, each with its schedule."""
+    """Return the optimizers of one rank, each with its schedule."""
     lr = setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)
     factor = RULES[setting.inner](count) if setting.inner in RULES else float(setting.inner)
     of_adam = factor * lr
@@ -256,8 +256,8 @@ class Wire(Protocol):
 
 
 class Coarse:
-    """Error feedback around one of `CODES`, on flat tensors: a rank's own numbers, then, unless the code is sparse,
-    their mean, which is coded by the rank that averages a part of it and keeps what is lost there."""
+    """Error feedback around one of `CODES`, on flat tensors. Each rank codes its own numbers. Then, unless the code is
+    sparse, each rank codes the part of the mean that it averages, and keeps the error."""
 
     def __init__(self, name: str, count: int, numel: int) -> None:
         self.name, self.count, self.numel, self.bytes_sent = name, count, numel, 0.0
@@ -298,7 +298,8 @@ def integers(x: torch.Tensor, levels: int, size: int) -> torch.Tensor:
 
 
 def ternary(x: torch.Tensor) -> torch.Tensor:
-    """Three levels, a scale per 64 values: those above 0.7 times the mean magnitude, by their mean (Li, Liu, 2016)."""
+    """Quantise to three levels with a scale per 64 values: values above 0.7 times the mean magnitude become their mean
+    (Li, Liu, 2016)."""
     b = blocks(x, 64)
     large = b.abs() > 0.7 * b.abs().mean(1, keepdim=True)
     scale = (b.abs() * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
@@ -306,7 +307,7 @@ def ternary(x: torch.Tensor) -> torch.Tensor:
 
 
 def sparse(x: torch.Tensor) -> torch.Tensor:
-    """The largest of 64 values in chunks of 4096, as one of two magnitudes with a sign (SparseLoCo)."""
+    """Keep the largest of 64 values in chunks of 4096, as one of two magnitudes with a sign (SparseLoCo)."""
     b = blocks(x, 4096)
     values, places = b.abs().topk(64, 1)
     high = values > values.mean(1, keepdim=True)
@@ -319,7 +320,6 @@ CODES = {"int2": ternary, "sparse": sparse, "int4-residual8": lambda x: integers
 
 
 def train(job: Job) -> Row:
-    """One run."""
     words, seed, count, steps = job
     setting = Setting.parse(words)
     torch.set_num_threads(1)
@@ -378,7 +378,7 @@ EXACT = "exact=1"
 
 
 def baseline(words: str) -> str:
-    """The all-reduce that a setting is compared with."""
+    """Return the all-reduce with which a setting is compared."""
     kept = [word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr", "clip")]
     return " ".join([*kept, EXACT])
 

@@ -1,4 +1,4 @@
-"""Curves of time_to_loss.py: validation loss against time. A point is [step, seconds, MB, loss]."""
+"""Curves for time_to_loss.py: validation loss against time. A point is [step, seconds, MB, loss]."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ TASKS = {"language": "a language model with 2.8 M parameters", "digits": "scikit
 
 
 def reached_after(curve: list[list[float]], loss: float) -> float | None:
-    """Seconds until the curve was at `loss`, or None."""
+    """Return the seconds until the curve reached `loss`, or None."""
     before: list[float] | None = None
     for point in curve:
         if point[3] <= loss:
@@ -29,8 +29,8 @@ def reached_after(curve: list[list[float]], loss: float) -> float | None:
 
 
 def draw(rows: list[Row], within: float) -> Any:
-    """The figure of the first task, rate and seed: loss against time. Each line has its name and time where it is above
-    plain DDP's last loss by a share of `within`."""
+    """Draw the figure of the first task, rate and seed: loss against time. Each line has its name and time where it is
+    above plain DDP's last loss by a share of `within`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

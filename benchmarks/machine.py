@@ -1,4 +1,4 @@
-"""What a machine is made of, for the line under each table of figures. Needs nothing but torch."""
+"""A description of the machine, for the line under each table of figures. Needs only torch."""
 
 import contextlib
 import datetime
@@ -14,7 +14,7 @@ import torch
 
 
 def machine() -> dict[str, Any]:
-    """Names and versions; of CUDA only where torch can use a device."""
+    """Return names and versions; for CUDA only if torch can use a device."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def _caches() -> str | None:
-    """What one core of Linux has, such as "L1d 48K, L2 1024K, L3 32768K" (others may share it)."""
+    """Return the caches of one core on Linux, such as "L1d 48K, L2 1024K, L3 32768K" (other cores may share them)."""
     found = []
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def _caches() -> str | None:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver, for which torch has no public function."""
+    """Return the version of NVIDIA's driver, for which torch has no public function."""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -68,7 +68,7 @@ def in_words(at: dict[str, Any]) -> str:
 
 
 def no_device() -> str:
-    """Why nothing can run on CUDA here, in one sentence; empty if a device works."""
+    """Return why nothing can run on CUDA here, in one sentence; "" if a device works."""
     if torch.version.cuda is None:
         return f"This torch ({torch.__version__}) was built without CUDA: install one with it, or name its Python."
     if not torch.cuda.is_available():

@@ -3,22 +3,22 @@
     python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25] [--weights-mb 64]
 
 Each hook trains for some steps (forward, backward, SGD), on one rank and in a process of its own, with several buckets.
-Every step runs under torch.profiler with profile_memory, whose events hold each allocation and each release of torch's
-allocator, those of DDP's C++ code included: the figures are sums of bytes and not samples. Gloo's own buffers are not
-torch's and not in them. What a hook hands to gloo for good, gloo's threads release, which is seen only when the memory
-is given out again: fp16 and bf16 may seem to hold up to a bucket.
+Every step runs under torch.profiler with profile_memory, whose events contain each allocation and each release of
+torch's allocator, including DDP's C++ code. So the figures are sums of bytes and not samples. They do not include
+gloo's own buffers. Memory that gloo's threads release is only seen when it is allocated again, so fp16 and bf16 may
+seem to hold up to a bucket.
 
 `diloco-2` (int4) and `local-2` take an outer step every second step, in buffers of --weights-mb.
 
-  held        bytes that are there after the last step and were not before DDP was made
-  peak        the most that was there at any moment of all steps: the second one, in which DDP rebuilds its buckets and
-              a hook may hold the plans of both layouts, has a column of its own
+  held        bytes that are allocated after the last step and were not before DDP was made
+  peak        the maximum over all steps; the second step, in which DDP rebuilds its buckets and a hook may hold the
+              plans of both layouts, has a column of its own
   per parameter   both in bytes per parameter of the model
   allocations of the last step, more than `noop` makes there: their number and bytes
 
-Ours and torch's compress from the third step on (torch needs two plain ones), and `powersgd-R from 0` from the first,
-so that it compresses in both layouts. The *formula* is the residual (float32 bytes of what is compressed), 2 (P + Q)
-and the packed bytes (what is not compressed, P, Q and a flag per matrix).
+Our and torch's PowerSGD compress from the third step on (torch needs two plain steps), and `powersgd-R from 0` from the
+first, so that it compresses in both layouts. The *formula* is the residual (float32 bytes of all compressed gradients),
+2 (P + Q) and the packed bytes (uncompressed gradients, P, Q and a flag per matrix).
 """
 
 import argparse
@@ -48,7 +48,7 @@ REBUILT = 1
 
 
 class Ledger:
-    """Tracks the allocated tensor memory by address over all functions that are run by `trace`."""
+    """Tracks the allocated tensor memory by address over all functions that `trace` runs."""
 
     def __init__(self) -> None:
         self._live: dict[int, int] = {}
@@ -73,7 +73,8 @@ class Ledger:
 
 
 def _changes(function: Callable[[], object]) -> list[tuple[int, int]]:
-    """(address, bytes) of each allocation and, with negative bytes, release while `function` runs, in order."""
+    """Return (address, bytes) of each allocation and, with negative bytes, of each release while `function` runs, in
+    order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     # The exported trace is the only public form that lists single events.
@@ -146,17 +147,7 @@ def main() -> None:
     gradient = 4 * numel(make(args.model)[0])
     rows: list[Row] = []
     measured = {
-        name: run_ranks(
-            measure,
-            args.model,
-            label,
-            start,
-            args.buckets_mb,
-            args.batch,
-            args.weights_mb,
-            world_size=1,
-            start_method="fork",
-        )
+        name: run_ranks(measure, args.model, label, start, args.buckets_mb, args.batch, args.weights_mb, world_size=1)
         for name, label, start in candidates
     }
     noop = measured["noop"]

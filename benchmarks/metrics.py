@@ -5,12 +5,12 @@
 One rank on one thread, DDP's own bucket size, one hook: in every round it makes a forward and backward pass of each
 kind on the same batch. The first two kinds take turns with each other, then the others.
 
-  without     as if nobody had written the clocks: they are taken out
-  clocks      what every step does, asked for or not: longer than `without` by so much
-  reading     all values read after the step (`commhooks.report.Meter`), as loggers do every so many steps
+  without     the clocks are removed
+  clocks      the default of every step: the additional time over `without`
+  reading     all values are read after the step (`commhooks.report.Meter`), as loggers do once in several steps
 
-What is told is the median over the rounds of the difference within a round. `% of a step` is that of the clocks, which
-is in every step, or of a reading, of which there is one in EVERY steps.
+The result is the median over the rounds of the difference within a round. `% of a step` is the share of the clocks,
+which run in every step, or of a reading, which runs once in EVERY steps.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for 
 
 
 def measure(name: str, label: str, rounds: int) -> list[Row]:
-    """Microseconds that a step of each kind takes longer than a step without clocks."""
+    """Return the microseconds that a step of each kind takes longer than a step without clocks."""
     model, task = make(name)
     wrapped, hook = wrap(model, label, start=START)
     assert hook is not None

@@ -163,7 +163,7 @@ def _images(side: int, classes: int) -> Callable[[int], tuple[torch.Tensor, torc
 
 
 def _tokens(words: int, length: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """`size` tokens in sequences of `length`."""
+    """Return a function that makes `size` tokens in sequences of `length`."""
     return lambda size: (
         torch.randint(0, words, (size // length, length)),
         torch.randint(0, words, (size // length, length)),
@@ -179,7 +179,7 @@ def _vectors(width: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _project(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A linear loss. The mean square would be constant and have no gradient, because of the last layer norm."""
+    """Compute a linear loss. The mean square would be constant and have no gradient, because of the last layer norm."""
     return (output * target).mean()
 
 
@@ -221,7 +221,7 @@ def numel(model: nn.Module) -> int:
 
 
 def make(name: str) -> tuple[nn.Module, Task]:
-    """The model of that name and its task; the weights are equal in all processes."""
+    """Return the model with this name and its task. The weights are equal in all processes."""
     torch.manual_seed(0)
     task = TASKS[name]
     return task.make(), task

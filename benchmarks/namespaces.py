@@ -4,7 +4,7 @@
         link.limit("100mbit")
         for namespace, interface in link.ends(): ...    # start a process there with `ip netns exec`
 
-Needs Linux, root, `ip` and `tc`, and ends with a sentence that says what is not there.
+Needs Linux, root, `ip` and `tc`; if one is missing, it exits with a message.
 """
 
 import os
@@ -19,8 +19,8 @@ SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only insid
 
 
 class Link:
-    """A namespace per node: two joined by a veth pair, more by a bridge in one more namespace. They are removed at the
-    end, which SIGTERM brings about from here on, too: it raises SystemExit."""
+    """A namespace per node: two joined by a veth pair, more by a bridge in a further namespace. They are removed at the
+    end, and after SIGTERM, which raises SystemExit from here on."""
 
     def __init__(self, nodes: int) -> None:
         sides = string.ascii_lowercase[:nodes]
@@ -71,8 +71,8 @@ class Link:
         return zip(self.namespaces, self.interfaces, strict=True)
 
     def limit(self, rate: str) -> None:
-        """Limit what each node sends: for two nodes both directions. The token bucket holds 1 ms of the rate, so that
-        short messages are limited, too."""
+        """Limit the rate at which each node sends; for two nodes that is both directions. The token bucket holds 1 ms
+        of the rate, so that short messages are limited, too."""
         for namespace, interface in self.ends():
             subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"], capture_output=True)
             if rate != "unlimited":
@@ -96,7 +96,7 @@ def run(*command: str) -> None:
 
 
 def _missing() -> str:
-    """The reason why this machine cannot limit a link, as a sentence; empty if it can."""
+    """Return why this machine cannot limit a link, as a sentence; "" if it can."""
     if not sys.platform.startswith("linux"):
         return "limiting a link needs Linux: network namespaces and tc"
     if os.geteuid() != 0:

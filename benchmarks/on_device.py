@@ -1,4 +1,4 @@
-"""What a piece of work costs on a device: its time, the host's time, kernels, and what made the host wait."""
+"""The cost of some work on a device: its time, the host's time, kernels, and operations that made the host wait."""
 
 import os
 import time
@@ -16,12 +16,10 @@ WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchroni
 
 
 class Cuda:
-    """The current CUDA device."""
-
     device = torch.device("cuda")
 
     def times(self, work: Work) -> tuple[float, float]:
-        """Milliseconds on the current stream, and on the host until `work` returns."""
+        """Return milliseconds on the current stream, and on the host until `work` returns."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -33,7 +31,7 @@ class Cuda:
         return begin.elapsed_time(end), host_ms
 
     def waits(self, work: Work) -> int:
-        """Operations in `work` that made the host wait."""
+        """Count the operations in `work` that made the host wait."""
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -45,7 +43,7 @@ class Cuda:
         return count_waits(str(warning.message) for warning in seen)
 
     def profiled(self, work: Work) -> tuple[int, int]:
-        """Kernels of `work`, and calls that wait for the device."""
+        """Return the kernels of `work`, and the calls that wait for the device."""
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             work()
@@ -55,7 +53,7 @@ class Cuda:
 
 
 class Cpu:
-    """A rehearsal without a GPU: the host's time, and operators in the place of kernels."""
+    """A rehearsal without a GPU: the host's time, and operators instead of kernels."""
 
     device = torch.device("cpu")
 
@@ -76,13 +74,14 @@ class Cpu:
 
 
 def count_waits(texts: Iterable[str]) -> int:
-    """`set_sync_debug_mode` itself warns, too: that it does not see all "synchronizing operations"."""
+    """Count the warnings about waits. `set_sync_debug_mode` itself also warns, that it does not see all "synchronizing
+    operations"."""
     return sum("called a synchronizing" in text for text in texts)
 
 
 def is_kernel(event: Any) -> bool:
-    """Whether an event of the device is a kernel: not a copy, nor a fill, nor the range that an annotation of the host,
-    such as "nccl:all_reduce" or DDP's own, covers on the device."""
+    """Whether an event of the device is a kernel. It is not if it is a copy, a fill, or the range that an annotation on
+    the host covers on the device, such as "nccl:all_reduce" or DDP's own."""
     if event.name.startswith(("Memcpy", "Memset", "nccl:", "DistributedDataParallel.", "torch.distributed.")):
         return False
     return not getattr(event, "is_user_annotation", False)

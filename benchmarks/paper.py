@@ -8,11 +8,10 @@ torch.distributed.all_reduce. The ratio is that of the gradients' bytes to the b
 compressed pass. All options are the defaults: with min_compression_rate=2 every matrix of both models is compressed, as
 in the paper, and vectors travel as they are.
 
-One number per compressed matrix is ours and not the paper's: a flag that tells the ranks whether anyone had a gradient.
-The table shows the recorded ratio, and the ratio less those flags, which is the one to compare.
+One number per compressed matrix is not in the paper: a flag for whether any rank had a gradient. The table shows the
+recorded ratio, and the ratio without those flags, which is the one to compare.
 
-It exits with 1 where a ratio differs from the paper's, or where `hook.stats()` counted something else than was
-recorded.
+It exits with 1 if a ratio differs from the paper's, or if `hook.stats()` differs from the recorded bytes.
 """
 
 import sys
@@ -35,7 +34,7 @@ START, STEPS = 2, 4
 
 @contextmanager
 def recorded() -> Iterator[list[int]]:
-    """Record the bytes of the tensors that are all-reduced from Python, in order."""
+    """Context manager: record the bytes of the tensors that are all-reduced from Python, in order."""
     sent: list[int] = []
     original = dist.all_reduce
 

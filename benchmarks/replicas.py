@@ -5,10 +5,10 @@
 Two network namespaces are the machines, with two ranks each. Each machine holds one replica, sharded over its ranks.
 `none` is `CommHookKwargs(hook=None)`: Accelerate's own HSDP.
 
-  MB sent        what the interface of the first machine sent for a step (/sys/class/net/*/statistics), with headers
-  MB planned     of the plans of its two ranks
-  peak           the most that torch had allocated at once in `prepare` and in the steps, of the rank with most
-  state          what the plan says: residuals, factors and buffers of that rank
+  MB sent        what the interface of the first machine sent in a step (/sys/class/net/*/statistics), with headers
+  MB planned     according to the plans of its two ranks
+  peak           maximum memory that torch had allocated in `prepare` and in the steps, on the rank with the most
+  state          residuals, factors and buffers of that rank, according to the plan
 
 Needs Linux, root and `ip`; see link.py. Hooks compress from the second step on; the bytes are those from the third on.
 """

@@ -1,12 +1,13 @@
-"""How much code one training step enters, and how much there is: what a reader has to follow.
+"""How much code one training step runs, and how much there is: what a reader has to follow.
 
     python benchmarks/size.py [--hooks powerSGD int8 allreduce bf16 diloco]
 
-A model of six linear layers in one process; `sys.setprofile` notes every function of the packages that one steady
-backward pass enters, in the thread that runs it. Of diloco these are the functions of a round of three whole steps.
+A model of six linear layers runs in one process. `sys.setprofile` records every function of the packages that one
+steady backward pass enters, in the thread that runs it. For diloco these are the functions of a round of three whole
+steps.
 
-  files, functions    of the packages that the step or round enters
-  changes of file     how often a call or a return leads into another file
+    files, functions    files and functions of the packages that the step or round enters
+    changes of file     how often a call or a return leads into another file
 """
 
 import logging
@@ -42,7 +43,7 @@ OPTIONS = {
 
 
 class Followed:
-    """The way of one step through the packages."""
+    """The functions that one step enters, in order."""
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, int]] = set()
@@ -69,7 +70,7 @@ class Followed:
 
 
 def follow(hook: str) -> Row:
-    """The figures of one step or round with this hook."""
+    """Measure one step or round with this hook."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
@@ -101,7 +102,7 @@ def _step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def lines(package: str) -> tuple[int, int]:
-    """The number of files of a package, and of their lines: Python and C, as they are tracked."""
+    """Return the number of files of a package, and of their lines: Python and C, as tracked by git."""
     command = ["git", "ls-files", f"{package}/*.py", f"{package}/*.c", f"{package}/*.h"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return len(names), sum(len((ROOT / name).read_text().splitlines()) for name in names)

@@ -3,20 +3,20 @@
     sudo python benchmarks/time_to_loss.py [--tasks language digits] [--rates 100mbit 1gbit unlimited] [--hooks ...]
                                            [--seeds 0] [--timed 60] [--results FILE] [--plot PNG]
 
-Two ranks, each in a network namespace, joined by a link that is limited as in link.py. `language` is the transformer
-of language_model.py (1,500 steps), `digits` the network of convergence.py (880 steps). Every hook trains for that many
-steps with the same data and schedule, and nothing is tuned for any; in `int8@2` the learning rate is twice as high.
-PowerSGD begins after 10 % of the steps. The hooks with "native" are ours as they are by default on a CPU with a C
-compiler; auto and auto-close choose during training.
+Two ranks, each in a network namespace, are joined by a link that is limited as in link.py. `language` is the
+transformer of language_model.py (1,500 steps), `digits` the network of convergence.py (880 steps). Every hook trains
+for that many steps with the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled.
+PowerSGD begins after 10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and
+auto-close choose during training.
 
-With --timed N the trainings run without a limit only, which does not change their losses, and at each rate the seconds
-of a step are the mean of N steps. It is for hooks of which all steps cost the same: neither PowerSGD nor auto.
+With --timed N the trainings run only without a limit, which does not change their losses, and at each rate the seconds
+of a step are the mean of N steps. Use it for hooks whose steps all cost the same, not for PowerSGD or auto.
 
   seconds    of all steps from the first one on, without the validations, by rank 0's clock
-  MB sent    by the interface of rank 0, headers included
-  reached    seconds after which the loss was at most --within above plain DDP's last one, of the same seed and rate:
-             between two validations by linear interpolation. "no": not within these steps
-  sooner     the seconds after which plain DDP has reached it, divided by those
+  MB sent    by the interface of rank 0, including headers
+  reached    seconds until the loss was at most --within above plain DDP's last loss with the same seed and rate,
+             interpolated linearly between two validations. "no": not within these steps
+  sooner     the seconds until plain DDP has reached it, divided by the seconds in `reached`
 
 Finished trainings are appended to --results and not repeated: all of them take hours, and can be interrupted. When none
 is missing, neither root nor a link is needed.
@@ -56,12 +56,12 @@ class Job(NamedTuple):
 
     @property
     def learns(self) -> "Job":
-        """The training that has the losses of this one."""
+        """Return the training that has the losses of this one."""
         return self._replace(rate="unlimited", timed=0) if self.timed else self
 
 
 def run_missing(jobs: list[Job], results: Path, points: int) -> dict[Job, Row]:
-    """The rows of all `jobs`. Those that are not in `results` are run and appended."""
+    """Return the rows of all `jobs`. Jobs that are not in `results` are run and appended."""
     lines = results.read_text().splitlines() if results.exists() else []
     done = {Job(*row["job"]): row for row in map(json.loads, lines)}
     todo = [job for job in dict.fromkeys(jobs) if job not in done]
@@ -93,7 +93,7 @@ def curve_of(job: Job, done: dict[Job, Row]) -> list[list[float]]:
 
 
 def table(done: dict[Job, Row], args: argparse.Namespace) -> list[Row]:
-    """One row per task, rate and hook: means over the seeds."""
+    """Make one row per task, rate and hook: means over the seeds."""
     rows = []
     for task, rate in itertools.product(args.tasks, args.rates):
 

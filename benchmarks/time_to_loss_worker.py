@@ -1,4 +1,4 @@
-"""A rank of time_to_loss.py: a process of its own, in the namespace of its node.
+"""A rank of time_to_loss.py, in a process of its own in the namespace of its node.
 
 time_to_loss.py starts it with its place as JSON in the command line, and writes one training per line to its stdin.
 """
@@ -27,13 +27,13 @@ WARM_UP = 10  # steps before those that are timed; in the first two DDP builds i
 
 @dataclass(frozen=True)
 class Training:
-    """A model, what changes it, and its data.
+    """A model, its optimizer, and its data.
 
     Attributes:
-        optimizer, schedule: step after the gradients are there.
+        optimizer, schedule: both step once the gradients are ready.
         batches: this rank's parts, without end.
-        loss: of a batch.
-        validation_loss: of the model, on the held-out data.
+        loss: computes the loss of a batch.
+        validation_loss: computes the model's loss on the held-out data.
         clip: norm to which the gradients are clipped.
     """
 
@@ -46,7 +46,7 @@ class Training:
     clip: float | None = None
 
     def step(self) -> None:
-        """Change the model, after the gradients are there."""
+        """Update the model from its gradients."""
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
@@ -73,7 +73,7 @@ def language(seed: int, steps: int, faster: float) -> Training:
 
 
 def digits(seed: int, steps: int, faster: float) -> Training:
-    """As in convergence.py: each rank has images of its own."""
+    """As in convergence.py: each rank has its own images."""
     images, labels, test_images, test_labels = convergence.digits()
     model = convergence.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * faster, momentum=0.9)
@@ -95,12 +95,12 @@ def digits(seed: int, steps: int, faster: float) -> Training:
 
 
 TASKS = {"language": language, "digits": digits}
-"""Of seed, steps and the factor of the learning rate."""
+"""Functions of seed, steps and the factor of the learning rate."""
 
 
 def train(task: str, label: str, seed: int, steps: int, points: int, timed: int, interface: str) -> Row:
-    """One training from its first step on, or with `timed` so many steps of it, after some others. All ranks must call
-    this; the clock is rank 0's, and stops while it validates."""
+    """Run one training from its first step on; or, with `timed`, only that many steps, after a warm-up. All ranks must
+    call this. Times are from rank 0's clock, which stops during validations."""
     torch.manual_seed(seed)
     label, _, faster = label.partition("@")
     training = TASKS[task](seed, steps, float(faster or 1))

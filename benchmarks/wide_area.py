@@ -5,9 +5,9 @@
         link.turn(Weather(rtt_ms=150, loss=0.001))
         link.break_off(10)                          # for ten seconds nothing arrives
 
-Linux can delay packets itself (`tc netem`), but not every kernel has that. Here each namespace has a TUN device, and a
-process of its own passes the packets on. It needs a part of a core while something is sent: at 100 Mbit/s, with packets
-of 9,000 bytes, about an eighth. Needs root, `ip` and /dev/net/tun.
+Linux can delay packets itself (`tc netem`), but not every kernel supports it. Here each namespace has a TUN device, and
+a separate process forwards the packets. It uses a part of a core while packets are sent: about an eighth at 100 Mbit/s
+with packets of 9,000 bytes. Needs root, `ip` and /dev/net/tun.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from namespaces import Link, bits_per_second, run
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 MTU = 9000
 QUEUE_S = 0.2
-"""Seconds of data that wait at the end of the link, at least; what would wait longer is dropped."""
+"""Seconds of data that the queue at the end of the link can hold, at least. Further packets are dropped."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What happens to packets.
+    """Delay, jitter and loss of packets.
 
     Attributes:
-        rtt_ms: of two packets, there and back.
-        jitter_ms: each packet takes up to so much longer.
+        rtt_ms: delay of two packets, there and back.
+        jitter_ms: maximum additional delay of a packet.
         loss: share of the packets that is lost.
     """
 
@@ -48,18 +48,14 @@ class Weather:
     loss: float = 0.0
 
     def __str__(self) -> str:
-        """Empty for a link without any of it."""
+        """Describe it; "" for a link without any of them."""
         ms = [f"{value:g} ms{of}" for value, of in ((self.rtt_ms, ""), (self.jitter_ms, " jitter")) if value]
         return ", ".join([*ms, *([f"{100 * self.loss:g} % loss"] if self.loss else [])])
 
 
 @dataclass(frozen=True)
 class State:
-    """Of the link.
-
-    Attributes:
-        broken_until: `time.monotonic()` at which packets pass again.
-    """
+    """The state of the link. `broken_until`: `time.monotonic()` at which packets pass again."""
 
     weather: Weather
     bytes_per_s: float = math.inf
@@ -67,7 +63,7 @@ class State:
 
 
 class WideArea(Link):
-    """Two namespaces, whose packets a process of its own passes on."""
+    """Two namespaces with a process that forwards their packets."""
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(2)
@@ -96,7 +92,7 @@ class WideArea(Link):
         self._order(weather=weather)
 
     def break_off(self, seconds: float) -> None:
-        """Lose all packets for so long, from now on."""
+        """Lose all packets for that long, from now on."""
         self._order(broken_until=time.monotonic() + seconds)
 
     def _order(self, **changed: Any) -> None:
@@ -110,7 +106,7 @@ class WideArea(Link):
 
 
 def relay(devices: list[int], orders: Connection, state: State) -> None:
-    """Pass packets from each of two devices on to the other one, for ever. From `orders` come new states."""
+    """Forward packets from each of two devices to the other, without end. `orders` sends new states."""
     waiting: list[tuple[float, int, int, bytes]] = []  # due, order, to, packet
     sent_until = [0.0, 0.0]
     count = 0

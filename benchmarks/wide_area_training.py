@@ -4,15 +4,15 @@
                                                  [--rtt 5 50 150] [--loss 0.001] [--break-off 10] [--steps 20]
                                                  [--model small_transformer] [--bucket-cap-mb 1] [--json FILE]
 
-Two ranks in two namespaces; see wide_area.py. Every hook trains the same model from the same weights on the same
+Two ranks run in two namespaces; see wide_area.py. Every hook trains the same model from the same weights on the same
 batches: on a clean link, then with each round trip (--rtt, ms), then with the middle one of them and losses, and then
-with a break of --break-off seconds in the middle of the training, in which nothing arrives. One DDP model per training,
-with buckets of --bucket-cap-mb, so that a small model has several.
+with a break of --break-off seconds in the middle of the training, in which nothing arrives. Each training has its own
+DDP model, with buckets of --bucket-cap-mb, so that a small model has several.
 
   step           from the end of one step to the end of the next one, on the slower rank: the median. For hooks that
                  communicate once in several steps the mean
-  round trips    what a step takes longer than with noop on the same link, in round trips of this link; the time of the
-                 bytes is in it
+  round trips    the additional time of a step over noop on the same link, including the time for the bytes, in round
+                 trips of this link
   longest        the longest step: with a break, how long the training stood still
   chosen         by auto; its step is the median of the last 10
   weights        "equal": the weights of every rank at the end are those of the same rank on the clean link, bit by bit
@@ -34,12 +34,12 @@ from wide_area import Weather, WideArea
 
 WORKER = Path(__file__).with_name("wide_area_worker.py")
 LATE = 10
-"""Steps: with a hook that chooses, the last ones are what it chose."""
+"""With a hook that chooses, only this many last steps count, in which it has chosen."""
 HOOKS = ["noop", "ddp", "fp16", "int8", "powersgd-4", "diloco-10"]
 
 
 def conditions(args: argparse.Namespace) -> list[tuple[str, Weather, float]]:
-    """(name, weather, seconds of a break) of each link; the first one is the clean one."""
+    """Return (name, weather, seconds of a break) of each link; the first link is clean."""
     middle = sorted(args.rtt)[len(args.rtt) // 2]
     found = [("clean", Weather(), 0.0), *((str(Weather(rtt)), Weather(rtt), 0.0) for rtt in args.rtt)]
     lossy = Weather(middle, loss=args.loss)
@@ -80,7 +80,7 @@ def row_of(answer: Row, label: str) -> Row:
 
 
 def compare(rows: list[Row]) -> None:
-    """Add what follows from other rows: of the same hook on a clean link, and of noop on the same one."""
+    """Add columns that compare with the same hook on a clean link, and with noop on the same link."""
     clean = {row["hook"]: row["hashes"] for row in rows if row["section"] == "clean"}
     noop = {row["section"]: row["step_ms"] for row in rows if row["hook"] == "noop"}
     for row in rows:

@@ -1,6 +1,7 @@
-"""A rank of wide_area_training.py: a process of its own, in the namespace of its node.
+"""A rank of wide_area_training.py, in a process of its own in the namespace of its node.
 
-A job on its stdin makes a DDP model with a hook and trains it until the hook has begun, or trains that model on.
+A job on its stdin makes a DDP model with a hook and trains it until the hook has begun, or continues to train that
+model.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ TOKENS, START, WARM_UP = 64, 2, 4
 
 
 class Training:
-    """One model with a hook; every training takes the same steps."""
+    """One model with a hook. Every training takes the same steps."""
 
     def __init__(self, model_name: str, label: str, bucket_cap_mb: float, rank: int) -> None:
         self.model, self._task = make(model_name)
@@ -27,7 +28,7 @@ class Training:
         torch.manual_seed(1000 + rank)
 
     def steps(self, number: int) -> list[float]:
-        """The seconds of each step."""
+        """Take `number` steps, and return the seconds of each."""
         times, before = [], time.perf_counter()
         for _ in range(number):
             self._optimizer.zero_grad(set_to_none=True)
@@ -45,7 +46,7 @@ class Training:
 
 
 def hash_of(model: torch.nn.Module) -> str:
-    """Of all bits of the weights."""
+    """Hash all bits of the weights."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         found.update(parameter.detach().numpy().tobytes())

@@ -20,9 +20,9 @@ else:
         if not (name.startswith("__") and name != "__all__"):
             import commhooks.public  # noqa: F401
 
-            public = sys.modules["commhooks.public"]  # it may be half imported, and then no attribute of ours yet
+            public = sys.modules["commhooks.public"]  # during a circular import it is not yet an attribute of commhooks
             globals().update((each, getattr(public, each)) for each in ("__all__", *public.__all__))
-            if name in globals():  # also a subpackage
+            if name in globals():  # the import also sets subpackages
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

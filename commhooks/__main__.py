@@ -1,4 +1,4 @@
-"""`python -m commhooks`: the same as the `commhooks` command."""
+"""`python -m commhooks` runs the `commhooks` command."""
 
 import sys
 

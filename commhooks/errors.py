@@ -1,5 +1,5 @@
-"""Exceptions, which all derive from `CommHookError`, with helpers for their messages; loggers; and the versions of
-frameworks that the plugins need."""
+"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; the framework versions that
+the plugins need."""
 
 import contextlib
 import difflib
@@ -28,7 +28,7 @@ class AttachError(CommHookError, RuntimeError):
 
 
 class HookRunError(CommHookError, RuntimeError):
-    """During a backward pass a hook failed, or the ranks disagreed."""
+    """A hook failed during a backward pass, or the ranks disagreed."""
 
 
 class PayloadError(CommHookError, ValueError):
@@ -41,8 +41,8 @@ class DoctorError(CommHookError, RuntimeError):
 
 @contextlib.contextmanager
 def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *, remedy: str = "") -> Iterator[None]:
-    """Context manager: prefix the messages of `kind` errors in the body with `place`, a file or setting. `remedy`:
-    appended if a saved state is damaged."""
+    """Context manager: prefix the messages of `kind` errors in the body with `place`, a file or setting. If the error
+    means that a saved state is damaged, append `remedy`."""
     try:
         yield
     except kind as error:
@@ -51,8 +51,8 @@ def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *
 
 
 def shown(value: object) -> str:
-    """Return a `repr` of at most about 100 characters, or the type's name where `repr` raises (an int of 5,000 digits,
-    a list 100,000 levels deep)."""
+    """Return a `repr` of at most about 100 characters, or the type's name if `repr` raises (an int of 5,000 digits, a
+    list 100,000 levels deep)."""
     try:
         text = repr(value)
     except Exception:
@@ -62,7 +62,7 @@ def shown(value: object) -> str:
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
     """Return the error about the `value` of an argument, option or setting. `where`: its name or key path; `near`:
-    valid values, of which the message offers the closest."""
+    valid values, to suggest the closest."""
     hint = did_you_mean(value, near) if isinstance(value, str) else ""
     return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 
@@ -79,8 +79,9 @@ def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookCon
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"`, or "" if no candidate is similar.
 
-    The offered candidate begins with `name` ("start" for "start_iter"), is spelt similarly, or contains `name` ("rank"
-    for "matrix_approximation_rank"), unless in the plural ("ranks_per_node")."""
+    A candidate is similar if it begins with `name` ("start" for "start_iter"), is spelt similarly, or contains `name`
+    ("rank" for "matrix_approximation_rank", but not for "ranks_per_node").
+    """
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     given, long = name.lower(), len(name) > 2
     contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
@@ -105,8 +106,8 @@ class _Logger(_Adapter):
 
 
 def logger_of(module: str) -> _Logger:
-    """Return the logger of a module. It prefixes warnings with "commhooks:"; other messages, such as the lines that
-    torch's hooks log, are unchanged."""
+    """Return the logger of a module. It prefixes warnings with "commhooks:". Other records are unchanged, because
+    torch's hooks log the same lines."""
     return _Logger(logging.getLogger(module), None)
 
 
@@ -150,7 +151,7 @@ OLDEST = {
     "pytorch_lightning": "2.6.0",
     "transformers": "5.3.0",
 }
-"""The oldest supported versions, as in pyproject.toml; docs/versions.md has the reasons."""
+"""The oldest supported versions, as in pyproject.toml; docs/versions.md explains them."""
 
 
 def check_version(framework: ModuleType) -> None:
@@ -165,8 +166,8 @@ def check_version(framework: ModuleType) -> None:
 
 @contextlib.contextmanager
 def needed(*packages: str, sentence: str) -> Iterator[None]:
-    """Context manager for importing `packages`, keys of `OLDEST`. Raises ImportError if a package is too old, or, with
-    `sentence`, not installed."""
+    """Context manager for importing `packages`, which are keys of `OLDEST`. Raises ImportError if a package is too old,
+    or with the message `sentence` if one is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -178,6 +179,6 @@ def needed(*packages: str, sentence: str) -> Iterator[None]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 6, 0) of "2.6.0rc1+local", and of "2.6"."""
+    """Parse "2.6.0rc1+local" and "2.6" to (2, 6, 0)."""
     found = re.match(r"\d+(\.\d+){0,2}", version)
     return tuple(map(int, f"{found[0]}.0.0".split(".")))[:3] if found else (0, 0, 0)

@@ -1,5 +1,5 @@
 """The options of hooks: one frozen dataclass per hook for Python, YAML, the environment, flags and checkpoints.
-OmegaConf checks and converts each value. Options have the names of the arguments of torch's hooks."""
+OmegaConf checks and converts each value. Options have the names that torch's hooks use for their arguments."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from commhooks.errors import HookConfigError, invalid, no_such
 
 LATEST_DEFAULT_START = 1000
-"""The default start in a run of known length: 10 % of it, and no later than this step."""
+"""If the run's length is known, the default start is 10 % of it, but at most this step."""
 START_IF_UNKNOWN = 100
-"""The default start in a run of unknown length."""
+"""The default start if the run's length is unknown."""
 LARGEST_STEP = 2**62
 """The largest step number that a checkpoint can hold."""
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
@@ -28,25 +28,25 @@ ConfigT = TypeVar("ConfigT", bound="HookConfig")
 class HookConfig:
     """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
 
-    If there is a field `exclude: list[str]`, the compressor does not see parameters whose names match its globs.
+    With a field `exclude: list[str]`, the compressor does not see parameters whose names match one of its globs.
     """
 
     hook_name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     """Alternative names of the hook."""
     own_wire: ClassVar[str | None] = None
-    """The dtype to which the hook itself casts gradients, spelled as the option `wrapper`: "fp16" or "bf16"."""
+    """The dtype to which the hook itself casts gradients, as in the option `wrapper`: "fp16" or "bf16"."""
     sends: ClassVar[bool] = True
-    """False for a hook that communicates nothing, so that replicas drift apart."""
+    """False for a hook that communicates nothing. The replicas then drift apart."""
     start_option: ClassVar[str | None] = None
-    """Name of the field that holds the first compressed step: an int is a number of steps, a float a fraction of the
-    run, None 10 % of the run (at most 1000 steps), or 100 steps if its length is unknown. Earlier gradients are
-    averaged uncompressed."""
+    """Name of the field that holds the first compressed step. The field's value is an int for a number of steps, a
+    float for a fraction of the run, or None for 10 % of the run (at most 1000 steps; 100 steps if the run's length is
+    unknown). Before this step gradients are averaged uncompressed."""
     without_use: ClassVar[tuple[str, ...]] = ()
-    """Inherited options that this hook refuses or does not need; lists of options omit them."""
+    """Inherited options that this hook rejects or does not need. Lists of options omit them."""
 
     def __new__(cls: type[ConfigT], **options: Any) -> ConfigT:
-        # The TypeError of `__init__` about an unknown keyword would offer no similar name.
+        # The TypeError that `__init__` raises for an unknown keyword would not suggest a similar name.
         names = [each.name for each in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
@@ -54,7 +54,7 @@ class HookConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # Configs from Python and from YAML must compare equal across ranks. Lists are copied.
+        # Configs from Python and from YAML must compare equal across ranks. This also copies lists.
         hints = typing.get_type_hints(type(self))
         for name in (each.name for each in dataclasses.fields(self)):
             value = converted(f"{type(self).__name__}: {name}", getattr(self, name), hints[name])
@@ -70,7 +70,7 @@ class HookConfig:
 
     @property
     def configured_start(self) -> int | float | None:
-        """The value of the field named by `start_option`; 0 without such a field."""
+        """The value of the field named by `start_option`; 0 if there is none."""
         return 0 if self.start_option is None else getattr(self, self.start_option)
 
     def with_start(self: ConfigT, start: int) -> ConfigT:
@@ -115,14 +115,14 @@ class HookConfig:
 
 
 def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
-    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a number or a bool is
-    read as YAML, because environment and flags pass text; an int for a bool is an error, although OmegaConf converts
-    it.
+    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a number or bool is
+    parsed as YAML, because the environment and flags pass text. An int for a bool is an error, although OmegaConf would
+    convert it.
 
     Args:
         where: argument, key path or option, for the message.
         hint: bool, int, float, str, list[str], dict[str, Any], or a union of these with None.
-        expected: what the message says is expected; "": the type.
+        expected: the expected value in words, for the message; "": the type.
     """
     value, kinds = plain(where, value), _members(hint)
     try:
@@ -147,8 +147,8 @@ def check_choice(where: str, value: object, choices: Collection[object]) -> None
 
 
 def plain(where: str, value: Any) -> Any:
-    """Convert a container of OmegaConf, such as Hydra passes, to a dict or list. Raises HookConfigError if a value is
-    missing ("???") or an interpolation cannot be resolved; `where`: argument, key path or file, for the message."""
+    """Convert an OmegaConf container, such as Hydra passes, to a dict or list. Raises HookConfigError if a value is
+    missing ("???") or an interpolation cannot be resolved. `where`: argument, key path or file, for the message."""
     if not OmegaConf.is_config(value):
         return value
     try:
@@ -159,7 +159,7 @@ def plain(where: str, value: Any) -> Any:
 
 @functools.cache
 def _holder(hint: Any) -> type[Any]:
-    """A dataclass with one field of this type, for OmegaConf, which reads no `int | float | None` (2.4)."""
+    """Make a dataclass with one field of this type. OmegaConf (2.4) cannot convert to `int | float | None` itself."""
     return dataclasses.make_dataclass("Value", [("value", Union[_members(hint)])])  # noqa: UP007
 
 

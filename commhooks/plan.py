@@ -1,4 +1,4 @@
-"""The plan of a model: what is compressed, the bytes sent, and the memory needed, with a table."""
+"""The plan for a model: what is compressed, the bytes sent, and the memory needed, with a table."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -20,12 +20,12 @@ from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.request import HookRequest
 
 NAMED_SAVE_BYTES = 10**9
-"""Bytes of residuals in a checkpoint from which on the summary names them."""
+"""The summary mentions the residuals in a checkpoint if they take at least this many bytes."""
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket of DDP: its parameters in their order in the buffer, and its bytes per step."""
+    """One of DDP's buckets: its parameters in buffer order, and its bytes per step."""
 
     parameters: tuple[str, ...]
     bytes_before: int
@@ -39,33 +39,33 @@ class ModelPlan:
     hook: str
     parameters: tuple[UnitPlan, ...]
     wire_dtype: torch.dtype | None = None
-    """The dtype to which the hook or its wrapper casts what it sends; None: the dtype of the gradients."""
+    """The dtype to which the hook or its wrapper casts what it sends; None: the gradients' dtype."""
     start_step: int = 0
-    """Compression begins after this many steps."""
+    """The first compressed step."""
     selective: bool = True
     """Whether the hook decides for each parameter whether to compress it."""
     memory: MemoryPlan = MemoryPlan()
-    """Bytes that the hook needs on each rank; with `ranks_per_node` on this rank, which keeps a share of the residuals.
-    `packed` and `copies` are upper bounds if the buckets are unknown."""
+    """Bytes that the hook needs on each rank. With `ranks_per_node`, on this rank, which keeps a share of the
+    residuals. `packed` and `copies` are upper bounds while the buckets are unknown."""
     arrangement: str = ""
-    """With `ranks_per_node`: the nodes between which the bytes are sent; a node sends them as one rank."""
+    """With `ranks_per_node`: the nodes between which the bytes are sent. A node sends them as if it were one rank."""
     bucket_names: tuple[tuple[str, ...], ...] = ()
-    """The parameters of each bucket; empty if the buckets are unknown, or if the rows of the plan are buckets."""
+    """The parameters in each bucket; empty if the buckets are unknown, or if the rows of the plan are buckets."""
     bytes_per_save: int = 0
-    """With local steps: bytes that a joint save sends of an optimizer with two numbers per weight, such as Adam."""
+    """With local steps: bytes that a joint save sends for an optimizer with two numbers per weight, such as Adam."""
     saved_residuals: int = 0
-    """Bytes of the residuals in a checkpoint, all ranks together; 0 before the hook is attached."""
+    """Bytes of residuals in a checkpoint, summed over all ranks; 0 before the hook is attached."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of gradient per rank and step without the hook."""
+        """Gradient bytes per rank and step without the hook."""
         return sum(p.size_bytes() for p in self.parameters)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes that the hook passes to collectives per rank and step once it compresses, without flags."""
+        """Bytes that the hook passes to collectives per rank and step once it compresses, without `flag_bytes`."""
         return sum(self.sent_bytes(p) for p in self.parameters)
 
     @property
@@ -75,7 +75,7 @@ class ModelPlan:
 
     @property
     def unit(self) -> Unit:
-        """The unit of all sizes in texts about this plan."""
+        """The unit of all sizes in the plan's table and summary."""
         return Unit.of(self.bytes_before)
 
     @property
@@ -84,7 +84,7 @@ class ModelPlan:
 
     @property
     def compressed_share(self) -> float:
-        """Share of the gradient's bytes that is compressed, 0 to 1."""
+        """The compressed share of the gradient bytes, 0 to 1."""
         before = self.bytes_before
         return sum(p.size_bytes() for p in self.compressed) / before if before else 0.0
 
@@ -138,11 +138,13 @@ class ModelPlan:
 
     @property
     def _unknown(self) -> bool:
-        """Whether the plan is unknown before the first backward pass: every DDP model has parameters."""
+        """Whether the plan is unknown before the first backward pass. An empty plan means that, because every DDP model
+        has parameters."""
         return self.selective and not self.parameters
 
     def sent_bytes(self, parameter: UnitPlan) -> int:
-        """Bytes sent for one parameter per step; for a user's hook, whose traffic is unknown, the uncompressed size."""
+        """Return the bytes sent for one parameter per step. For a user's function, whose traffic is unknown, return the
+        uncompressed size."""
         return 0 if self.sends is False else parameter.sent_bytes(self.wire_dtype)
 
     def summary(self) -> str:
@@ -167,7 +169,7 @@ class ModelPlan:
         return self.summary() if self._unknown else self.table() + self.summary()
 
     def table(self) -> str:
-        """Return the table of the parameters and of known buckets, and a line about memory."""
+        """Return the table of parameters, the table of buckets if they are known, and a line about memory."""
         tables = [_parameter_table(self), *([_bucket_table(self)] if self.bucket_names else [])]
         return text_of(*tables) + self._memory_line()
 
@@ -190,7 +192,7 @@ class ModelPlan:
 
 
 def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
-    """Plan each parameter. Returns [] for a compressor of whole buckets. `sparse`: ids of parameters with sparse
+    """Plan each parameter. Returns [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
     gradients."""
     config = compressor.config
     infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]
@@ -204,8 +206,8 @@ def whole_plan(
     buckets: Sequence[Sequence[str]] = (),
     reduction: FlatReduction = FLAT,
 ) -> ModelPlan:
-    """Make a `ModelPlan` of these rows. `buckets`: the names in each bucket; empty if they are unknown, or if the rows
-    are buckets."""
+    """Make a `ModelPlan` from `rows`. `buckets`: the parameter names in each bucket; empty if they are unknown, or if
+    the rows are buckets."""
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
@@ -224,11 +226,11 @@ def whole_plan(
 
 @dataclass(frozen=True)
 class SavedBy:
-    """How the residuals of a hook are saved.
+    """How a hook's residuals are saved.
 
     Attributes:
         form: "mean", "per_rank" or "drop".
-        ranks: the ranks that save together; with a sharded model the ranks that hold the same shard.
+        ranks: the number of ranks that save together; with a sharded model, of ranks that hold the same shard.
         shards: the number of shards of the model.
     """
 
@@ -243,7 +245,6 @@ class SavedBy:
 
 
 def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int], saved_by: SavedBy) -> ModelPlan:
-    """Make the plan of an attached hook."""
     compressor, consensus = session.compressor, session.consensus
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
     if rows:
@@ -261,17 +262,14 @@ def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int], sa
 
 
 def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
-    """Plan what a hook will do to `module` in DDP. Values of parameters are not read: they may be on the meta device.
-
-    Raises:
-        HookConfigError: the request is for a user's hook or for no hook, its start is a fraction and `total_steps` is
-            None, or no parameter is trained.
-    """
+    """Plan what a hook will do to `module` in DDP. Parameters may be on the meta device, because their values are not
+    read. Raises HookConfigError if the request is for a user's function or for no hook, its start is a fraction and
+    `total_steps` is None, or no parameter is trained."""
     compressor = request.new_compressor(total_steps)
     if request.off:
         raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
     if compressor is None:
-        raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
+        raise HookConfigError(f"hook {request.name!r} is a function, whose traffic cannot be planned")
     names = all_names(module)
     trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
     if not trained:
@@ -284,7 +282,7 @@ def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int |
 
 
 def text_of(*parts: Any) -> str:
-    """Format `parts` with rich. Names are printed literally, without markup or emoji (":x:")."""
+    """Format `parts` with rich. Text is printed literally, without markup or emoji (":x:")."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""The public names. `commhooks` imports this module, and with it torch, when the first of them is used."""
+"""The public names. The first access to one of them in `commhooks` imports this module, and with it torch."""
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
 from commhooks.comm.membership import Torchft

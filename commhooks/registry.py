@@ -1,4 +1,5 @@
-"""The registered hooks by name. To add one, add its compressor class to `BUILT_IN`, or call `register_compressor`."""
+"""The registered hooks by name. To add a hook, add its compressor class to `BUILT_IN`, or call
+`register_compressor`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,28 +32,28 @@ BUILT_IN: tuple[type[Compressor[Any]], ...] = (
     AutoCompressor,
 )
 COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
-"""Compressors by name; `register_compressor` adds to them."""
+"""Compressor classes by hook name. `register_compressor` adds to this dict."""
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
 FACTORIES: dict[str, Factory] = {}
-"""Factories of users' hooks by name; `register_hook` adds to them."""
+"""Factories of users' hooks by name. `register_hook` adds to this dict."""
 
 OFF = "none"
-"""The name of training without a hook."""
+"""The name for training without a hook."""
 
 CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
 
 
 def register_compressor(compressor: CompressorClass) -> CompressorClass:
-    """Register a compressor class as a hook, for all front ends, checkpoints, plans, statistics and the doctor. Usable
-    as a class decorator.
+    """Register a compressor class as a hook, for all front ends, checkpoints, plans, statistics and the doctor. Can be
+    used as a class decorator.
 
     Every process that uses the hook must import the module that calls this. Alternatively pass the path
-    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering a class again,
-    also from a reloaded module, replaces it.
+    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering the same class
+    again, for example from a reloaded module, replaces the earlier one.
 
     Args:
-        compressor: a subclass of `commhooks.Compressor` with a `Config`, a frozen keyword-only dataclass derived from
-            `commhooks.HookConfig` that has a `hook_name`.
+        compressor: a subclass of `commhooks.Compressor`. Its `Config` is a frozen keyword-only dataclass derived from
+            `commhooks.HookConfig`, with a `hook_name`.
 
     Raises:
         HookConfigError: `compressor` is not such a class, or its name is taken.
@@ -75,11 +76,11 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
 
 
 def register_hook(name: str, factory: Factory) -> None:
-    """Register a function as a hook by name, for all front ends. Plans, statistics and checkpoints cover compressors
-    only: see `register_compressor`.
+    """Register a function as a hook by name, for all front ends. Plans, statistics and checkpoints of learned state
+    need a compressor: see `register_compressor`.
 
     Args:
-        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank in `attach`. `hook` has
+        factory: `factory(options: dict, process_group) -> (state, hook)`. `attach` calls it on every rank. `hook` has
             the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved and restored if it
             has `state_dict` and `load_state_dict` (plain types and tensors).
 
@@ -94,7 +95,7 @@ def register_hook(name: str, factory: Factory) -> None:
 
 
 def available_hooks() -> dict[str, dict[str, Any]]:
-    """Return {name: {"description": one line, "options": {option: default}}} of all registered hooks."""
+    """Return {name: {"description": one line, "options": {option: default}}} for all registered hooks."""
     hooks: dict[str, dict[str, Any]] = {}
     for name, compressor in COMPRESSORS.items():
         hooks[name] = {
@@ -133,7 +134,7 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
     ignored = [config.start_option or "", "exclude"]
     if not compressor.transactional and (compressor.state_fields or set(ignored) & set(names)):
         return (
-            "with transactional=False it learns nothing and acts from the first step: no state_fields, start, exclude"
+            "with transactional=False there is no learned state and no start step: remove state_fields, start, exclude"
         )
     try:
         config()
@@ -155,7 +156,7 @@ def _check_free(caller: str, name: str) -> None:
 
 
 def canonical_name(name: str) -> str | None:
-    """Return the registered name of a name or alias, or None. Case, `_` and `-` are ignored."""
+    """Return the registered hook that `name` stands for (a name or an alias), or None. Ignores case, `_` and `-`."""
 
     def plain(text: str) -> str:
         return text.lower().replace("_", "").replace("-", "")
@@ -166,7 +167,7 @@ def canonical_name(name: str) -> str | None:
 
 
 def means_no_hook(hook: object) -> bool:
-    """Whether `hook` asks for training without a hook: None, "none", "off", or False, as YAML reads `off`."""
+    """Whether `hook` requests training without a hook: None, "none", "off", or False (YAML reads `off` as False)."""
     return hook is None or hook is False or (isinstance(hook, str) and hook.lower() in (OFF, "off"))
 
 
@@ -175,7 +176,7 @@ def aliases() -> dict[str, str]:
 
 
 def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
-    """Return the compressor class of `config`. Raises HookConfigError if it is not registered."""
+    """Return the compressor class of `config`. Raises HookConfigError if none is registered."""
     found = COMPRESSORS.get(config.hook_name)
     if found is None or not isinstance(config, found.Config):
         raise HookConfigError(
@@ -186,5 +187,5 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
 
 
 def names_to_offer() -> list[str]:
-    """Return the names that messages may suggest: the hooks to train with."""
+    """Return the hooks that messages may suggest for training."""
     return [*(name for name, each in COMPRESSORS.items() if each.Config.sends), *FACTORIES]

@@ -37,13 +37,13 @@ class Use:
     """What a hook has done so far.
 
     Attributes:
-        acted: the hook has compressed a step, or averaged weights.
-        plain: the latest step was a plain all-reduce, because the hook has not begun.
+        acted: whether the hook has compressed a step or averaged weights.
+        plain: whether the latest step was a plain all-reduce because the hook has not begun.
         begins: the step at which the hook begins.
         acts: the first step at which it compresses or averages; usually equal to `begins`.
-        missing: for the warning that the hook has had no effect: what it has not done.
+        missing: what the hook has not done, for the warning that it had no effect.
         remedy: how to make the hook begin earlier.
-        or_later: " or later" if `begins` is the earliest step.
+        or_later: " or later" if `begins` is a lower bound.
     """
 
     acted: bool
@@ -60,11 +60,11 @@ class Status:
     """The current state of a hook, read without waiting for an accelerator.
 
     Attributes:
-        options: the options in force, as plain types.
+        options: the current options, as plain types.
         use: None for plain averages, and without a hook.
-        counts_bytes: the sent bytes are known.
-        counts_outcomes: the committed and the compressed steps are known.
-        replicas_agree: the weights should be equal on all ranks now.
+        counts_bytes: whether the number of sent bytes is known.
+        counts_outcomes: whether the numbers of committed and compressed steps are known.
+        replicas_agree: whether the weights should now be equal on all ranks.
         run_number: see `CommHook.run_number`.
     """
 
@@ -78,13 +78,13 @@ class Status:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of the line that rank 0 logs at the end of the first backward pass.
+    """The parts of the line that rank 0 logs after the first backward pass.
 
     Attributes:
         details: the main options, the kernel, the nodes.
         effect: what the hook compresses and sends.
-        alone: appended with a single rank, which sends nothing: what the hook does nevertheless.
-        warnings: about the ranks' machines.
+        alone: appended if there is a single rank, which sends nothing: what the hook does nevertheless.
+        warnings: warnings about the ranks' machines.
     """
 
     details: Sequence[str] = ()
@@ -97,9 +97,9 @@ class Summary:
 def norms(
     gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], factor: float
 ) -> dict[str, float | None]:
-    """Return the Euclidean norms over the parameters in `gradients`, and their ratio, which is about the number of
-    steps of gradient that error feedback holds back; None where there is nothing to measure. `factor`: contained in
-    `residuals`. Synchronises with the device once."""
+    """Return the Euclidean norms over the parameters in `gradients`, and their ratio: about how many steps' worth of
+    gradient error feedback holds back. A value is None if there is nothing to measure. `factor`: the factor by which
+    `residuals` are scaled. Synchronises with the device once."""
     held = [residuals[name] for name in gradients if name in residuals]
     tensors = held + [each for each in gradients.values() if each is not None]
     values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
@@ -112,7 +112,7 @@ def norms(
 
 
 class Meter:
-    """Computes the metrics of hooks, as means since the previous reading of the same hook."""
+    """Computes metrics of hooks. Rates are means since the previous `read` of the same hook."""
 
     def __init__(self) -> None:
         self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -121,8 +121,8 @@ class Meter:
         return Meter, ()  # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
 
     def read(self, hook: "CommHook", *, prefix: str = PREFIX) -> dict[str, float]:
-        """Return the metrics that exist. Synchronises with the accelerator. Does not communicate: a single rank may
-        call it."""
+        """Return the metrics that exist for this hook. Synchronises with the accelerator but does not communicate, so a
+        single rank may call it."""
         now, before = hook.stats(), self._before.get(hook, {})
         self._before[hook] = now
         values: dict[str, float | None] = {

@@ -1,7 +1,8 @@
-"""A user's request for a hook: the arguments of all front ends, checked without a model or a process group.
+"""A user's request for a hook: the arguments shared by all front ends, checked without a model or a process group.
 
-The front ends are `attach`, the strategies of Lightning and Fabric, Accelerate's handler and YAML, and flags. Their
-signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains them."""
+The front ends are `attach`, the strategies for Lightning and Fabric, Accelerate's handler and YAML, and flags. Their
+signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains the arguments.
+"""
 
 import dataclasses
 import functools
@@ -51,7 +52,7 @@ _DROP_INS: dict[Callable[..., Any], str] = {
     powerSGD_hook.powerSGD_hook: "powerSGD",
     powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD",
 }
-"""Drop-ins for torch's functions -> the hook that runs if the function is passed without a state."""
+"""Drop-ins for torch's functions -> the hook to use if the function is passed without a state."""
 
 
 # ---- the shared arguments --------------------------------------------------------------------------------------------
@@ -59,12 +60,12 @@ _DROP_INS: dict[Callable[..., Any], str] = {
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of all front ends.
+    """An argument shared by all front ends.
 
     Attributes:
-        kind: the type in YAML. In Python `hook` and `hook_state` may be other objects.
-        default: Lightning, which writes one file for all ranks, has "mean" for `save_residual`.
-        choices: the valid values; empty: any of the type.
+        kind: the type in YAML. In Python, `hook` and `hook_state` may be other objects.
+        default: for Lightning `save_residual` defaults to "mean" instead, because it writes one file for all ranks.
+        choices: the valid values; empty: all values of the type.
         expected: the valid values in words, for messages.
     """
 
@@ -90,8 +91,8 @@ ARGUMENTS = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with the shared arguments converted to their types; `hook` and its options and state are not
-    checked. Raises HookConfigError if a value has the wrong type or is out of range."""
+    """Return `given` with the shared arguments converted to their types. Does not check `hook`, `hook_options` and
+    `hook_state`. Raises HookConfigError if a value has the wrong type or is out of range."""
     checked = dict(given)
     for name, argument in ARGUMENTS.items():
         if name in given and argument.choices:
@@ -102,8 +103,8 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> Any:
-    """Return `value`, converted to `kind`. Raises HookConfigError if it does not fit, if it is a number below 1, or any
-    text but "auto"."""
+    """Return `value` converted to `kind`. Raises HookConfigError if it cannot be converted, is a number below 1, or is
+    text other than "auto"."""
     found = converted(where, value, kind, expected)
     if not (found == "auto" if isinstance(found, str) else found is None or isinstance(found, bool) or found >= 1):
         raise invalid(where, value, expected)
@@ -111,13 +112,13 @@ def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> An
 
 
 def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
-    """Return the shared arguments in `scope`, the `locals()` of a front end's function."""
+    """Return the shared arguments in `scope`, which is the `locals()` of a front end's function."""
     return {name: scope[name] for name in ARGUMENTS if name in scope}
 
 
 def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: an unknown keyword argument raises HookConfigError with the closest name. Rank 0 prints the message of
-    every CommHookError."""
+    """Decorator: raise HookConfigError for an unknown keyword argument, with the closest name. Rank 0 prints the
+    message of every CommHookError."""
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -139,8 +140,8 @@ def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class HookRequest:
-    """A checked request for a hook. At most one of `config`, `factory` and `function` is set; none of them asks for
-    training without a hook."""
+    """A checked request for a hook. At most one of `config`, `factory` and `function` is set. If none is, the training
+    runs without a hook."""
 
     name: str
     config: HookConfig | None = None
@@ -156,19 +157,17 @@ class HookRequest:
     ranks_per_node: RanksPerNode = None
     members: Torchft | None = None
     distributed: bool = False
-    """Whether `state_dict()` has the form for `torch.distributed.checkpoint`, as always for sharded models."""
+    """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models always have this
+    form."""
     ignored: tuple[str, ...] = ()
-    """The passed arguments that have no effect without a hook."""
+    """Arguments that the user passed but that have no effect without a hook."""
 
     @classmethod
     def parse(
         cls, hook: object, *, hook_options: Mapping[str, Any] | None = None, hook_state: Any = None, **common: Any
     ) -> "HookRequest":
-        """Make a request from the user's arguments; see `attach`. `common`: the other shared arguments.
-
-        Raises:
-            HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
-        """
+        """Make a request from the user's arguments; see `attach`. `common`: the other shared arguments. Raises
+        HookConfigError for an unknown hook or option, a wrong type, or an invalid combination."""
         members = torchft_of(common.pop("members", None))
         common = check_arguments(common) | {"members": members}
         given = plain("hook_options", hook_options)
@@ -230,7 +229,7 @@ class HookRequest:
         if self.wrapper is not None and compressor is not None and not compressor.wrappers:
             wire = " and set its option wire" if hasattr(compressor.Config, "wire") else ""
             raise HookConfigError(
-                f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
+                f"wrapper={self.wrapper!r} with {hook}, which itself chooses what it sends: omit wrapper{wire}"
             )
 
         if self.members is not None:
@@ -257,7 +256,8 @@ class HookRequest:
         return self.config is None and self.factory is None and self.function is None
 
     def as_plain_average(self) -> "HookRequest":
-        """Return the request for an exact average in place of no hook: nothing else averages over replicas of FSDP2."""
+        """Return the request for an exact average, to use instead of no hook: FSDP2 itself would not average over the
+        replicas."""
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
 
     @property
@@ -267,14 +267,14 @@ class HookRequest:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype to which the hook or its wrapper casts what it sends; None: the dtype of the gradients."""
+        """The dtype to which the hook or its wrapper casts what it sends; None: the gradients' dtype."""
         known = COMPRESSORS.get(self.name)
         wire = self.wrapper or (known.Config.own_wire if known is not None else None)
         return None if wire is None else WIRE_DTYPES.get(wire)
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
-        """Make the requested compressor, with its start as a number of steps; None for a user's hook, and without a
-        hook. Raises HookConfigError if the start is a fraction and `total_steps` is None."""
+        """Make the requested compressor, with its start as a number of steps. Returns None for a user's function and
+        without a hook. Raises HookConfigError if the start is a fraction and `total_steps` is None."""
         if self.config is None:
             return None
         resolved = self.config.resolved(total_steps)
@@ -328,18 +328,11 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
 
 
 def import_path(path: str, said: str, *, kind: str = "function") -> Any:
-    """Import the object at `path`: "package.module:name", where the name may have dots; "folder/train.py:name" equals
-    "folder.train:name".
+    """Import the object at `path`: "package.module:name", where `name` may contain dots. "folder/train.py:name" means
+    "folder.train:name". Raises HookConfigError if the path is malformed, or the module or name does not exist; other
+    errors of the import propagate. `said`, `kind`: the path and the expected kind of object in messages.
 
     Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
-
-    Args:
-        said: the path in messages, for example "hook 'package.module:name'".
-        kind: the expected kind of object, for messages.
-
-    Raises:
-        HookConfigError: the path is malformed, or the module or name does not exist. Other errors of the import pass
-            through.
     """
     module_name, _, name = path.partition(":")
     if module_name.endswith(".py"):
@@ -366,7 +359,7 @@ def import_path(path: str, said: str, *, kind: str = "function") -> Any:
 
 
 def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
-    """Return why `function` cannot be called with these arguments; "" if it can, or has no signature."""
+    """Return why `function` cannot be called with these arguments; "" if it can, or if it has no signature."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -377,7 +370,7 @@ def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
 
 
 def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
-    """Return why a compressor cannot work between nodes only; "" if it can."""
+    """Return why a compressor cannot work between nodes only, or "" if it can."""
     if not compressor.Config.sends:
         return "sends nothing"
     if issubclass(compressor, AdaptiveCompressor) and compressor.with_nodes is AdaptiveCompressor.with_nodes:

@@ -8,7 +8,7 @@ These classes are for `lightning.pytorch`. `lightning_commhooks.pytorch_lightnin
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
 "ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same names for notebooks
 ("ddp_notebook_powersgd", ...), with `lightning.pytorch` or `pytorch_lightning`, whichever is imported already. If
-neither is, it imports those that are installed.
+neither is, it imports the installed ones.
 """
 
 import sys
@@ -40,8 +40,8 @@ _installed = [package for package, root in _roots.items() if _is_installed(root)
 if not _installed:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [each for each in _installed if _roots[each] in sys.modules] or _installed:
-    # Lightning may be too old for commhooks and installed for another library: then an error is due only when a class
-    # is imported from here.
+    # A Lightning that is too old for commhooks may be installed for another library. So the error is raised only when a
+    # class is imported from here.
     with suppress(Exception):
         trainer_classes(_package)
 

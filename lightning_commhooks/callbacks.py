@@ -15,8 +15,8 @@ else:
 
 
 class CommHookCheckpoint(Callback):
-    """Sets `save_residual` and `strict` of `CommHookDDP`, for those who prefer a callback. `CommHookDDP` saves its hook
-    in full checkpoints with or without this callback; weights-only checkpoints hold no state of the hook.
+    """Sets `save_residual` and `strict` of `CommHookDDP`, for users who prefer a callback. `CommHookDDP` saves its hook
+    in full checkpoints with or without this callback; weights-only checkpoints contain no state of the hook.
 
     Args:
         save_residual: which residuals (PowerSGD's error memory) are saved. "mean" (the default): the mean over the
@@ -26,8 +26,8 @@ class CommHookCheckpoint(Callback):
             do not fit start with fresh memory, and rank 0 warns once.
 
     Raises:
-        commhooks.HookConfigError: at construction, for another value. When the Trainer starts, if the strategy was
-            given another value, or if there are two of these callbacks.
+        commhooks.HookConfigError: at construction, for an invalid value. When the Trainer starts, if the strategy was
+            given a different value, or if there are two of these callbacks.
     """
 
     # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
@@ -46,7 +46,7 @@ class CommHookCheckpoint(Callback):
 class CommHookRoundEnd(Callback):
     """Ends the hook's round before other callbacks read the model.
 
-    A round: the local steps between two averages of the weights (DiLoCo, local SGD). Other hooks have none. The
+    A round is the local steps between two averages of the weights (DiLoCo, local SGD). Other hooks have none. The
     strategies insert this callback as the first in the Trainer's list, and end rounds themselves before a checkpoint.
     """
 
@@ -101,8 +101,8 @@ class CommHookMonitor(Callback):
         self._last_step = -1
 
     def on_before_optimizer_step(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any) -> None:
-        # Here the gradients are averaged and unscaled, but not clipped. With several optimizers: at the first of a
-        # batch.
+        # Here the gradients are averaged and unscaled, but not clipped. With several optimizers, this logs at the first
+        # step of a batch.
         hook = _hook_of(trainer)
         if hook is None or not trainer.is_global_zero:
             return
@@ -117,7 +117,7 @@ class CommHookMonitor(Callback):
         shown = values.get(f"{PREFIX}/{self.progress_bar}")
         if shown is not None:
             pl_module.log(
-                # Bars have little room: few letters and three digits.
+                # Progress bars have little room, so use a short name and three digits.
                 f"hook_{'x' if self.progress_bar == 'compression_rate' else self.progress_bar}",
                 float(f"{shown:.3g}"),
                 prog_bar=True,
@@ -129,8 +129,9 @@ class CommHookMonitor(Callback):
 
 
 def hook_stats(trainer: "pl.Trainer") -> dict[str, Any] | None:
-    """Return `trainer.strategy.comm_hook.stats()`. After a fit in forked or spawned processes, as in notebooks, where
-    `comm_hook` is None in the main process: rank 0's statistics at the end of the training. None without a hook."""
+    """Return `trainer.strategy.comm_hook.stats()`; None without a hook. After a fit in forked or spawned processes, as
+    in notebooks, `comm_hook` is None in the main process; then return rank 0's statistics at the end of the
+    training."""
     hook = _hook_of(trainer)
     return getattr(trainer.state, "comm_hook_stats", None) if hook is None else hook.stats()
 
@@ -146,7 +147,7 @@ def _end_round(trainer: "pl.Trainer") -> None:
 
 
 def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
-    """Warn with `text` if the Trainer's strategy is not from this package. Return whether it warned."""
+    """Warn with `text` if the Trainer's strategy is not from this package. Returns whether it warned."""
     if hasattr(trainer.strategy, "comm_hook"):
         return False
     strategy = type(trainer.strategy)
@@ -155,6 +156,6 @@ def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
 
 
 def _x_axis(trainer: "pl.Trainer") -> int:
-    """Returns the step that `LightningModule.log` uses as x axis: private (lightning 2.6). If it is missing, the number
-    of optimizer steps, which is larger with several optimizers."""
+    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6). If it is missing,
+    return the number of optimizer steps, which is larger with several optimizers."""
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)

@@ -18,12 +18,12 @@ CHECKPOINT_KEY = "commhooks"
 
 SaveResidual = Literal["mean", "per_rank", "drop"]
 DEFAULT_SAVE_RESIDUAL: Literal["mean"] = "mean"
-"""Lightning writes one file, which any number of ranks should be able to resume from."""
+"""Lightning writes one file, from which any number of ranks should be able to resume."""
 PER_RANK_WARNING_BYTES = 2 * 10**9
 
 
 def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
-    """Returns the two arguments that `CommHookDDP` and `CommHookCheckpoint` share, with the default for None."""
+    """Return the two arguments that `CommHookDDP` and `CommHookCheckpoint` share, with the default for None."""
     return {
         "save_residual": DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
         "strict": ARGUMENTS["strict"].default if strict is None else strict,
@@ -31,7 +31,7 @@ def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
 
 
 def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
-    """Context manager: PayloadErrors of the body name the checkpoint, and a remedy if the hook's state is damaged."""
+    """Context manager: PayloadErrors in the body name the checkpoint, and a remedy if the hook's state is damaged."""
     return errors_begin_with(
         f"{path}, key {CHECKPOINT_KEY!r}",
         remedy="Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete "
@@ -44,8 +44,8 @@ def saves_alone(trainer: "pl.Trainer") -> bool:
 
     After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks' `on_exception`,
     in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. Lightning has no public flag for a
-    save in a signal handler (SLURM's, or a user's). All other cases, such as a save inside `if
-    trainer.is_global_zero`, end at the time limit of the joint save and lose only the residuals.
+    save in a signal handler (SLURM's, or a user's). In all other cases, such as a save inside `if
+    trainer.is_global_zero`, the joint save ends at its time limit and loses only the residuals.
     """
     return trainer.interrupted or in_signal_handler()
 
@@ -60,7 +60,7 @@ def in_signal_handler() -> bool:
         others = values.get(rest or "")
         given = [*(values.get(name) for name in names), *(others if isinstance(others, tuple) else ())]
         if sys.version_info < (3, 13):
-            values.clear()  # a copy, with which the frame would keep the caller's variables after they were deleted
+            values.clear()  # this copy would keep the caller's variables alive after they were deleted
         if any(each is frame.f_back for each in given):
             return True
     return False

@@ -20,19 +20,13 @@ FABRIC_MODULES = {
     "lightning_fabric": "lightning_commhooks.lightning_fabric",
 }
 _HOOKS = ("powerSGD", "batched_powerSGD", "fp16_compress", "bf16_compress", "int8_compress", "int4_compress", "auto")
-"""The hooks that have a strategy name."""
+"""The hooks for which a strategy name is registered."""
 
 
 @functools.cache
 def trainer_classes(package: str) -> dict[str, Any]:
-    """Make the strategies and callbacks for the Trainer of `package`, and register the strategy names there.
-
-    Args:
-        package: "lightning.pytorch" or "pytorch_lightning".
-
-    Raises:
-        ImportError: the package is not installed, or too old.
-    """
+    """Make the strategies and callbacks for the Trainer of `package` ("lightning.pytorch" or "pytorch_lightning"), and
+    register the strategy names there. Raises ImportError if the package is not installed, or too old."""
     lightning = _imported(package, MODULES)
     strategies: Any = import_module(f"{package}.strategies")
     make = functools.partial(_with_base, MODULES[package])
@@ -48,18 +42,15 @@ def trainer_classes(package: str) -> dict[str, Any]:
 
 @functools.cache
 def fabric_class(package: str) -> Any:
-    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric".
-
-    Raises:
-        ImportError: the package is not installed, or too old.
-    """
+    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric". Raises ImportError if it
+    is not installed, or too old."""
     _imported(package, FABRIC_MODULES)
     strategies: Any = import_module(f"{package}.strategies")
     return _with_base(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)
 
 
 def _with_base(module: str, cls: type, base: type, **attributes: Any) -> type:
-    """The class `cls` with Lightning's `base`. Its name and `module` are where it is pickled by."""
+    """Make the class `cls` with Lightning's `base`. Pickles refer to it by its name and `module`."""
     return type(cls.__name__, (cls, base), {"__module__": module, "__doc__": cls.__doc__, **attributes})
 
 

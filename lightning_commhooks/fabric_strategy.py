@@ -40,7 +40,7 @@ class CommHookDDP(DDPStrategy):
 
     Each model that `fabric.setup` wraps has a hook with its own learned state. `fabric.save(path, {"model": model})`
     saves the hooks' states under the key "commhooks" and the models' names, and `fabric.load(path, {"model": model})`
-    restores them. All ranks must call both, as Fabric itself demands. Set up the models before loading. Within
+    restores them. All ranks must call both, as Fabric itself requires. Set up the models before loading. Within
     `fabric.no_backward_sync(model)` the hook does not run.
 
     Args:
@@ -50,7 +50,7 @@ class CommHookDDP(DDPStrategy):
         ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 
     Raises:
-        commhooks.HookConfigError: at construction, as `lightning_commhooks.CommHookDDP`.
+        commhooks.HookConfigError: at construction, as in `lightning_commhooks.CommHookDDP`.
     """
 
     @suggests_arguments
@@ -88,7 +88,7 @@ class CommHookDDP(DDPStrategy):
         return next(reversed(list(self._hooks.values())), None)
 
     def __repr__(self) -> str:
-        # With the module's name: a Trainer that is given this strategy shows only the `repr` in its error.
+        # With the module's name, because a Trainer that is given this strategy shows only the `repr` in its error.
         return f"{type(self).__module__}.{type(self).__name__}(hook={self._request.name!r})"
 
     # ---- what Fabric calls -------------------------------------------------------------------------------------------

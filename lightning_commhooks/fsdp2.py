@@ -31,8 +31,8 @@ else:
 
 
 class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
-    """Trains replicas of a model that `ModelParallelStrategy` shards, and averages between the replicas by a hook. The
-    Trainer's checkpoints are distributed (a folder) and hold the hook's state.
+    """Trains replicas of a model that `ModelParallelStrategy` shards, and averages over the replicas by a hook. The
+    Trainer's checkpoints are distributed (a folder) and contain the hook's state.
 
     `configure_model` of the LightningModule shards the model over `self.trainer.strategy.device_mesh["shard"]`; the
     last call of `fully_shard` is for a module that contains all others.
@@ -46,7 +46,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         process_group_backend, timeout: as in `ModelParallelStrategy`.
 
     Raises:
-        commhooks.HookConfigError: at construction, as `CommHookDDP`.
+        commhooks.HookConfigError: at construction, as in `CommHookDDP`.
     """
 
     @suggests_arguments
@@ -112,7 +112,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context manager for gradient accumulation, as DDP's `no_sync`: neither FSDP nor the hook communicates. FSDP
+        """Context manager for gradient accumulation, like DDP's `no_sync`: neither FSDP nor the hook communicates. FSDP
         keeps unsharded gradients meanwhile."""
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
@@ -161,7 +161,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
-    """Returns the sharded module that contains all other sharded modules."""
+    """Return the sharded module that contains all other sharded modules."""
     roots: dict[str, Any] = {}
     for name, each in module.named_modules():  # parents come before their children
         if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):

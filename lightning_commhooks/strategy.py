@@ -149,7 +149,7 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def _saved_hook(self) -> CommHook | None:
-        """The hook whose state goes into checkpoints: none with `hook=None`, none attached to another module."""
+        """The hook whose state goes into checkpoints: None with `hook=None`, or if it is attached to another module."""
         module, hooked = self.lightning_module, self._hooked_module
         if self._request.off or module is None or hooked is None or hooked() is not module:
             return None
@@ -175,7 +175,7 @@ class HookedStrategy(ParallelStrategy):
             trainer.callbacks.insert(0, self.round_end_callback())
 
     def _check_packages(self, objects: list[object]) -> None:
-        """Warn about callbacks and loggers of the other package: this Trainer does not recognise them."""
+        """Warn about callbacks and loggers of the other package, which this Trainer does not recognise."""
         here, other = self.package, self._other_package()
         root = other.partition(".")[0]
         strangers = [
@@ -195,8 +195,8 @@ class HookedStrategy(ParallelStrategy):
             )
 
     def _not_for_the_other_trainer(self) -> str:
-        """Part of the `repr` if both packages are imported: the other package's Trainer shows only the `repr` in its
-        error."""
+        """Return a part of the `repr` for when both packages are imported: the other package's Trainer shows only the
+        `repr` in its error."""
         other = self._other_package()
         if other.partition(".")[0] not in sys.modules:
             return ""
@@ -395,17 +395,13 @@ def warn(text: str, stacklevel: int = 5) -> None:
 
 
 def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
-    """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` has, or that sets another
-    hook.
-
-    Args:
-        takers: the constructors of the strategy and of `DDPStrategy`.
-    """
+    """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` (the constructors of the
+    strategy and of `DDPStrategy`) has, or that sets another hook."""
     for name in _OF_ANOTHER_HOOK:
         if given.get(name) is not None:
             raise HookConfigError(
-                f"{name}= beside hook=: CommHookDDP attaches its own hook and DDP takes one only. Give your hook as "
-                "hook= (with hook_state= and wrapper=); post-local SGD is hook='local_sgd' with start_iter"
+                f"{name}= together with hook=: CommHookDDP attaches its own hook and DDP takes only one. Pass your "
+                "hook as hook= (with hook_state= and wrapper=); post-local SGD is hook='local_sgd' with start_iter"
             )
     takers = (*takers, DistributedDataParallel.__init__)
     known = {name for each in takers for name in inspect.signature(each).parameters} - _NOT_FOR_USERS
@@ -419,14 +415,14 @@ def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) 
 
 
 def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | None:
-    """Returns a function for the current scale of a precision plugin's GradScaler; None without a GradScaler."""
+    """Return a function for the current scale of a precision plugin's GradScaler; None without a GradScaler."""
     if getattr(plugin, "scaler", None) is None:
         return None
     return ScaleOf(lambda: plugin.scaler, device)
 
 
 def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
-    """Returns `request` with the start of the compression as a number of steps, not a fraction."""
+    """Return `request` with the start of the compression as a number of steps, not a fraction."""
     config = request.config
     if config is None or isinstance(config.configured_start, int):
         return request
@@ -443,7 +439,7 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
 
 
 def _steps_left(trainer: "pl.Trainer") -> int | None:
-    """Returns the number of backward passes with communication until the end of the run; None if unknown.
+    """Return the number of backward passes with communication until the end of the run; None if unknown.
 
     With automatic optimization there is one per optimizer step, also with gradient accumulation. With manual
     optimization the user's code decides.

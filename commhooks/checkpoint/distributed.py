@@ -8,7 +8,7 @@ the same keys on every rank, at every step and for every number of shards:
 `residual` holds the mean over the replicas, with the shape and placement of the parameter, for every parameter that
 would have a residual in an unsharded model. Hooks that average weights save `anchor` and `outer_momentum` in the same
 form. Everything else is small and differs between shards, such as Q, or the residual of a shard that is compressed
-although the whole parameter would not be: `commhooks` holds the payloads of all shards (`payload.py`), without the
+although the whole parameter would not be. `commhooks` holds the payloads of all shards (`payload.py`), without the
 tensors above, as bytes.
 
 If the number of shards has changed, a shard gets its piece of the residual from DCP, and continues with the Q of the
@@ -48,7 +48,7 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 
 def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
-    """Whether a parameter is now sharded along another dimension than when it was saved."""
+    """Whether a parameter is sharded along another dimension than at the save."""
     for name in source.names.named_parameters():
         found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
         if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):
@@ -59,7 +59,7 @@ def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
 def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str, Any]:
     local, shapes = list(extent.shape), [entry["shape"] for entry in entries]
     dim = _sharded_dim(shapes, extent)
-    if dim is None:  # of another model, which `LearnedStateCheckpointer.prepare_load` reports
+    if dim is None:  # another model, which `LearnedStateCheckpointer.prepare_load` reports
         return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}
     begin = extent.start if dim == extent.dim else 0
     first_row, held_by = 0, entries[0]
@@ -75,8 +75,8 @@ def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str
 
 
 def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
-    """The dimension along which shards of these shapes make up the whole parameter, the dimension of `extent` first;
-    None if they belong to another parameter."""
+    """Return the dimension along which shards of these shapes make up the whole parameter, preferably the dimension of
+    `extent`; None if they belong to another parameter."""
     whole = list(extent.whole)
     for dim in (extent.dim, *range(len(whole))):
         others = whole[:dim] + whole[dim + 1 :]
@@ -108,7 +108,6 @@ def to_distributed(
     Args:
         payload: this rank's payload, with the mean of the residuals or without residuals; changed in place.
         kept: field -> parameter -> dtype of the tensors that DCP saves; equal on all ranks.
-        source: the model.
     """
     found: dict[tuple[str, str], torch.Tensor] = {}
     entries = payload.get("parameters", {})
@@ -136,11 +135,7 @@ def to_distributed(
 
 
 def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
-    """Make the payload of this rank's shard from a state in DCP's form.
-
-    Raises:
-        PayloadError: the state is damaged.
-    """
+    """Make the payload of this rank's shard from a state in DCP's form. Raises PayloadError if the state is damaged."""
     rest = _from_bytes(state[REST])
     if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
         raise damaged(f"{REST!r} does not hold the state of a hook")
@@ -162,7 +157,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
             payload |= {"residual": "none", "residual_ranks": []}
             payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}
         kept.pop(RESIDUAL, None)
-    if "parameters" not in payload:  # saved by a hook without memory
+    if "parameters" not in payload:  # saved by a hook without learned state
         return payload
     if RESIDUAL in kept:
         payload["residual"] = "mean"
@@ -177,7 +172,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
                     f"{tuple(entry['shape'])}: the state was saved for another sharding. Load it with "
                     "torch.distributed.checkpoint, which fits it"
                 )
-            if own is not None and bool(own.any()):  # what is absent stands for zeros
+            if own is not None and bool(own.any()):  # a missing entry means zeros
                 entry[key] = own
     return payload
 
@@ -187,7 +182,6 @@ def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _local(saved: Any, where: str) -> torch.Tensor:
-    """This rank's part of a saved tensor, checked. `where`: its key, for messages."""
     own: torch.Tensor = saved.to_local() if isinstance(saved, DTensor) else saved
     check_tensor(own, where)
     return own.detach().cpu()

@@ -1,4 +1,4 @@
-"""Saves the learned state of a session as a checkpoint payload, and loads it: all of a payload or nothing."""
+"""Saves the learned state of a session as a checkpoint payload, and loads a payload completely or not at all."""
 
 import contextlib
 import dataclasses
@@ -30,12 +30,11 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True)
 class Contribution:
-    """The residuals that go into a payload. They are the only part of it that differs between ranks.
+    """The residuals for a payload. No other part of a payload differs between ranks.
 
     Attributes:
         kind: "mean", "per_rank" or "none".
-        ranks: the ranks whose residuals are included.
-        residuals: per parameter a flat tensor, or a list with one tensor per rank.
+        residuals: per parameter a flat tensor, or a list with one tensor per rank in `ranks`.
         exact: whether a run that resumes from the payload continues exactly as this run.
         shares: whether each rank has residuals for a share of the parameters only.
     """
@@ -48,15 +47,11 @@ class Contribution:
 
 
 class LearnedStateCheckpointer:
-    """Saves and loads the learned state of a session on this rank.
-
-    Args:
-        hook: name of the hook in the payload.
-        plans: returns a compressor's plan of every parameter; an empty list for a compressor of whole buckets.
-    """
+    """Saves and loads the learned state of a session on this rank. `plans`: returns a compressor's plan for every
+    parameter; an empty list for a compressor of whole buckets."""
 
     step_is = "step"
-    """What `step` counts, for messages."""
+    """What to call `step` in messages."""
     not_begun_anew = ""
     """The end of a message: what `begin_anew` does not reset."""
 
@@ -90,7 +85,7 @@ class LearnedStateCheckpointer:
         """Return the payload; see `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:
-            # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
+            # A signal handler may interrupt a commit of the same thread, which holds this reentrant lock.
             mid_commit = session.held.in_commit
             if not mid_commit:
                 body.enter_context(session.held.settled())
@@ -152,11 +147,8 @@ class LearnedStateCheckpointer:
         }
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check all of `content` without changing anything. Returns a function that applies it.
-
-        Raises:
-            PayloadError: `content` is damaged, or, with `strict`, of another model.
-        """
+        """Check all of `content` without changing anything, and return a function that applies it. Raises PayloadError
+        if `content` is damaged, or, with `strict`, belongs to another model."""
         start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
         if option is not None:
             start = content["options"].get(option, start)
@@ -178,11 +170,8 @@ class LearnedStateCheckpointer:
         return take_over
 
     def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
-        """Make new learned state from a payload with a checked header. Changes nothing, but may warn.
-
-        Raises:
-            PayloadError: the payload is damaged, or, with `strict`, of another model (names and shapes are listed).
-        """
+        """Make new learned state from a payload with a checked header. Changes nothing, but may warn. Raises
+        PayloadError as `prepare_load` does."""
         check_learned(payload)
         parameters = payload["parameters"]
         fitting = self._compare(parameters, strict)
@@ -207,13 +196,13 @@ class LearnedStateCheckpointer:
                     state.local_missing |= own is None
                     value = None if own is None else each.from_saved(own, parameter, entry["row_dim"])
                 if value is not None:
-                    # A wider dtype stays: FSDP's reduce_dtype, unknown before the first pass, may exceed the weights'.
+                    # Keep a wider dtype, because FSDP's reduce_dtype, unknown before the first pass, may be wider, too.
                     dtype = torch.promote_types(value.dtype, _kept_dtype(each, parameter, plans.get(name)))
                     # Copies, because the state changes in place.
                     device = self._device_of(each, parameter)
                     state[each.key][name] = value.to(device, dtype, copy=True).contiguous()
         if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
-            # The rank that saved this file may own nothing that is compressed, and so have had no residuals.
+            # The rank that saved this file may have had no residuals, because it owned no compressed parameter.
             state.local_missing |= not self._is_of(payload)
         if payload["residual"] == "none" and payload["exact"] is False and state.local:
             state.local_missing = state.missing_was_said = True
@@ -255,7 +244,7 @@ class LearnedStateCheckpointer:
             )
             if strict:
                 raise PayloadError(
-                    f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
+                    f"{text}\nstrict=False, with hook=... or in the load, gives these parameters fresh memory and "
                     "loads the others"
                 )
             if self._is_logging_rank:
@@ -270,7 +259,7 @@ class LearnedStateCheckpointer:
         elif self._is_of(payload):
             own = saved[ranks.index(self._rank)]
         elif len(ranks) == world_size != self._world_size:
-            # The residuals of all ranks of another world size: the mean on every rank preserves their mean.
+            # Saved by all ranks of another world size. Giving every rank the mean preserves their mean.
             own = torch.stack(saved).mean(0)
         return own
 
@@ -278,7 +267,7 @@ class LearnedStateCheckpointer:
         return payload["world_size"] == self._world_size and self._rank in payload["residual_ranks"]
 
     def resumed(self, content: dict[str, Any]) -> str:
-        """The end of the log line about a load of `content`: what became of residuals and start step."""
+        """Return the end of the log line about a load of `content`, about residuals and start step."""
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
             if not content[COUNTERS]["compressed_steps"]:
@@ -297,8 +286,8 @@ class LearnedStateCheckpointer:
         return said
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        """The fields with one number per element of a parameter, such as "residual": field -> name -> dtype, for every
-        whole parameter of the model that could have the field."""
+        """Return the fields with one number per element of a parameter, such as "residual", as field -> name -> dtype,
+        for every whole parameter of the model that could have the field."""
         compressor = self._session.compressor
         if not self._session.state.local:
             return {}
@@ -310,7 +299,7 @@ class LearnedStateCheckpointer:
         return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
     def joint_save(self) -> JointSave | None:
-        """The object that runs joint saves; None before the first backward pass, in which the ranks agree on a
+        """Return the object that runs joint saves; None before the first backward pass, in which the ranks agree on a
         nonce."""
         consensus = self._session.consensus
         if consensus.nonce is None:
@@ -341,15 +330,11 @@ class LearnedStateCheckpointer:
         self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> Contribution:
         """Collect the residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves
-        its own.
-
-        Args:
-            mid_commit: whether a commit is writing the state at this moment.
-        """
+        its own. `mid_commit`: whether a commit is currently writing the state."""
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
         missing = "they were being written at that moment" if mid_commit else missing
-        # A loaded payload without residuals concerns all ranks, a commit that failed only this one.
+        # A loaded payload without residuals concerns all ranks; a failed commit concerns only this rank.
         failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
         if residual == "per_rank" and not gather:
             if failure is None:
@@ -358,7 +343,7 @@ class LearnedStateCheckpointer:
                 return Contribution("per_rank", [self._rank], own, shares=shares)
             return self._inexact(failure)
         saver, residuals = self.joint_save(), {} if missing else self._residuals()
-        alike = not missing and (self._world_size == 1 or state.local_shared)  # the residual of each rank is the mean
+        alike = not missing and (self._world_size == 1 or state.local_shared)  # each rank's residual is the mean
         collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
@@ -372,9 +357,9 @@ class LearnedStateCheckpointer:
         elif saver is None:
             failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
         else:
-            # A commit that failed on this rank may have succeeded on the others, which are one step ahead then.
+            # A commit that failed on this rank may have succeeded on the others, which are then one step ahead.
             ahead = mid_commit or self._session.held.commit_failed
-            # In another thread the collectives of a save could come between other collectives than on other ranks.
+            # In another thread, a save's collectives could interleave with other collectives differently on each rank.
             own_group = residual == "mean" and self._on_accelerator and self._thread == threading.get_ident()
             failure = saver.run(
                 state.step, collect, limit_s, own_group=own_group, refusal=missing, others_may_be_ahead=ahead
@@ -396,7 +381,7 @@ class LearnedStateCheckpointer:
         of_whole_buckets = not self._plans_with(session.compressor)
         if same_names or of_whole_buckets or (state.local_shared and not own):
             plans = self._compressed(session.compressor)
-            # In the dtype of a load, not in FSDP's reduce_dtype: the run that saves goes on from the same numbers.
+            # In the dtype of a load, not in FSDP's reduce_dtype, so that this run and a resumed run have equal numbers.
             return {n: own[n].to(_kept_dtype(field, p, plans.get(n))) for n, p in self._parameters.items() if n in own}
         return {
             name: own[name] if name in own else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
@@ -407,13 +392,13 @@ class LearnedStateCheckpointer:
         return parameter.device
 
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
-        """Replace the residuals by their saved means, so that this run goes on as a run that loads them."""
+        """Replace the residuals by their saved means, so that this run continues as a run that loads them."""
         session, state = self._session, self._session.state
         for name, mean in means.items():
             kept: dict[str, torch.Tensor] = {}
             session.consensus.reduction.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
-                # In pieces: on an accelerator `overwrite` makes a copy there.
+                # In pieces, because on an accelerator `overwrite` makes a copy there.
                 for old, new in zip(pieces(state["residual"][name]), pieces(kept[name]), strict=True):
                     session.held.overwrite(old, new)
             elif name in kept:  # another rank has loaded one
@@ -435,9 +420,9 @@ class LearnedStateCheckpointer:
     def _take_over(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         session = self._session
         with session.held.lock:
-            # Unread outcomes of earlier steps belong to the state that is replaced now.
+            # Unread outcomes of earlier steps belong to the old state.
             session.held.settle()
-            # In one statement, so that a signal handler that saves never finds the state half replaced.
+            # In one statement, so that a signal handler never saves a half-replaced state.
             vars(session.state).update(vars(state))
             session.consensus.replace_compressor(compressor)
 
@@ -465,12 +450,8 @@ def _fitted(
     plan: UnitPlan | None,
     compressor: Compressor[Any],
 ) -> torch.Tensor | None:
-    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or if
-    the tensor cannot be used.
-
-    Raises:
-        PayloadError: the tensor cannot belong to this parameter.
-    """
+    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or if the
+    tensor cannot be used. Raises PayloadError if the tensor cannot belong to this parameter."""
     if plan is None:
         return None
     try:
@@ -478,7 +459,7 @@ def _fitted(
         problem = None if value is None else field.problem(value, plan)
         if value is not None and problem is None:
             value = field.refit(value, plan, compressor.initial_value(field, plan, torch.float64))
-    except Exception as error:  # a field of a user's compressor, checked so far only for finite tensors
+    except Exception as error:  # the content of a user's field was only checked to be finite tensors
         raise damaged(f"parameters[{shown(plan.name)}][{field.key!r}] does not fit: {error}") from error
     if problem is not None:
         raise damaged(f"it has {problem}")

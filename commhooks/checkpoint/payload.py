@@ -4,9 +4,9 @@ A payload has plain types and tensors only, so that `torch.load(weights_only=Tru
 from an untrusted source, so everything is checked before any of it is used, and every defect raises a `PayloadError`
 that names the key.
 
-Split, a payload has a shared part, and a part per rank with the rank's residuals or its state of a user's hook. All
-parts carry the same fingerprint, a hash of the data that are equal on every rank, which identifies the parts of one
-save without communication.
+A split payload has a shared part, and a part per rank with the rank's residuals or its state of a user's hook. All
+parts contain the same fingerprint, a hash of the data that are equal on every rank. It identifies the parts of one save
+without communication.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from commhooks.gradients.precision import compute_dtype
 
 VERSION = 1
 COUNTERS = "counters"
-"""The key of the counters of the rank that saved."""
+"""The key of the saving rank's counters."""
 REPLICAS_EQUAL = "replicas_equal"
 """This key is False in payloads of hooks that average nothing, and missing in others."""
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
@@ -36,7 +36,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
-    """Check the keys that the payloads of all hooks have. Returns `payload`."""
+    """Check the keys that the payloads of all hooks have, and return `payload`."""
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
             f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
@@ -61,7 +61,6 @@ def check_header(payload: object) -> dict[str, Any]:
 
 
 def check_learned(payload: dict[str, Any]) -> None:
-    """Check the keys that only payloads with learned state have."""
     check_count(payload, "nonfinite_steps", 0)
     world_size = check_world_size(payload)
     scale: Any = payload.get("loss_scale")
@@ -94,8 +93,8 @@ def check_learned(payload: dict[str, Any]) -> None:
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
     """Check that the numbers of a checked entry are small enough for a step in `dtype`.
 
-    Finite is not enough: with numbers near the largest, the sum of a row or a change of the loss scale yields inf. Then
-    no step would ever be committed again.
+    It is not enough that they are finite: with numbers near the largest, the sum of a row or a change of the loss scale
+    yields inf, and no step would ever be committed again.
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
@@ -108,12 +107,12 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 
 
 def factor_keys(entry: dict[str, Any]) -> list[str]:
-    """The keys of an entry's replicated tensors: "q", and the fields of other compressors."""
+    """Return the keys of an entry's replicated tensors: "q", and the fields of other compressors."""
     return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
 def bucket_keys(payload: dict[str, Any]) -> list[str]:
-    """The keys under which compressors of whole buckets save tensors, without "batched_q"."""
+    """Return the keys under which compressors of whole buckets save tensors, without "batched_q"."""
     return sorted(key for key in payload if type(key) is str and key.startswith("batched_") and key != "batched_q")
 
 
@@ -122,7 +121,7 @@ def check_world_size(payload: dict[str, Any]) -> int:
 
 
 def check_count(content: dict[str, Any], key: str, smallest: int, largest: int = _LARGEST) -> int:
-    """Check that `content[key]` is an int, not a bool, from `smallest` to `largest`. Returns it."""
+    """Check that `content[key]` is an int (not a bool) from `smallest` to `largest`, and return it."""
     value = content.get(key)
     if type(value) is not int or not smallest <= value <= largest:
         raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
@@ -134,7 +133,7 @@ def damaged(what: str) -> PayloadError:
 
 
 def _is(value: object, expected: object) -> bool:
-    """Whether values and types are equal, so that tensors and bools cannot pass for others."""
+    """Whether values and types are equal, which excludes tensors and bools that merely compare equal."""
     return type(value) is type(expected) and value == expected
 
 
@@ -178,7 +177,7 @@ def check_tensor(value: Any, where: str) -> None:
         raise damaged(f"{where} is not a tensor with numbers in it")
     if value.dtype not in FLOATS:
         raise damaged(f"{where} has dtype {value.dtype}")
-    # Strides of 0 make a tensor of any size from one number, and reading it would take forever.
+    # Strides of 0 make a tensor of any size from one number. Reading it would take forever.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         raise damaged(f"{where} has more elements than there are numbers in it")
     if not math.isfinite(_largest(value)):
@@ -198,13 +197,11 @@ PART_FORMAT = "commhooks rank part"
 
 
 def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty).
+    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty). `run`: a
+    number that only the ranks of this run know; see `CommHook.run_number`.
 
     If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part marks the
     residuals as split even if the rank that makes it has none.
-
-    Args:
-        run: a number that only the ranks of this run know; see `CommHook.run_number`.
     """
     saved = saved if run is None else {**saved, "run": f"{run:016x}"}
     shared = {**saved, "fingerprint": save_id(saved)}
@@ -251,11 +248,7 @@ def save_id(saved: dict[str, Any]) -> str:
 
 
 def check_shared(shared: object) -> dict[str, Any]:
-    """Check a shared part. Returns it.
-
-    Raises:
-        PayloadError: it is incomplete or damaged.
-    """
+    """Check a shared part, and return it. Raises PayloadError if it is incomplete or damaged."""
     checked = check_header(shared)
     if "parameters" in checked:
         check_learned(checked)
@@ -271,7 +264,8 @@ def check_shared(shared: object) -> dict[str, Any]:
 
 
 def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    """The ranks whose parts `rank`, of now `world_size` ranks, must read: none, itself, or all ranks that saved."""
+    """Return the ranks whose parts `rank` must read: none, only `rank`, or all ranks that saved. `world_size`: the
+    current one."""
     if shared.get("hook_state") is not None:
         return [rank] if shared["world_size"] == world_size else []
     if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
@@ -280,11 +274,11 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
-    """The reason why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
+    """Return why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
     if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
-        return "is of another save than the shared file beside it"
+        return "is of another save than the shared file in its folder"
     if part.get("rank") != rank:
         return f"is of rank {shown(part.get('rank'))}, not of rank {rank}"
     residuals = part.get("residuals")
@@ -308,15 +302,12 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
 
 
 def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
-    """Join the parts to the payload that `rank`, of now `world_size` ranks, loads.
+    """Join the parts to the payload that `rank` loads. `world_size`: the current one. `parts`: in the order of
+    `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is read part by part, so that
+    only one model-sized copy is in memory.
 
-    Args:
-        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is
-            read part by part, so that only one model-sized copy is in memory.
-
-    Returns:
-        The payload, with the rank's own residuals if the world size is unchanged, else with the mean of all residuals.
-        If a part is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.
+    The payload has the rank's own residuals if the world size is unchanged, else the mean of all residuals. If a part
+    is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.
     """
     merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
     if shared.get("hook_state") is not None:
@@ -339,14 +330,14 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
     else:
         residuals = {name: residual / shared["world_size"] for name, residual in total.items()}
         merged |= {"residual": "mean", "residual_ranks": needed}
-    # A missing entry stands for a residual of zeros.
+    # A missing entry means a residual of zeros.
     merged["parameters"] = {name: entry | {"residual": residuals.get(name)} for name, entry in entries.items()}
     return merged
 
 
 def cut_off(path: str | Path, error: Exception) -> str:
-    """The end of a message about a file that `torch.load` failed to read (`error`), if the file is truncated; else, or
-    if the file is not on this machine, ""."""
+    """Return the end of a message about a file that `torch.load` failed to read (`error`), if the file is truncated; ""
+    if it is not, or if it is not on this machine."""
     try:
         size = Path(path).stat().st_size
         with open(path, "rb") as file:
@@ -354,9 +345,9 @@ def cut_off(path: str | Path, error: Exception) -> str:
     except OSError:
         return ""
     if size == 0:
-        return "cannot be read: it is empty: what wrote it was interrupted"
+        return "cannot be read: it is empty, because the program that wrote it was interrupted"
     # In torch's older format the pickle itself ends early (torch 2.13, Python 3.10 to 3.14).
     early = isinstance(error, EOFError) or re.search("unexpected EOF|data was truncated|Ran out of input", str(error))
     if early or (is_zip and not zipfile.is_zipfile(path)):
-        return f"cannot be read: it is cut off after {size} bytes: what wrote or copied it was interrupted"
+        return f"cannot be read: it is cut off after {size} bytes, because writing or copying it was interrupted"
     return ""

@@ -17,11 +17,7 @@ logger = logger_of(__name__)
 
 class UserStateCheckpointer:
     """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
-
-    Args:
-        state: the user's state, or None.
-        replicas_equal: False for a hook that averages nothing, so that each rank has other weights.
-    """
+    `replicas_equal`: False for a hook that averages nothing, so that each rank has different weights."""
 
     step_is = "step"
 
@@ -53,7 +49,7 @@ class UserStateCheckpointer:
 
     @property
     def step(self) -> int:
-        """Synchronised backward passes, including the passes before a resume."""
+        """Synchronised backward passes, including passes before a resume."""
         return self._passes_before + self._counters.backward_passes
 
     @property
@@ -75,7 +71,8 @@ class UserStateCheckpointer:
         }
 
     def _own_state(self) -> Any:
-        """The result of the user's `state_dict`; None, with a warning, if `torch.load` would reject its types."""
+        """Return the result of the user's `state_dict`; None, with a warning, if `torch.load` would reject its
+        types."""
         saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
@@ -89,11 +86,8 @@ class UserStateCheckpointer:
         return None
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check the keys of `content` that commhooks defines. Returns a function that applies it.
-
-        Raises:
-            PayloadError: `content` does not fit this hook.
-        """
+        """Check the keys of `content` that commhooks defines, and return a function that applies it. Raises
+        PayloadError if `content` does not fit this hook."""
         check_world_size(content)
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")
@@ -104,7 +98,7 @@ class UserStateCheckpointer:
             problem += "load_state_dict"
             if strict:
                 raise PayloadError(
-                    f"{problem}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+                    f"{problem}; strict=False, with hook=... or in the load, loads the step without that state"
                 )
             saved = None
             problem += ": it is left out (strict=False)"
@@ -122,8 +116,8 @@ class UserStateCheckpointer:
                 except Exception as error:
                     raise PayloadError(
                         f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved hook_state "
-                        f"({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
-                        "tells; the step is as it was"
+                        f"({type(error).__name__}: {shown(error)}). It may have changed a part of the state; "
+                        "the step is unchanged"
                     ) from error
             self._passes_before = step - self._counters.backward_passes
             self._counters.resume_from(content[COUNTERS])
@@ -143,7 +137,7 @@ _MAPPINGS = (dict, collections.OrderedDict)
 
 
 def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
-    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None.
+    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None.
 
     A single such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass
     of float, but its pickle is rejected.

@@ -164,8 +164,7 @@ class Pending:
     _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
-        Raises HookRunError if another rank has failed, or did not take part within the process group's timeout."""
+        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host."""
         counters, device = self._counters, self.answer.device
         try:
             with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
@@ -300,15 +299,14 @@ def _gather_different(
 def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
     if tensor.dim() == 0 or len(tensor) != group.size():
         raise HookRunError(
-            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} has not one row for each of "
+            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} does not have one row for each of "
             f"{group.size()} ranks"
         )
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
-    """Gather the small tensor `own` of every rank, one row per rank. All ranks of `group` must call this with equal
-    shapes and dtypes. Raises HookRunError if another rank has failed, or did not take part within the process group's
-    timeout."""
+    """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must call this, with equal
+    shapes and dtypes."""
     own = own.contiguous()
     rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
@@ -336,9 +334,8 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
-    """Broadcast the contiguous `tensor` from rank 0 of `group`. All ranks of `group` must call this with equal shapes
-    and dtypes. Raises HookRunError as `gather_rows` does. Counted as the all-reduce that puts as many bytes on the
-    network, of half of the tensor's bytes."""
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
+    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -389,7 +386,7 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
     place = f"rank {group.rank()} of {group.size()}"
     if dist.is_initialized() and group.size() < dist.get_world_size():
         place = f"rank {dist.get_rank()} of {dist.get_world_size()} ({place} in its group)"
-    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend says: {error}")
+    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend reports: {error}")
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
@@ -415,15 +412,12 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group` (None: not sharded), so that all of them succeed or all of them raise.
-    All must call this. Return the result of `work` on this rank, and the `numbers` of all ranks.
+    """Run `work` on all ranks of `shard_group` (None: not sharded) so that either all of them succeed or all of them
+    raise. All must call this. Returns the result of `work` on this rank, and the `numbers` of all ranks. If `work`
+    raises CommHookError on another rank, this rank raises `otherwise`.
 
-    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups finds out by
-    itself whether it can attach and which step it has reached. Here the groups exchange the results.
-
-    Raises:
-        CommHookError: `work` has failed, with its own error on the ranks where it failed and `otherwise` on the others.
-        HookRunError: another rank has ended, or did not take part within the process group's timeout.
+    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups determines
+    on its own whether it can attach and which step it has reached. Here the groups exchange the results.
     """
     if shard_group is None:
         return work(), [numbers]

@@ -67,7 +67,7 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
     if partial and bound is not None:
         # NCCL would split the communicator of the default group, and all of its ranks must do that together.
         raise AttachError(
-            f"the default process group is bound to {bound}, and torch then makes new groups with all ranks only, but "
+            f"the default process group is bound to {bound}, and torch can then make new groups of all ranks only, but "
             "this model is on some of them: call init_process_group without device_id, or use a model on all ranks"
         )
     if partial:
@@ -83,7 +83,7 @@ def new_group(parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device:
         try:
             made = dist.new_group(ranks, timeout=timeout_of(within, device), use_local_synchronization=partial, **bind)
         except RuntimeError as error:
-            raise HookRunError(f"the ranks make no further process group ({GLOO_INTERFACE}): {error}") from error
+            raise HookRunError(f"the ranks cannot make another process group ({GLOO_INTERFACE}): {error}") from error
         if within.rank() in part:
             own.append(made)
     return own[0]

@@ -2,8 +2,8 @@
 
 Each machine runs a job of its own. Rank 0 of a machine sends heartbeats to the lighthouse, and `Membership.ask` waits
 until the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and rank 0
-connects to those of the other machines (`connect`). A machine that is behind reads its state from another
-machine over HTTP (`StateServer`, `fetch`).
+connects to rank 0 of the other machines (`connect`). A machine that is behind reads its state from another machine over
+HTTP (`StateServer`, `fetch`).
 
 torchft 0.2: `torchft.coordination` is its public low-level interface. Its `Manager` is not used, because it sends the
 state of a machine that joins while the others wait, and gives up the work of a step that failed.
@@ -171,16 +171,9 @@ class Membership:
         return self._lighthouse is not None
 
     def ask(self, step: int, limit_s: float | None = None, **record: Any) -> list[Machine]:
-        """Wait until all machines that are alive have asked. Returns them, sorted by name; the same list on all.
-
-        Args:
-            step: committed outer steps.
-            limit_s: None: wait as long as it takes, with a line every 10 s.
-            record: further content of `Machine.record`, for JSON. Rank 0's counts.
-
-        Raises:
-            HookRunError: `limit_s` is over.
-        """
+        """Wait until all machines that are alive have asked. Returns them, sorted by name; the same list on all. Raises
+        HookRunError after `limit_s` seconds; with None it waits as long as it takes, with a line every 10 s. `step`:
+        committed outer steps. `record`: further content of `Machine.record`, for JSON; rank 0's counts."""
         began, answer, waiting = time.monotonic(), "", None
         while not answer:
             if self._lighthouse is not None:
@@ -202,11 +195,8 @@ class Membership:
 
     def connect(self, machines: Sequence[Machine]) -> None:
         """Connect with `machines`, this machine among them, unless the connections exist. They are made anew if a
-        machine reports another number of failures in its record than at the latest call.
-
-        Raises:
-            Exception: of torchft or torch, if the connections fail.
-        """
+        machine reports another number of failures in its record than at the latest call. Raises an exception of torchft
+        or torch if a connection fails."""
         key = json.dumps([(each.id, each.record.get("failures")) for each in machines])
         self.connected = list(machines)
         if not self.exchanges or key == self._key:
@@ -223,15 +213,12 @@ class Membership:
 
     def confirm(self) -> None:
         """Tell all connected machines that everything has arrived here. It ends only after all of them have begun it.
-
-        Raises:
-            HookRunError: a machine is gone.
-        """
+        Raises HookRunError if a machine is gone."""
         assert self.group is not None
         gather_rows(torch.ones(1, device=self._device), self.group, None, "the confirmation")
 
     def disconnect(self) -> None:
-        """Close the connections, so that the next `connect` makes new ones."""
+        """Close the connections. The next `connect` makes new ones."""
         made, self._torchft_group, self.group, self._key = self._torchft_group, None, None, ""
         if made is not None:
             made.abort(errored=False)
@@ -240,7 +227,7 @@ class Membership:
             gc.collect()
 
     def close(self) -> None:
-        """Leave: the other machines no longer wait for this one."""
+        """Leave the training. The other machines then no longer wait for this machine."""
         if self._lighthouse is not None:
             self._lighthouse.close()
         if self.server is not None:
@@ -285,7 +272,7 @@ class _Lighthouse:
 
         self.address, self.limit = address, timedelta(seconds=options.timeout_s)
         self.id = f"{options.name or socket.gethostname()}:{uuid.uuid4().hex[:8]}"
-        # The store in which the ranks of a new group find each other; that of the first machine is used.
+        # The ranks of a new group find each other in the store of the first machine.
         store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
         self.store, self._store = f"{host}:{store.port}", store
         try:
@@ -430,14 +417,9 @@ class StateServer:
 
 
 def fetch(server: str, step: int, limit_s: float) -> tuple[bytes, Callable[[int, torch.Tensor], None]]:
-    """Wait for the state of `step` at a `StateServer`.
-
-    Returns:
-        The description, and a function that reads the tensor with a number into a contiguous tensor on the CPU.
-
-    Raises:
-        OSError: the server is gone, or has no state of this step within `limit_s`.
-    """
+    """Wait for the state of `step` at a `StateServer`. Returns its description, and a function that reads the tensor
+    with a number into a contiguous tensor on the CPU. Raises OSError if the server is gone, or has no state of this
+    step within `limit_s`."""
 
     def get(part: object) -> Any:
         return urllib.request.urlopen(f"http://{server}/{step}/{part}", timeout=limit_s)

@@ -58,16 +58,13 @@ def members_of(places: Sequence[str]) -> dict[str, list[int]]:
 
 
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
-    """Divide the ranks of `group` into nodes. Return None if there is one node, or one rank per node. All ranks of
-    `group` must call this. Rank 0 warns if `ranks_per_node` exceeds the world size.
+    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node. All ranks of `group`
+    must call this. Rank 0 warns if `ranks_per_node` exceeds the world size. Raises AttachError on all ranks if the
+    nodes have different numbers of ranks.
 
     Args:
-        ranks_per_node: the number of consecutive ranks in a node. "auto": the ranks that one launcher has started
-            (torchrun's GROUP_RANK), or if it is unknown the ranks with the same host name. None: no nodes.
-        device: the device of this rank's model.
-
-    Raises:
-        AttachError: on all ranks, if the nodes have different numbers of ranks.
+        ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same launcher
+            (torchrun's GROUP_RANK), or if that is unknown, with the same host name, form a node. None: no nodes.
     """
     if ranks_per_node is None:
         return None
@@ -89,7 +86,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     if len(set(sizes)) > 1:
         raise AttachError(
             f"ranks_per_node={ranks_per_node!r}: the nodes have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} "
-            "ranks, and a hook between nodes needs equally many on each. Use ranks_per_node=None, which compresses "
+            "ranks, and a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
             "between all ranks"
         )
     if len(members) == 1 or sizes[0] == 1:

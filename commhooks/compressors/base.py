@@ -176,12 +176,9 @@ class Compressor(ABC, Generic[ConfigT]):
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return an id of this machine's native kernels for gradients of `dtype` on `device`, or "" if it has none.
-        Kernels with equal ids compute equal bits.
-
-        Raises:
-            HookConfigError: the kernels should exist but cannot be used; the message has the reason.
-        """
+        """Return an id of this machine's native kernels for gradients of `dtype` on `device`; "" if there are none.
+        Kernels with equal ids compute equal bits. Raises HookConfigError with the reason if kernels should exist but
+        cannot be used."""
         return ""
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
@@ -248,11 +245,8 @@ class Compressor(ABC, Generic[ConfigT]):
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True) -> Exchange:
-    """Replace `flat` by its mean over the ranks. The message has dtype `wire_dtype` if that is narrower.
-
-    Args:
-        check_finite: if False, yield a true verdict without reading the result.
-    """
+    """Replace `flat` by its mean over the ranks, through another buffer if `wire_dtype` is narrower. Without
+    `check_finite`, yield a true verdict without reading the result."""
     wire = flat.div_(world_size)  # divide before the cast, so that fewer numbers overflow
     # Sparse gradients keep their dtype: they have few rows, and gloo sums their values by index.
     if not flat.is_sparse:

@@ -14,19 +14,18 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class StateField:
-    """Describes tensors that a compressor keeps from step to step, one per parameter or per bucket.
+    """Describes tensors that a compressor keeps from step to step, one per parameter (or per bucket).
 
-    By default a tensor has as many elements as its parameter, is kept flat in memory order, and is saved in the
+    By default a tensor has as many elements as the parameter, is kept flat in memory order, and is saved in the
     parameter's shape. Subclasses override the shape, the saved form, and the conversion after the plan has changed.
 
     Attributes:
-        key: the name in the learned state and in the checkpoint.
-        per: "parameter" or "bucket". With "bucket" there is one tensor per compressed unit of a compressor of whole
-            buckets, saved under the unit's name without conversion.
-        replicated: True if the tensor is equal on every rank. If False, only its mean over the ranks matters, and the
-            option `save_residual` (mean, per_rank or drop) selects what is saved.
-        scales_with_loss: whether it is proportional to the loss. It is then rescaled when the scale of a GradScaler
-            changes.
+        key: its name in the learned state and in the checkpoint.
+        per: "parameter" or "bucket". "bucket": one tensor per compressed unit of a compressor of whole buckets, saved
+            under the unit's name without conversion.
+        replicated: True: equal on every rank. False: different on every rank, and only the mean over the ranks matters;
+            the option `save_residual` (mean, per_rank or drop) selects what is saved.
+        scales_with_loss: whether it is proportional to the loss, and rescaled when the scale of a GradScaler changes.
     """
 
     key: str
@@ -39,15 +38,14 @@ class StateField:
         if self.key in ("shape", "row_dim") or (self.key == "q" and type(self) is StateField):
             raise ValueError(f"StateField({self.key!r}): the checkpoint keeps something else under this key")
         if self.replicated and self.key == "residual":
-            raise ValueError("StateField('residual') is each rank's own: use RESIDUAL, or replicated=False")
+            raise ValueError("StateField('residual') differs between ranks: use RESIDUAL, or replicated=False")
         if not self.replicated and (self.key, self.per) != ("residual", "parameter"):
             raise ValueError(
-                f"StateField({self.key!r}): what each rank has for itself is its residual, one per parameter; a "
-                "checkpoint has no place for anything else of the kind. Use RESIDUAL"
+                f"StateField({self.key!r}): the only field that may differ between ranks is the residual, one per "
+                "parameter; use RESIDUAL"
             )
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
-        """Return the shape of a compressed unit's tensor."""
         return (plan.numel,)
 
     def size_bytes(self, plan: UnitPlan) -> int:

@@ -81,7 +81,6 @@ class UnitPlan:
 
     @classmethod
     def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
-        """Return the plan of a parameter that is not compressed."""
         p = info.parameter
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)
 

@@ -222,9 +222,9 @@ class PowerSGDState:
             state.drop_local()
             if here[0] == 0:
                 logger.warning(
-                    "PowerSGD: the pickled state knows parameters by other names than this use of it (commhooks.attach "
-                    "uses the model's names, a bare register_comm_hook places): Q and residuals start fresh, the step "
-                    "is kept. Load it the way it was used, or use state_dict and load_state_dict of the attached hook."
+                    "PowerSGD: the pickled state has other names for the parameters than this hook (commhooks.attach "
+                    "uses the model's names, a bare register_comm_hook positions): Q and residuals start fresh, the "
+                    "step is kept. Load it as it was used, or use state_dict and load_state_dict of the attached hook."
                 )
         self._saved_on = self._saved_names = None
 

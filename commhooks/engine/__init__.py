@@ -1,1 +1,1 @@
-"""The engine: runs each backward pass as a transaction over all buckets."""
+"""The engine runs each backward pass as a transaction over all buckets."""

@@ -126,11 +126,8 @@ class KnownBuckets:
         self.dead_units.clear()
 
     def drop_residuals(self, compressor: Compressor[Any]) -> None:
-        """Delete the residuals of parameters that are no longer compressed.
-
-        Call this in a commit of a finite step. A joint save runs at the same step on all ranks, so all ranks then have
-        residuals of the same parameters.
-        """
+        """Delete the residuals of parameters that are no longer compressed. Call this in the commit of a finite step:
+        the ranks of a joint save are at the same step, and then have residuals of the same parameters."""
         for name in self.no_longer_compressed:
             self._state["residual"].pop(name, None)
         if self.is_logging_rank:

@@ -22,11 +22,11 @@ from commhooks.engine.buckets import KnownBuckets
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
-from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
+from commhooks.gradients.precision import keep_for_current_stream
 
 logger = logger_of(__name__)
 Started = TypeVar("Started")
@@ -138,15 +138,13 @@ class Consensus:
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare the states of the ranks if they have not been compared since the start, a load or a change of
-        compressor. Let an adaptive compressor decide at the end of its watch. All ranks of `group` must call this
-        before each pass.
-
-        Args:
-            flat: the first bucket.
+        """Compare the ranks' states unless that has happened since the start, a load or a change of the compressor. At
+        the end of an adaptive compressor's watch, let it decide. All ranks of `group` must call this before each
+        backward pass. `flat`: the first bucket.
 
         Raises:
-            HookRunError: on all ranks, if steps or configurations differ, or if some ranks cannot run the hook.
+            HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
+                the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
         # Compare before `_reconsider`: ranks at different steps would issue different collectives there.

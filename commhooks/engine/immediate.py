@@ -17,11 +17,11 @@ from commhooks.comm.collectives import Scope, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.consensus import SendComparison
-from commhooks.engine.streams import keep_for_current_stream
 from commhooks.engine.task import NO_STATE, Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
@@ -39,16 +39,11 @@ def reduce_immediately(
     comparison: SendComparison | None = None,
 ) -> Future:
     """Start the exchange of one bucket, and return a future of the reduced gradient. All ranks of `group` must call
-    this in the same order.
+    this, in the same order. `over`: which ranks `group` consists of, for the counters.
 
-    The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
-
-    Args:
-        over: which ranks `group` consists of, for the counters.
-        comparison: compares the Sends of all ranks; None if there is nothing to compare.
-
-    Raises:
-        HookRunError: the exchange yields a `Verdict`, or sends more than once; or the ranks' Sends differ.
+    The part of the exchange after the collective runs in a callback of the future; no bucket waits for another. Raises
+    HookRunError if the exchange yields a `Verdict` or sends more than once, and on all ranks if `comparison` finds
+    different Sends.
     """
     flat, name = bucket.flat, compressor.name
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one

@@ -87,16 +87,8 @@ class KernelChoice(NamedTuple):
 def agreed_choice(
     own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
 ) -> KernelChoice:
-    """Choose the kernel of all ranks of `group`. All of them must call this.
-
-    Args:
-        keys: `KernelSupport.key` of every rank.
-        error: the type to raise on all ranks if some of them cannot run the hook.
-
-    Raises:
-        HookConfigError: on all ranks, if none of them can run the hook.
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Choose the kernel for all ranks of `group`, from the `KernelSupport.key` of every rank (`keys`). All of them must
+    call this. On all ranks, raises HookConfigError if none of them can run the hook, and `error` if some cannot."""
     supports = [own] * len(keys)
     if len(set(keys)) > 1:
         texts = gather_texts(json.dumps(own), group, device, "what each rank can compute with")
@@ -110,8 +102,7 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
         raise HookConfigError(supports[rank].cannot)
     if unable:
         raise error(
-            f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
-            f"Why: {supports[unable[0]].cannot}"
+            f"ranks {unable} of {len(supports)} cannot run the hook that all ranks attach: {supports[unable[0]].cannot}"
         )
     builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]

@@ -81,6 +81,8 @@ class WatchedPass:
 
 
 class Session(ExchangeDriver):
+    """Averages the gradients of one model. Runs each backward pass as a transaction over its buckets."""
+
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
@@ -94,14 +96,12 @@ class Session(ExchangeDriver):
         self._watched: collections.deque[WatchedPass] = collections.deque()
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in place. All ranks must call this in the same order.
+        """Reduce one bucket in place. All ranks must call this, in the same order.
 
-        The futures of all buckets complete together, when the backward pass was committed, or skipped because a number
-        was not finite. Without learned state each future completes when its collective has ended.
-
-        Raises:
-            HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
-            HookConfigError: the buckets are on several devices.
+        The futures of all buckets complete together, once the backward pass was committed, or skipped because a number
+        was not finite. Without learned state each future completes when its collective has ended. Raises HookRunError
+        if the ranks disagree, a collective failed, or the learned state belongs to another model; HookConfigError if
+        the buckets are on several devices.
         """
         consensus, device = self.consensus, bucket.flat.device
         # Without learned state there is no transaction, except with nodes, where an exchange has several collectives.
@@ -125,6 +125,7 @@ class Session(ExchangeDriver):
         return exchange.future
 
     def end_pass(self) -> None:
+        """End the running pass if DDP has marked no bucket as the last."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
             with self._computing(flat), self.counters.clocks.measure(flat.device):

@@ -11,12 +11,12 @@ same order, which NCCL requires anyway.
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from commhooks.gradients import precision
-from commhooks.gradients.torch_private import sparse_indices, sparse_values
+from commhooks.gradients.precision import keep_for_current_stream
 
 # The kernels of the codec are small and depend on each other. With the default priority, 0, each of them would queue
 # behind the kernels of the backward pass.
@@ -55,15 +55,6 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
     with _on(stream):
         keep_for_current_stream([buffer])
         yield
-
-
-def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of `tensors`, allocated on another stream, from being reused before the current stream has
-    finished the work queued on it now."""
-    for tensor in tensors:
-        if precision.has_streams(tensor.device):
-            for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
-                part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 @contextlib.contextmanager

@@ -37,12 +37,8 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange to its next yield, or to its end. Raise HookRunError if it breaks a rule.
-
-        Args:
-            answer: the result of the yielded collective; after a `Verdict` whether the pass is committed; None at the
-                beginning.
-        """
+        """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded collective; after a
+        `Verdict`, whether the pass is committed; None to begin."""
         try:
             yielded: Any = self.exchange.send(answer)
         except StopIteration as end:

@@ -1,1 +1,2 @@
-"""Gradients: their buckets and layouts, the names of parameters, and their sources: DDP and FSDP2."""
+"""Gradients: buckets and layouts, names of parameters, and the sources of gradients: DDP, FSDP2 and unwrapped
+modules."""

@@ -44,12 +44,11 @@ class BucketReader:
         self._read = 0  # parameters read so far in a pass with `static_graph`
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
-        """Convert the next bucket. Raise HookRunError if `checked_bucket` does, or if the last bucket of the pass
+        """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass
         cannot be detected.
 
-        Args:
-            end_pass: called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
-                that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
+        `end_pass` is called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
+        that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()
@@ -59,8 +58,8 @@ class BucketReader:
             elif self._parameters is None:
                 raise HookRunError(
                     "DistributedDataParallel(static_graph=True) reduces the first backward pass in several buckets (of "
-                    "several dtypes, or with sparse gradients) and does not say which is the last: attach with "
-                    "commhooks.attach(ddp_model, hook, hook_state=state), which knows, in place of register_comm_hook"
+                    "several dtypes, or with sparse gradients) and does not mark the last one: use "
+                    "commhooks.attach(ddp_model, hook, hook_state=state), which detects it, not register_comm_hook"
                 )
             else:
                 index = self._index + 1
@@ -126,7 +125,7 @@ class DDPGradients(GradientSource):
             # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
             raise AttachError(
                 f"this DistributedDataParallel model has a communication hook already, so {callbacks.name!r} cannot "
-                "be: DDP takes one hook for life; wrap the model anew to change it"
+                "be attached: DDP cannot replace a hook; wrap the model anew to change it"
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if self.finds_unused:
@@ -137,7 +136,7 @@ class DDPGradients(GradientSource):
 
     def unregister(self) -> None:
         raise AttachError(
-            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
+            "DistributedDataParallel cannot remove a communication hook; wrap the model anew to change it"
         )
 
     def _reduce(self, callbacks: HookCallbacks, state: Any, bucket: dist.GradBucket) -> Future:

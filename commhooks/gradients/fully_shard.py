@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import (
     Extent,
     Future,
@@ -415,6 +416,7 @@ class FullyShardGradients(GradientSource):
             assert shard.grad is not None
             kept = self._partial.get(shard.name)
             self._partial[shard.name] = shard.grad.view(-1) if kept is None else kept.add_(shard.grad.view(-1))
+            keep_for_current_stream([shard.grad])  # FSDP has allocated it on another stream
             shard.parameter.grad = None
 
     @torch.no_grad()
@@ -453,7 +455,7 @@ class FullyShardGradients(GradientSource):
             if grad is None or not torch.equal(grad.nan_to_num(), expected.to(grad).nan_to_num()):
                 raise HookRunError(
                     f"the gradient of {shard.name} is not where it is expected in the buffer of its unit: this version "
-                    f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not know"
+                    f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not support"
                 )
         self._checked.add(key)
 

@@ -41,13 +41,9 @@ def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScale
 
 
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
-    """Return the loss scale of this backward pass, or the previous scale `before` if the scale on an accelerator is
-    zero, negative or not finite: the gradients of such a step are all zero or not finite, and the residuals must not
-    change.
-
-    Raises:
-        HookRunError: the scale is not a number; or it is on the host, and zero, negative or not finite.
-    """
+    """Return the loss scale of this backward pass. Raises HookRunError if it is not a number; or if it is on the host,
+    and zero, negative or not finite. If it is on an accelerator, return the previous loss scale `before` in this case:
+    the gradients of such a step are all zero or not finite, and the residuals must not change."""
     scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
         raise HookRunError(

@@ -16,6 +16,7 @@ import torch.backends.cuda
 import torch.backends.mkldnn
 
 from commhooks.errors import HookConfigError
+from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,6 +38,15 @@ def has_streams(device: torch.device) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep the memory of `tensors`, allocated on another stream, from being reused before the current stream has
+    finished the work that was queued on it before they were freed."""
+    for tensor in tensors:
+        if has_streams(tensor.device):
+            for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:

@@ -72,8 +72,7 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store of `group`, for which torch newer than 2.8 has a public function. Raises HookRunError
-    if there is no store."""
+    """Return the key-value store of `group` (public after torch 2.8). Raises HookRunError if there is none."""
     public = hasattr(group, "get_group_store")
     store: dist.Store | None = (
         group.get_group_store() if public else dist.distributed_c10d._get_process_group_store(group)

@@ -67,52 +67,54 @@ def attach(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook with a model that is wrapped in DDP, or sharded by `fully_shard` (FSDP2). Every
-    rank of the model must call this with equal arguments; the ranks compare their requests and models in one small
+    """Register a communication hook with a model that is wrapped in DDP or sharded by `fully_shard` (FSDP2). Every rank
+    of the model must call this with equal arguments. The ranks compare their arguments and models in one small
     collective.
 
     Args:
-        ddp_model: a `DistributedDataParallel` model without a hook; or a root module that was sharded by `fully_shard`
-            over a one-dimensional mesh, with its parameters on their device. `DiLoCo` and `LocalSGD` also take an
-            unwrapped module, for one process per machine.
+        ddp_model: a `DistributedDataParallel` model without a hook, or a root module sharded by `fully_shard` over a
+            one-dimensional mesh, with its parameters on their device. `DiLoCo` and `LocalSGD` also take an unwrapped
+            module, for one process per machine.
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
             `available_hooks()`), a path `"package.module:function"`, or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons;
-            DDP then averages the gradients itself, and a model sharded by `fully_shard` is averaged by plain
-            all-reduce.
-        hook_options: options of a hook given by name.
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
+            DDP then averages the gradients itself; the gradients of a model sharded by `fully_shard` are averaged by a
+            plain all-reduce.
+        hook_options: options for a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
         wrapper: communicate in float16 or bfloat16 ("fp16", "bf16").
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks, which must all save), "drop" (no residuals), "distributed" (the
             mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
-            sharded by `fully_shard`, which takes "distributed" and "drop" only.
+            sharded by `fully_shard`, for which only "distributed" and "drop" are valid.
         strict: whether loading the state of another hook or model is an error. If False, mismatched parameters start
             without learned state, with one warning.
-        total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
-            is None or a fraction.
-        check_every: compare the weights of all ranks before every `check_every`-th backward pass, beginning with the
-            first, which reads all weights once. If they differ, all ranks raise HookRunError with the names of the
-            parameters. None: never.
+        total_steps: synchronised backward passes in the whole run, if known; needed if `start_powerSGD_iter` is a
+            fraction of the run, and used if it is None.
+        check_every: before every `check_every`-th backward pass, beginning with the first, read all weights and compare
+            them over the ranks. If they differ, all ranks raise HookRunError with the names of the parameters. None:
+            never.
         ranks_per_node: average exactly inside a node and compress between nodes only; every rank compresses its share
-            of the parameters. A number: that many consecutive ranks form a node. "auto": the ranks that one launcher
-            has started, or that have one host name. None: compress between all ranks; the hook `auto` then tries the
-            machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world size.
-        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and the ranks of `ddp_model`
-            are those of one machine. "torchft", or a `Torchft` with options; None: all ranks are there from the start.
-            Without a process group it makes one of this process alone.
+            of the parameters. A number: that many consecutive ranks form a node. "auto": ranks started by the same
+            launcher form a node, or ranks with the same host name. None: compress between all ranks; the hook `auto`
+            then tries machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world
+            size.
+        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and `ddp_model` spans the
+            ranks of one machine. "torchft", or a `Torchft` with options; None: all ranks are there from the start.
+            Without a process group it makes a group of this process alone.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
             that is, the ranks that hold the same shard, such as `mesh["replicate"]`.
-        loss_scale: returns the current loss scale, e.g. `scaler.get_scale`; the residuals are rescaled when it changes.
+        loss_scale: a function that returns the current loss scale, e.g. `scaler.get_scale`. The residuals are rescaled
+            when it changes.
 
     Returns:
         The registered hook, with state_dict(), load_state_dict(), stats(), plan().
 
     Raises:
         HookConfigError: the arguments are invalid, or no rank's machine supports them.
-        AttachError: the model cannot take a hook. Or, on all ranks: the ranks attach different hooks or have different
-            models, the machines of some ranks do not support the hook, or the nodes have different numbers of ranks.
+        AttachError: the model cannot take a hook. On all ranks: the ranks attach different hooks or have different
+            models, some ranks' machines do not support the hook, or the nodes have different numbers of ranks.
         HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
@@ -149,8 +151,8 @@ def attach_request(
 
     Args:
         total_steps: None: the `total_steps` of the request.
-        accumulates: for a model without a wrapper, which has no `no_sync`: whether the running backward pass only
-            accumulates gradients, and does not count.
+        accumulates: for a model without a wrapper, which has no `no_sync`: returns whether the current backward pass
+            only accumulates gradients and does not count.
         on_unused: called on the logging rank with the warning that the hook had no effect.
     """
     if loss_scale is not None and not callable(loss_scale):
@@ -184,7 +186,7 @@ def attach_request(
     hook, run, finish = _build_hook(request, compressor, state, function, source, binding, choice)
     attached = CommHook(request, hook, source)
     logs = is_logging_rank(source.group, source.shard_group)
-    if request.off:  # no backward pass of a hook will log a summary
+    if request.off:  # no hook will log a summary in the first backward pass
         if logs:
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
             log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
@@ -201,7 +203,6 @@ def attach_request(
 
 
 def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and the function of a user's hook."""
     if not source.gives_grad_buckets:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
@@ -225,14 +226,14 @@ def _build_hook(
     binding: Binding,
     choice: KernelChoice,
 ) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """Return (hook, run, finish): `run(bucket)` reduces a bucket; `finish()` ends a pass without a last bucket."""
+    """Return (hook, run, finish). `run(bucket)` reduces a bucket; `finish()` ends a pass that had no last bucket."""
     if compressor is None:
         assert function is not None
         of_function = FunctionHook(request, source, state, function)
         return of_function, of_function.run, of_function.end_pass
     if isinstance(compressor, LocalStepsCompressor):
         loss_scale = binding.loss_scale
-        if compressor.config.delay:  # a thread issues collectives while the model's own are running
+        if compressor.config.delay:  # its collectives overlap with the model's own
             own = new_group([range(source.group.size())], source.group, source.device)
             binding = dataclasses.replace(binding, group=held_weakly(own))
         sizes = {
@@ -260,7 +261,7 @@ def _build_hook(
 
 
 def _process_group_of_one(model: torch.nn.Module) -> None:
-    """Make the default process group for a machine with one process, which nothing else needs."""
+    """Make the default process group for a machine with one process, where nothing else has made one."""
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -278,7 +279,7 @@ def _membership(options: Torchft, source: GradientSource) -> Membership:
 
 
 def _signature(request: HookRequest, compressor: Compressor[Any], source: GradientSource) -> dict[str, Any]:
-    """What must be equal on all machines: a description by name."""
+    """Describe by name what must be equal on all machines."""
     shapes = source.described()
     numbers = sum(each.numel() for each in source.names.named_parameters().values())
     return {
@@ -290,10 +291,10 @@ def _signature(request: HookRequest, compressor: Compressor[Any], source: Gradie
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
-    """Divide the ranks into nodes. Without `ranks_per_node`, `auto` takes the machines as nodes."""
+    """Divide the ranks into nodes. Without `ranks_per_node`, the hook `auto` uses machines as nodes."""
     group = session.consensus.binding.group()
     chooses = isinstance(session.compressor, AutoCompressor) and request.ranks_per_node is None
-    # Between nodes old gradients of unused parameters would count as new ones.
+    # Between nodes, stale gradients of unused parameters would count as new gradients.
     if not chooses or not isinstance(source, DDPGradients) or source.finds_unused:
         return find_nodes(request.ranks_per_node, group, source.device)
     try:

@@ -35,13 +35,14 @@ JOINT_SAVE_LIMIT_S = 60.0
 
 
 class CommHook:
-    """A communication hook that `commhooks.attach` has registered. `stats()` and `plan()` also work after the model was
+    """A communication hook registered by `commhooks.attach`. `stats()` and `plan()` also work after the model was
     deleted.
 
     Attributes:
         name: name of the hook.
         detached: whether `detach` has removed it from its model.
-        joint_save_limit_s: seconds that a joint save waits for the other ranks before it goes on without residuals.
+        joint_save_limit_s: seconds for which a joint save waits for the other ranks before it goes on without
+            residuals.
     """
 
     def __init__(self, request: HookRequest, hook: Hook, source: GradientSource) -> None:
@@ -68,14 +69,13 @@ class CommHook:
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
     def __reduce__(self) -> NoReturn:
-        """Called for copies and pickles."""
         raise HookRunError(
             "a CommHook cannot be copied or pickled, because it belongs to one model and its process group: "
             "save hook.state_dict(), and load that into the hook of another model"
         )
 
     def quiet(self) -> None:
-        """Log no summary and no warning that the hook has no effect. For callers such as the doctor."""
+        """Log neither the summary nor the warning that the hook has no effect. For callers such as the doctor."""
         self._quiet = True
         self._unused.silence()
 
@@ -90,7 +90,7 @@ class CommHook:
         state: Any,
         on_unused: Callable[[str], None] | None,
     ) -> None:
-        """Register `run` and `finish` with the model; see `HookCallbacks`. `state`: passed by DDP to its hook."""
+        """Register `run` and `finish` with the model; see `HookCallbacks`. `state`: for DDP to pass to its hook."""
         every = self._request.check_every
         check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
         self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
@@ -101,7 +101,7 @@ class CommHook:
             self._unused.watch(self._source.stepped())
 
     def _begun(self) -> None:
-        """Called at the end of the first backward pass: log the summary."""
+        """Log the summary. Called at the end of the first backward pass."""
         self._unused.called()
         if self._quiet or not self._logs:
             return
@@ -119,11 +119,11 @@ class CommHook:
 
     def detach(self) -> None:
         """Remove the hook from a model sharded by `fully_shard`, so that another hook can be attached. Every rank must
-        call this between two backward passes. Without a hook, the gradients of the replicas are not averaged. A hook
-        that averages weights averages them once more (`synchronize`).
+        call this between two backward passes. Without a hook, gradients are not averaged over the replicas. A hook that
+        averages weights averages them once more (`synchronize`).
 
         Raises:
-            AttachError: the model is a DDP model, which keeps its hook for life.
+            AttachError: the model is a DDP model, from which torch cannot remove a hook.
         """
         self._source.unregister()
         self.synchronize()
@@ -142,7 +142,7 @@ class CommHook:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options in force, with `start_powerSGD_iter` as a number of steps."""
+        """The current options, with `start_powerSGD_iter` as a number of steps."""
         return self._hook.status().options
 
     @property
@@ -157,27 +157,27 @@ class CommHook:
         return self._hook.status().run_number
 
     def plan(self) -> ModelPlan:
-        """Return the plan of what is compressed: a row per parameter, or per bucket for batched PowerSGD, whose buckets
-        are known after the first backward pass."""
+        """Return the plan of what is compressed, with one row per parameter. For batched PowerSGD there is one row per
+        bucket, and the buckets are known after the first backward pass."""
         return self._hook.plan()
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of this rank since `attach`. Bytes are the sizes of the tensors passed to collectives.
         Synchronises with the accelerator if the outcome of recent steps is unread. A value is None if it is unknown
-        (the bytes of a user's hook) or does not exist for this hook:
+        (the bytes of a user's function) or does not exist for this hook:
 
-        - `so_far`: the counters that a checkpoint holds, including the runs before this one.
+        - `so_far`: the counters that a checkpoint holds, including earlier runs.
         - `kernel`: "native" for a native kernel, "torch" otherwise.
-        - `chosen`, `chosen_at`: for "auto", the hook in use, and the step of the choice.
-        - `step_in_round`: for hooks that average weights, the steps of the round so far. Their `step` and
-          `nonfinite_steps` count the outer steps that were committed and discarded.
-        - `members`: with live membership, the number of machines that train the running round.
-        - `outer_gradient_norm`, `outer_gradient_cosine`: of the latest outer step; the cosine with the outer gradient
-          before, computed from every 64th number.
-        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives and for
-          slower ranks; for hooks without learned state, from the last hook call to the completion of the last future.
-          Measured on the host, on CUDA by events; None on other accelerators. The small collectives after a start or a
-          load do not count.
+        - `chosen`, `chosen_at`: for "auto", the chosen hook, and the step at which it was chosen.
+        - `step_in_round`: for hooks that average weights, the number of steps in the current round. Their `step` and
+          `nonfinite_steps` count outer steps: committed, and discarded.
+        - `members`: with live membership, the number of machines in the current round.
+        - `outer_gradient_norm`, `outer_gradient_cosine`: the norm of the latest outer gradient, and its cosine with the
+          previous outer gradient, computed from every 64th element.
+        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives and slower
+          ranks; for hooks without learned state, from the last hook call to the completion of the last future. Measured
+          on the host; on CUDA by events; None on other accelerators. The small collectives after a start or a load do
+          not count.
         """
         status, found = self._hook.status(), self._hook.stats()
         c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
@@ -215,11 +215,11 @@ class CommHook:
         return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
-        """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, each a float or None,
-        over the compressed parameters; over all parameters for hooks without learned state, which have no residual.
-        With `ranks_per_node` over this rank's share, with the residual of the node's mean.
+        """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` on this rank, each a float or None,
+        over the compressed parameters, or over all parameters for hooks without learned state, which have no residual.
+        With `ranks_per_node`, over this rank's share, with the residual of the node's mean.
 
-        Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this between the backward
+        Residuals are in units of the unscaled loss. Gradients are read from `.grad`, so call this between the backward
         pass (with a GradScaler: `unscale_` or the optimizer's step) and `zero_grad`.
         """
         with self._hook.residuals() as (residuals, factor, measured):
@@ -227,7 +227,7 @@ class CommHook:
             return norms(gradients, residuals, factor)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        """Return the state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
+        """Return the hook's state for a checkpoint: step, Q, residuals, options. Tensors are on the CPU.
 
         Args:
             residual: "per_rank", "mean", "drop" or "distributed"; None is the `save_residual` of `attach`.
@@ -239,12 +239,13 @@ class CommHook:
                 `dcp.save({"hook": hook})`; *all ranks must call*. Models sharded by `fully_shard` have this form only,
                 with or without residuals.
             gather: with "per_rank", the residuals of all ranks in one payload; *all ranks must call*.
-            joint: False if other ranks might not join this save (signal handlers, exceptions): nothing is communicated.
+            joint: pass False if other ranks might not join this save (in signal handlers, after exceptions); then
+                nothing is communicated.
 
         Returns:
             Plain types and tensors, for `torch.save`. A joint save waits at most `joint_save_limit_s` seconds for the
-            other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged. May
-            be called from another thread: the payload never mixes two steps.
+            other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged. This
+            may be called from another thread; the payload never mixes two steps.
         """
         sharded = self._source.shard_group is not None
         if residual is None:
@@ -267,7 +268,7 @@ class CommHook:
         agreed_before = self._hook.status().replicas_agree
         form = "mean" if "residual" in kept else "drop"
         saved = self._hook.checkpointer.save(form, limit_s=self.joint_save_limit_s)
-        if not agreed_before and self._hook.status().replicas_agree:  # this save has ended a round
+        if not agreed_before and self._hook.status().replicas_agree:  # this save ended a round
             saved = saved | {"exact": False}
             if self._logs and not self._warned_of_copies:
                 self._warned_of_copies = True
@@ -281,11 +282,12 @@ class CommHook:
 
     def synchronize(self, *, optimizers: bool = False) -> bool:
         """Average the weights now, for example before a validation, if the hook averages weights once in several steps
-        (`diloco`, `local_sgd`); other hooks do nothing. *All ranks must call* this between two steps.
+        (`diloco`, `local_sgd`). With other hooks this does nothing. *All ranks must call* this between two steps.
 
         Args:
-            optimizers: also copy the optimizers' state of rank 0 to all ranks, as a resumed run has it. A joint
-                `state_dict` does the same: call one of them before you copy the state of the model or an optimizer.
+            optimizers: also copy rank 0's optimizer state to all ranks, so that this run continues as a resumed run
+                would. A joint `state_dict` does the same. Call one of them before you copy the state of the model or an
+                optimizer.
 
         Returns:
             Whether all ranks took part within `joint_save_limit_s` seconds. If False, nothing has changed, and one
@@ -299,11 +301,11 @@ class CommHook:
 
         Everything is checked before anything changes. The saved `start_powerSGD_iter` replaces the current value. If
         `matrix_approximation_rank` has changed, the residuals are kept and Q is refitted. If the world size has
-        changed, every rank gets the mean of the residuals. If the residual of any rank is missing, all ranks start from
-        zero residuals, with one warning. Tensors are copied: training does not change `saved`.
+        changed, every rank gets the mean of the residuals. If any rank's residual is missing, all ranks start from zero
+        residuals, with one warning. Tensors are copied, so training does not change `saved`.
 
         Args:
-            strict: whether the state of another hook or model is an error; None: the `strict` of `attach`. If not,
+            strict: whether the state of another hook or model is an error; None: the `strict` of `attach`. If False,
                 mismatched parameters start without learned state, and one warning lists them.
 
         Raises:
@@ -312,7 +314,7 @@ class CommHook:
         self.prepare_load(saved, strict)()
 
     def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
-        """Check all of `saved` without changing anything. Returns a function that applies it. See `load_state_dict`."""
+        """Check `saved` without changing anything, and return a function that applies it; see `load_state_dict`."""
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:
@@ -322,8 +324,8 @@ class CommHook:
             )
         if not content.get(REPLICAS_EQUAL, True) and self._logs:
             logger.warning(
-                "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
-                "saved with it are one rank's.",
+                "the checkpoint was saved by hook %s, which averages nothing: the ranks had drifted apart, and the "
+                "saved weights are one rank's.",
                 shown(content["hook"]),
             )
         checkpointer = self._hook.checkpointer
@@ -337,11 +339,11 @@ class CommHook:
                     log_summary(f"{self.name} resumed at {checkpointer.step_is} {content['step']}{resumed}")
 
             return resume
-        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
+        text = f"the saved state is of hook {shown(content['hook'])}, but this hook is {self.name!r}"
         if strict:
             raise PayloadError(
-                f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
-                "hook=... or in the load to begin this one with fresh memory"
+                f"{text}. Attach the saved hook to continue with its memory, or pass strict=False, with "
+                "hook=... or to the load, to begin this one with fresh memory"
             )
         if self._logs:
             logger.warning("%s: it begins with fresh memory (strict=False)%s", text, checkpointer.not_begun_anew)
@@ -349,7 +351,7 @@ class CommHook:
 
 
 def _at_exit(hook: "weakref.ref[CommHook]") -> None:
-    """Called when the interpreter ends, and when the hook is deleted: then `hook` returns None."""
+    """Run at interpreter exit, and when the hook is deleted; `hook` then returns None."""
     alive = hook()
     if alive is None:
         return

@@ -1,4 +1,4 @@
-"""A compressor behind a `CommHook`."""
+"""`CompressorHook`: a compressor as a `Hook`."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from commhooks.request import HookRequest
 
 
 class CompressorHook:
-    """Implements `Hook` for a compressor. The engine's session reduces the buckets."""
+    """Implements `Hook` for a compressor. A `Session` reduces the buckets."""
 
     def __init__(self, request: HookRequest, source: GradientSource, session: Session) -> None:
         name, config = request.name, session.compressor.config
@@ -85,7 +85,7 @@ class CompressorHook:
             effect = self.plan().summary()
         use = self._use()
         if self.learns and use is not None:
-            # A run with several ranks must be able to continue from these residuals.
+            # A run with several ranks may continue from these residuals.
             begin = f"From step {use.begins} on the" if use.plain else "The"
             alone = (
                 f". {begin} gradients are compressed as among several, so that the run can go on with any number of "

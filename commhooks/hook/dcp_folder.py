@@ -1,4 +1,4 @@
-"""Save a hook's state in a folder of `torch.distributed.checkpoint` (DCP), and load it. For the plugins."""
+"""Save a hook's state to a folder with `torch.distributed.checkpoint` (DCP), and load it. Used by the plugins."""
 
 import io
 import shutil
@@ -19,7 +19,7 @@ _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh
 
 
 def nothing_saved(place: object, why: str, hook: str) -> str:
-    """The warning about a load from `place`, which holds no state of `hook`; `why`: the reason."""
+    """Return the warning that `place` holds no state for `hook`, with the reason `why`."""
     return (
         f"{place} holds no state of a communication hook ({why}): hook {hook!r} continues with its current state, "
         "which is empty in a new run."
@@ -27,7 +27,7 @@ def nothing_saved(place: object, why: str, hook: str) -> str:
 
 
 class DCPFolder:
-    """Saves and loads one hook. All ranks must call each method together.
+    """Saves and loads one hook. All ranks must call each method.
 
     Args:
         path: equal on all ranks, in a shared file system.
@@ -40,12 +40,12 @@ class DCPFolder:
         self.last_file = path / ".metadata"  # DCP writes it last: without it the save was interrupted
 
     def remove(self) -> None:
-        """Remove the folder before new weights replace the model's checkpoint. A file at the path of that checkpoint
-        is removed, too. Raises HookRunError if the old state is still there and would be loaded."""
+        """Remove the folder before new weights replace the model's checkpoint. If the checkpoint's path is a file,
+        remove it, too. Raises HookRunError if the old state could not be removed and would be loaded later."""
         failed = ""
         if dist.get_rank() == 0:
             try:
-                if self._path.parent.is_file():  # each rank of Lightning 2.6 would remove it, and all but one fail
+                if self._path.parent.is_file():  # in Lightning 2.6 every rank removes it, and all but one fail
                     self._path.parent.unlink()
                 self.last_file.unlink(missing_ok=True)
             except OSError as error:
@@ -59,19 +59,16 @@ class DCPFolder:
             )
 
     def is_complete(self) -> bool:
-        """Whether a save into this folder was completed."""
+        """Whether a save into this folder has completed."""
         return bool(self._broadcast(self.last_file.is_file()))
 
     def save(self, hook: CommHook) -> None:
         dcp.save({"hook": hook}, checkpoint_id=self._path)
 
     def prepare_load(self, hook: CommHook, *, strict: bool) -> Callable[[], None]:
-        """Read and check the saved state without changing `hook`. Returns a function that applies it.
-
-        Raises:
-            PayloadError: the state cannot be read; with `strict` also if another hook saved it, or if it has no
-                residuals.
-        """
+        """Read and check the saved state without changing `hook`, and return a function that applies it. Raises
+        PayloadError if the state cannot be read; with `strict`, also if another hook saved it, or if it has no
+        residuals."""
         planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
         try:
             dcp.load(content, checkpoint_id=self._path, planner=planner)
@@ -79,18 +76,18 @@ class DCPFolder:
             reason, _ = next(iter(error.failures.values()))
             if strict and "Missing key" in str(reason):
                 raise PayloadError(
-                    f"{self._path} does not hold all that hook {hook.name!r} remembers: it was saved by another hook, "
+                    f"{self._path} lacks learned state that hook {hook.name!r} needs: it was saved by another hook, "
                     f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
-                    f"begin with what is missing fresh: {self._front_end}(strict=False)"
+                    f"start the missing state fresh: {self._front_end}(strict=False)"
                 ) from error
-            why = (str(reason).splitlines() or [""])[0]  # more would advise to run what is in it
+            why = (str(reason).splitlines() or [""])[0]  # torch's next lines advise to unpickle it without checks
             raise PayloadError(f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}") from error
         with errors_begin_with(self._path, remedy=_REMEDY):
             return hook.prepare_load(content["hook"], strict)
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """Accepts plain types only: torch 2.13 unpickles everything that is not a tensor, which may run code."""
+    """Loads plain types only. Otherwise torch 2.13 unpickles everything that is not a tensor, which may run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -1,4 +1,4 @@
-"""A user's function behind a `CommHook`."""
+"""`FunctionHook`: a user's function as a `Hook`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from commhooks.request import HookRequest
 
 
 class FunctionHook:
-    """Implements `Hook` for a user's function `(state, bucket) -> Future`, whose traffic is unknown."""
+    """Calls a user's function `(state, bucket) -> Future`. Its traffic is unknown."""
 
     def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
         self.counters = Counters()

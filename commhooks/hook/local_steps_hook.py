@@ -1,4 +1,4 @@
-"""Local steps (DiLoCo, local SGD) behind a `CommHook`."""
+"""`LocalStepsHook`: local steps (DiLoCo, local SGD) as a `Hook`."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from commhooks.request import HookRequest
 
 
 class LocalStepsHook:
-    """Implements `Hook` for local steps. `LocalStepsDriver` runs them."""
+    """Implements `Hook` for local steps, which `LocalStepsDriver` runs."""
 
     def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
         self.driver, self.counters = driver, driver.counters
@@ -107,7 +107,7 @@ class LocalStepsHook:
 
 
 class _LocalStepsCheckpointer(LearnedStateCheckpointer):
-    """Ends the round before a save, so that all ranks have equal weights and optimizers."""
+    """Ends the round before each save, so that all ranks have equal weights and optimizers."""
 
     step_is = "round"
 

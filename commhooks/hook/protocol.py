@@ -1,5 +1,5 @@
-"""What `CommHook` asks of the hook behind it. A compressor, a user's function and local steps each implement it, in a
-module of their own."""
+"""The interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local steps. Each
+kind implements it in a module of its own."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -15,8 +15,8 @@ from commhooks.report import Status, Summary
 
 
 class Residuals(NamedTuple):
-    """The 1-D residuals by parameter name, the factor by which they are multiplied (loss scale times ranks per node),
-    and the names of the parameters that the hook compresses. For `CommHook.norms`."""
+    """The 1-D residuals by parameter name, the factor by which they are scaled (loss scale times ranks per node), and
+    the names of the parameters that the hook compresses. For `CommHook.norms`."""
 
     tensors: Mapping[str, torch.Tensor]
     factor: float
@@ -24,8 +24,6 @@ class Residuals(NamedTuple):
 
 
 class Hook(Protocol):
-    """The interface of the three kinds of hooks."""
-
     counters: Counters
 
     @property
@@ -34,8 +32,8 @@ class Hook(Protocol):
     def status(self) -> Status: ...
 
     def stats(self) -> dict[str, Any]:
-        """Return the entries of `CommHook.stats` that are not counters; "step" is always among them. Updates the
-        counters, which may wait for an accelerator."""
+        """Return the entries of `CommHook.stats` that are not counters, always including "step". Updates the counters,
+        which may wait for an accelerator."""
 
     def summary(self) -> Summary: ...
 

@@ -11,8 +11,8 @@ from commhooks.hook.protocol import Hook
 
 
 class ReplicaCheck:
-    """Compares the replicas of a model before every `every`-th synchronised backward pass, beginning with the first.
-    Frozen weights are compared, too; parameters that DDP ignores are not. All ranks of the model must run this."""
+    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the first. This includes
+    frozen weights, but not parameters that DDP ignores. All ranks of the model must run it."""
 
     def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
         self._source, self._hook, self._every = source, hook, every
@@ -20,7 +20,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """Called before each backward pass. Raises HookRunError on all ranks if anything differs; the message names the
+        """Run before each backward pass. Raises HookRunError on all ranks if anything differs; the message names the
         parameters and the ranks."""
         if not self._hook.status().replicas_agree:
             return
@@ -29,8 +29,8 @@ class ReplicaCheck:
             return
         step: int = self._hook.stats()["step"]
         plan = agreement_key(*(repr(row) for row in self._hook.plan().parameters))
-        # In `Join` a rank without data has the weights of an earlier step. It shadows the collectives of the others
-        # outside of a backward pass, and its weights are not compared.
+        # Under `Join`, a rank that has run out of data shadows the other ranks' collectives outside of a backward pass.
+        # It has the weights of an earlier step, which are not compared.
         own = [int(current_task() != -1), step, plan]
         source = self._source
         on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)
@@ -69,7 +69,7 @@ def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[
     if differing:
         listed = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise HookRunError(
-            f"the replicas have drifted apart before step {step}: different are {listed}. Something changes the model "
+            f"the replicas have drifted apart before step {step}: they differ in {listed}. Something changes the model "
             "on some ranks only: weights set or loaded on one rank, parameters that DDP does not reduce (unfrozen "
             "after the wrap), or another optimizer or learning rate. Go back to the last checkpoint in which they "
             "were equal"

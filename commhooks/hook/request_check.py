@@ -1,5 +1,6 @@
-"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise
-collectives of different sizes would meet: gloo aborts, NCCL waits for its timeout or adds unrelated numbers."""
+"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise the
+ranks would issue collectives of different sizes: gloo aborts, and NCCL hangs until its timeout or adds unrelated
+numbers."""
 
 import dataclasses
 import itertools
@@ -24,7 +25,6 @@ _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 
 def check_arrangement(request: HookRequest, source: GradientSource) -> None:
-    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
     if source.shard_group is None:
         return
     if request.ranks_per_node is not None:
@@ -38,17 +38,13 @@ def check_on_all_ranks(
     request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource, loss_scale: bool
 ) -> KernelChoice:
     """Compare requests, models and plans over the ranks that average together, and requests over all shards. Returns
-    the kernel with which all ranks compute. All ranks of the model must call this.
-
-    Args:
-        compressor: None for a user's function.
-        loss_scale: whether this rank passes a loss scale.
+    the kernel that all ranks will use. All ranks of the model must call this. `compressor`: None for a user's function;
+    `loss_scale`: whether this rank passes a loss scale.
 
     Raises:
         AttachError: on all ranks, if the requests or models differ, if some ranks cannot run the hook, or if the group
             does not number its ranks from 0; the message names the ranks.
         HookConfigError: no rank can run the hook.
-        HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     group, shard_group, device = source.group, source.shard_group, source.device
     check_futures(group, device)
@@ -85,7 +81,7 @@ def check_on_all_ranks(
 
 
 def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource) -> KernelSupport:
-    """Find out with which kernels this machine can compute; ranks may differ."""
+    """Determine which kernels this machine can run. Ranks may differ."""
     if compressor is None:
         return KernelSupport()
     parameters, learns = source.names.named_parameters().values(), compressor.transactional
@@ -101,8 +97,7 @@ def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, sou
 
 
 def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """Describe the request in lines that are equal on two ranks if their requests are. `options`: the options in
-    force."""
+    """Describe the request in lines that are equal on two ranks if and only if the requests are."""
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
 
@@ -119,13 +114,13 @@ def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: boo
 def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
     return (
         f"the ranks of this process group, a {type(group).__name__}, have the numbers {', '.join(map(str, ranks))}, "
-        f"not 0 to {group.size() - 1}: its rank() does not say which one this is, as with the groups of torchft 0.2. "
-        "Make a subclass whose rank() returns the number that the group was configured with"
+        f"not 0 to {group.size() - 1}: its rank() does not return this one's number, as with the groups of torchft "
+        "0.2. Make a subclass whose rank() returns the number that the group was configured with"
     )
 
 
 def _different_hooks(lines: list[list[str]]) -> str:
-    """The message names only what differs: the hooks, or else the settings."""
+    """List only what differs: the hooks, or else the settings."""
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
     ranks: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Find out how a model is wrapped, and make the source of its gradients."""
+"""Determine how a model is wrapped, and make the source of its gradients."""
 
 from collections.abc import Callable
 
@@ -24,8 +24,8 @@ def source_of(
     unwrapped: bool = False,
     accumulates: Callable[[], bool] | None = None,
 ) -> GradientSource:
-    """Make the source of a model's gradients; see `attach` for the arguments and the errors. `unwrapped`: whether the
-    hook also takes a module without a wrapper; `accumulates`: whether its running backward pass does not count."""
+    """Make the source of a model's gradients; see `attach`. `unwrapped`: whether the hook also takes a module without a
+    wrapper; `accumulates`: then returns whether the current backward pass does not count."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise HookConfigError(
             f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
@@ -82,8 +82,8 @@ def _cannot_take_a_hook(model: object) -> AttachError:
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     if wrapped := [name for name, part in parts if isinstance(part, DistributedDataParallel)]:
         return AttachError(
-            f"{type(model).__qualname__} is no DistributedDataParallel model, but holds some: {', '.join(wrapped)}. "
-            f"Attach a hook to each of them, such as attach(model.{wrapped[0]}, ...)"
+            f"{type(model).__qualname__} is not a DistributedDataParallel model, but contains some: "
+            f"{', '.join(wrapped)}. Attach a hook to each of them, such as attach(model.{wrapped[0]}, ...)"
         )
     hint = "the model comes first, then the hook" if isinstance(model, str) else "wrap the model first"
     return AttachError(

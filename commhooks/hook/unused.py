@@ -1,4 +1,4 @@
-"""One warning about a hook without effect: it would begin after the end of the training, or is never called."""
+"""Warn once about a hook without effect: it would begin after the training ends, or is never called."""
 
 import collections
 import functools
@@ -16,15 +16,11 @@ from commhooks.hook.protocol import Hook
 logger = logger_of(__name__)
 
 _waiting: "weakref.WeakSet[UnusedWarning]" = weakref.WeakSet()
-"""The warnings of hooks that were not called yet."""
+"""Warnings for hooks that have not been called yet."""
 
 
 class UnusedWarning:
-    """Logs the warning once.
-
-    Attributes:
-        callback: called with the warning after the training.
-    """
+    """Logs the warning at most once, and passes it to `callback` after the training."""
 
     def __init__(self, name: str, hook: Hook, *, logs: bool) -> None:
         self.callback: Callable[[str], None] | None = None
@@ -36,7 +32,7 @@ class UnusedWarning:
         self._handles: dict[int, RemovableHandle] = {}
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count the backward passes of these parameters until the hook is called, with and without synchronisation."""
+        """Count the backward passes of these parameters, with and without synchronisation, until the hook is called."""
         self._parameters = set(map(id, parameters))
         if not self._silent:
             note = functools.partial(_count, self._passes)  # a method would keep this object alive
@@ -45,8 +41,7 @@ class UnusedWarning:
             _waiting.add(self)
 
     def called(self) -> None:
-        """Called in the first backward pass of the hook. Hooks of other wrappers of the same parameters stop counting
-        them."""
+        """Run in the hook's first backward pass. Hooks on other wrappers of the same parameters stop counting them."""
         self._called = True
         self._stop_counting()
         for other in list(_waiting):
@@ -55,12 +50,12 @@ class UnusedWarning:
                 other._passes.pop(each, None)
 
     def silence(self) -> None:
-        """Log nothing from here on."""
+        """Never log the warning."""
         self._silent = True
         self._stop_counting()
 
     def will_end(self, passes: int) -> None:
-        """Log the warning now if the training ends after `passes` more backward passes, before the hook begins."""
+        """Log the warning now if the training ends after `passes` more backward passes and the hook begins later."""
         use, end = self._hook.status().use, passes + self._passes_so_far()
         if use is not None and not (self._silent or use.acted or use.begins < end):
             self._warned_before = True
@@ -73,12 +68,12 @@ class UnusedWarning:
             )
 
     def ended(self) -> None:
-        """Called at the end of the training. Logs nothing while an exception is being handled, which may have ended the
-        training, and in a forked process, because the parent process goes on."""
+        """Run at the end of the training. Does not log while an exception is being handled, which may have ended the
+        training, nor in a forked process, because the training continues in the parent."""
         if sys.exc_info()[0] is not None or os.getpid() != self._process:
             self.silence()
         use = None if self._silent else self._hook.status().use
-        # A pass may leave out some parameters.
+        # A backward pass need not use all parameters.
         uncalled, text = max(self._passes.values(), default=0), ""
         self.silence()
         if use is None:

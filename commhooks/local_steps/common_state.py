@@ -58,13 +58,10 @@ class CommonState:
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Copy the state of rank 0 to all ranks of `group` (None: the ranks of the model). Tensors that are equal on
-        all ranks are not sent. With `optimizers` also share the optimizers and the GradScaler, not only buffers and
-        frozen parameters.
-
-        Returns:
-            Labels of the parts that still differ, because only some ranks have them; the same on all ranks.
-        """
+        """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that are equal on all
+        ranks are not sent. `optimizers`: whether to share the optimizers and the GradScaler, in addition to buffers and
+        frozen parameters. Returns labels of the parts that still differ, because only some ranks have them; the same on
+        all ranks."""
         group, device = self._source.group if group is None else group, self._source.device
         # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
@@ -216,7 +213,7 @@ class CommonState:
     def take(
         self, form: bytes, arrived: Mapping[int, torch.Tensor], more: Mapping[str, tuple[Any, Callable[[Any], None]]]
     ) -> list[str]:
-        """Set all state of this rank from another rank's description and tensors. `more` has this rank's values for the
+        """Set all state of this rank from another rank's description and tensors. `more`: this rank's values for the
         other rank's `more`, each with the function that sets it.
 
         Returns:

@@ -24,14 +24,10 @@ from commhooks.engine.backward_pass import RunningExchange, finish_sends
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
-from commhooks.engine.streams import (
-    in_background,
-    keep_for_current_stream,
-    wait_for_background,
-    wait_for_copies,
-)
+from commhooks.engine.streams import in_background, wait_for_background, wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
+from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
 from commhooks.local_steps.offload import to_host
@@ -222,7 +218,8 @@ class FragmentSession(ExchangeDriver):
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
         with self.held.committing(good.device):
-            self.state.local_shared = False
+            # The residual of a machine is that of its rank 0, which alone exchanges.
+            self.state.local_shared = self.membership is not None
             for each in exchanged:
                 each.advance(_verdict(good))
             wait_for_copies(good.device)

@@ -1,8 +1,8 @@
 """Outer steps among machines that join and leave while the training runs.
 
-All machines that are alive meet before an outer step (`Membership.ask`), and each reports its number of committed outer
-steps and a digest of its anchor. Those with the latest anchor exchange their differences; the others take the state of
-one of them, and train the next round with them.
+All live machines meet before an outer step (`Membership.ask`), and each reports its number of committed outer steps and
+a digest of its anchor. The machines with the latest anchor exchange their differences. The others copy the state of one
+of them, and train the next round with them.
 
 An outer step is committed on all machines or on none:
 
@@ -10,10 +10,10 @@ An outer step is committed on all machines or on none:
 2. All machines confirm, in one small collective, that everything has arrived. It ends only if all have begun it.
 3. A machine whose confirmation ends writes the new anchor.
 
-If the exchange or the confirmation fails, because a machine has died, nothing is lost: the machines meet again at once,
+If the exchange or the confirmation fails, because a machine has died, nothing is lost. The machines meet again at once,
 and each reports whether everything had arrived there. If it has arrived on all of them, they write the new anchor: a
-machine that is not here may have done so, and will have the same one. If something is missing on one of them, then
-no machine can have confirmed, so they exchange the same differences again, among those who are left.
+machine that is no longer here may have done so, and will have the same one. If something is missing on one of them, no
+machine can have confirmed, so the remaining machines exchange the same differences again.
 """
 
 import time
@@ -44,12 +44,9 @@ _WHAT = "whether all ranks of the machine have exchanged"
 class MemberSteps:
     """Runs the outer steps of a machine.
 
-    Args:
-        signature: what must be equal on all machines, by name.
-
     Attributes:
         joined: whether this machine has met the others.
-        registered: further state for a machine that comes: name -> functions that return and set it.
+        registered: further state for a machine that joins: name -> functions that return and set it.
     """
 
     def __init__(
@@ -71,17 +68,12 @@ class MemberSteps:
 
     def run(self, trained: bool, limit_s: float | None = None) -> bool:
         """Meet the other machines, and take an outer step with them or the state of one of them. All ranks of the
-        machine must call this between the same two steps.
-
-        Args:
-            trained: whether this machine has trained the running round, and not only begun.
-            limit_s: how long to wait for the other machines.
-
-        Returns:
-            Whether a new round begins; False if nobody had trained, and the weights stay.
+        machine must call this between the same two steps. Returns whether a new round begins; False if no machine had
+        trained, and the weights stay. `trained`: whether this machine has trained the current round, and not only
+        begun. `limit_s`: how long to wait for the other machines.
 
         Raises:
-            AttachError: before the first outer step, if this machine does not fit to the others.
+            AttachError: before the first outer step, if this machine does not match the others.
             HookRunError: the exchange fails again and again, or `limit_s` is over.
         """
         if self._left:
@@ -137,7 +129,7 @@ class MemberSteps:
         self.joined, self.membership.machines = True, list(machines)
 
     def _meet(self, trained: bool, attempt: str | None, complete: bool, limit_s: float | None) -> list[Machine]:
-        """Return the machines that fit to this one, when there are enough of them."""
+        """Return the machines that match this one, once there are enough of them."""
         began, said = time.monotonic(), 0.0
         while True:
             state = self._outer.state
@@ -167,14 +159,11 @@ class MemberSteps:
             time.sleep(1.0)
 
     def _fitting(self, machines: Sequence[Machine], began: float) -> list[Machine] | None:
-        """Return the machines with this machine's signature; None: ask again.
-
-        Raises:
-            AttachError: this machine is new and does not fit.
-        """
+        """Return the machines with this machine's signature; None: ask again. Raises AttachError if this machine is new
+        and does not match."""
         own = next(each for each in machines if each.id == self.membership.id)
         if not self.joined:
-            # Machines that have begun stay; of machines that begin together, the first.
+            # Machines that have begun stay. Of machines that begin together, the first stays.
             elders = [m for m in machines if m.record["joined"] or m.id < own.id]
             for each in elders:
                 for what, mine in self._signature.items():
@@ -199,8 +188,9 @@ class MemberSteps:
         ]
 
     def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[HeldOuterStep | None, str]:
-        """Exchange the differences with `machines`. Returns what has arrived, if everything has, and what failed: a
-        text, because an exception would hold the connections, and the other machines wait until they are closed."""
+        """Exchange the differences with `machines`. Returns what has arrived, if everything has, and a text about what
+        failed. It is a text, because an exception would keep the connections open, and the other machines wait until
+        they are closed."""
         held: HeldOuterStep | None = None
         failure = ""
         count = sum(each.record["trained"] for each in machines)
@@ -286,8 +276,8 @@ class MemberSteps:
 
 
 _ERRORS = (RuntimeError, ValueError, OSError)
-"""With which a lost connection ends: torch 2.13 raises ValueError where it cannot name the group of a failed
-collective, because torch.distributed does not know it."""
+"""Raised when a connection is lost. torch 2.13 raises ValueError if it cannot name the group of a failed collective,
+because torch.distributed does not know it."""
 
 
 def _not_ours(error: Exception) -> str:
@@ -314,5 +304,5 @@ def _names(machines: Sequence[Machine]) -> str:
 
 
 def _name_of(machines: Sequence[Machine]) -> str:
-    """A name of this attempt, equal on all machines."""
+    """Return a name for this attempt, equal on all machines."""
     return str(collectives.agreement_key([(each.id, each.step, each.record["failures"]) for each in machines]))

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from commhooks.engine.streams import copying, keep_for_current_stream
+from commhooks.engine.streams import copying
+from commhooks.gradients.precision import keep_for_current_stream
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,12 +32,11 @@ class LocalSteps(HookConfig):
         self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
 
     def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: int) -> float:
-        """Return the factor of an optimizer's learning rate in local steps, if the weights of W ranks are averaged.
+        """Return the factor for an optimizer's learning rate in local steps.
 
         Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal s and the noise n of
-        one rank. The mean gradient of W ranks has the noise n / sqrt(W). Where noise dominates, a step on the mean
-        gradient is therefore sqrt(W) times as long as the mean of the ranks' local steps. Both have the same relative
-        noise.
+        one rank. The mean gradient of W `ranks` has the noise n / sqrt(W). Where noise dominates, a step on the mean
+        gradient is sqrt(W) times as long as the mean of the ranks' steps, whose noise is equally small.
         """
         if self.lr_factor is not None:
             return self.lr_factor

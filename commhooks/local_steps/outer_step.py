@@ -77,13 +77,9 @@ def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, flo
 def outer_step(
     flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
 ) -> Exchange:
-    """Replace the weights in `flat` by the new anchor. If a number is not finite on any rank, discard the round: keep
-    the anchor and the momentum, and set the weights to the old anchor.
-
-    Args:
-        flat: the weights of this rank, 1-D, in float32 (float64 for weights in float64).
-        lr, mu: learning rate and momentum of the outer optimizer.
-    """
+    """Replace the weights in `flat` (this rank's, 1-D, in float32, or float64 for weights in float64) by the new
+    anchor. If a number is not finite on any rank, the round is discarded: anchor and momentum stay, and the weights are
+    set to the old anchor. `lr`, `mu`: learning rate and momentum of the outer optimizer."""
     slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]  # each `part` below is a view of `flat`
     anchor, momentum = state[ANCHOR.key], state[MOMENTUM.key]
     if work.offloaded:

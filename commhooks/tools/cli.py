@@ -63,7 +63,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit status. A `CommHookError` prints one line to stderr and returns 1."""
+    """Run the command, and return the exit status. For a `CommHookError`, print one line to stderr and return 1."""
     parser, parsers = make_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     used = parsers.get(parsed.command, parser)
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser and its subparsers. They accept no abbreviations: `--rank` must not mean `--ranks-per-node`."""
+    """Return the parser and its subparsers, without abbreviations: `--rank` must not mean `--ranks-per-node`."""
     parser = argparse.ArgumentParser(
         prog="commhooks",
         description="Communication hooks for DistributedDataParallel: compressed gradients.",
@@ -149,7 +149,6 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
 
 
 def hook_names(**_: object) -> list[str]:
-    """Completions of `--hook`."""
     from commhooks.registry import names_to_offer
 
     return names_to_offer()

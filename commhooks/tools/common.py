@@ -20,9 +20,9 @@ from commhooks.request import import_path, why_not_called
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
-    """Context manager for running the code at `path` as `python -m` does without arguments: the current folder is first
-    in `sys.path`, and `sys.argv` does not hold this command's arguments. Raises HookConfigError if the code calls
-    `sys.exit`, as `parse_args()` does if an argument is missing."""
+    """Context manager: run the user's code in the body as `python -m` would without arguments. The current folder is
+    first in `sys.path`, and `sys.argv` does not contain this command's arguments. Raises HookConfigError if the code
+    calls `sys.exit`, as `parse_args()` does if an argument is missing."""
     before, folder = sys.argv, os.getcwd()
     sys.argv = [path.partition(":")[0]]
     sys.path.insert(0, folder)
@@ -40,7 +40,6 @@ def user_code(path: str) -> Iterator[None]:
 
 
 def call(path: str) -> Any:
-    """Call the function at `path` without arguments."""
     with user_code(path):
         function = import_path(path, repr(path))
         if not callable(function) or isinstance(function, torch.nn.Module):
@@ -53,7 +52,7 @@ def call(path: str) -> Any:
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """Convert `["random_seed=1", "exclude=['*embed*']"]` to a dict; values are YAML."""
+    """Convert `["random_seed=1", "exclude=['*embed*']"]` to a dict. Values are YAML."""
     for text in texts:
         if not text.partition("=")[0].strip() or "=" not in text:
             raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
@@ -71,16 +70,9 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
-    """Context manager: use the existing process group, or make one of the ranks that torchrun has started, and on GPUs
-    set the device of LOCAL_RANK.
-
-    Args:
-        backend: nccl, gloo; None: torch's choice.
-        example: a command that starts ranks, for the message.
-
-    Raises:
-        DoctorError: torchrun has started no ranks, or `init_process_group` fails.
-    """
+    """Context manager: use the existing process group, or make one of the ranks started by torchrun and on GPUs set the
+    device of LOCAL_RANK. Raises DoctorError if torchrun has started no ranks (`example` is a command that does), or
+    `init_process_group` fails. `backend`: nccl, gloo; None: torch's choice."""
     if dist.is_initialized():
         yield
         return
@@ -93,7 +85,7 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
         hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
-        raise DoctorError(f"the ranks make no process group{which}{hint}: {error}") from error
+        raise DoctorError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
     try:
         yield
     finally:
@@ -101,7 +93,7 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Measure the seconds of `work`, with everything that it queues on the device."""
+    """Measure the seconds of `work`, including everything that it queues on the device."""
 
     def synchronize() -> None:
         if device.type != "cpu":

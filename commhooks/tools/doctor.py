@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 BatchFn = Callable[[DistributedDataParallel], torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
-"""The gradients of a model's parameters, in their order, on the CPU."""
+"""The gradients of a model's parameters, in order, on the CPU."""
 
 ROUNDS = 3
-# After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
+# DDP rebuilds its buckets after the first backward pass, and the hook allocates buffers for them in the second pass.
 _WARM_UP = 2
 CONTRACT = (
     "batch_fn(model) makes a batch, calls the model that it is given (a copy of yours) and returns the loss, a tensor "
@@ -62,8 +62,8 @@ CONTRACT = (
 )
 LEGEND = (
     "step: forward, backward and exchange, without the optimizer, from a common start to the end of the last rank. MB "
-    "sent: handed to all-reduce. error: of the gradient of one step, as a share of its norm; hooks with error feedback "
-    "send what is missing in later steps, so compare the loss that you reach."
+    "sent: passed to all-reduce. error: relative error of the gradient in one step; hooks with error feedback send the "
+    "missing part in later steps, so compare the losses at the end of training."
 )
 _ALONE = (
     "one rank only: there is nothing to exchange, and nothing to compress. Start as many ranks as the training will "
@@ -73,7 +73,7 @@ _FROZEN = "no parameter of this model requires a gradient: there is nothing to e
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Called on all ranks; rank 0 prints."""
+    """Run the command. All ranks must call this; rank 0 prints."""
     options = parse_options(arguments.options)
     with process_group(arguments.backend, "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"):
         if dist.get_world_size() == 1:
@@ -109,9 +109,9 @@ def doctor(
 
     The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4,
     PowerSGD and your own registered compressors. They take turns on temporary copies of `ddp_model.module`, one copy at
-    a time, wrapped with the same DDP arguments. The model's weights, gradients, buffers and hook, its optimizer and the
-    random states of torch, Python and numpy are unchanged afterwards. Side effects of `batch_fn` remain: an iterator
-    that it reads has advanced.
+    a time, wrapped with the same DDP arguments. Afterwards the model's weights, gradients, buffers and hook, its
+    optimizer and the random states of torch, Python and numpy are unchanged. Side effects of `batch_fn` remain: an
+    iterator that it reads has advanced.
 
     Args:
         ddp_model: a `DistributedDataParallel` model; a hook attached to it is neither run nor changed.
@@ -128,7 +128,8 @@ def doctor(
         `report.as_dict()`.
 
     Raises:
-        DoctorError: no process group, only one rank, not a DDP model; or, on all ranks, `batch_fn` fails on any rank.
+        DoctorError: there is no process group or only one rank, or the model is not a DDP model. On all ranks:
+            `batch_fn` fails on any rank.
         HookConfigError: an unknown or invalid PowerSGD option.
     """
     check_model(ddp_model)
@@ -142,7 +143,9 @@ def doctor(
     own = torch.tensor([agreement_key((steps, float(seconds), candidates))], dtype=torch.int64, device=device)
     found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
     if others := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise DoctorError(f"ranks {others} call the doctor with other arguments than rank 0: give all the same")
+        raise DoctorError(
+            f"ranks {others} call the doctor with different arguments than rank 0: pass the same on every rank"
+        )
     restore_random = keep_random_state({p.device for p in parameters})
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -166,7 +169,7 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     """Return the hooks to measure. Raises HookConfigError for invalid PowerSGD options."""
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
-            raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
+            raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is set by the doctor; see powersgd_ranks")
     for rank in powersgd_ranks:  # an invalid option must not end the doctor halfway
         PowerSGD(**{"matrix_approximation_rank": rank, **options})
     low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
@@ -232,8 +235,8 @@ def check_model(ddp_model: object) -> None:
 
 
 def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Gradients:
-    """Run `batch_fn` once on a copy of the model, without communication in the step. All ranks must call this. Returns
-    this rank's gradients. Raises DoctorError on all ranks if `batch_fn` fails on any of them."""
+    """Run `batch_fn` once on a copy of the model, without communication in the step, and return this rank's gradients.
+    All ranks must call this. Raises DoctorError on all ranks if `batch_fn` fails on any of them."""
     group, works = ddp_model.process_group, "it works"
     trial = copy_of(ddp_model, alone=True)
     attach(trial, Noop(), process_group=group).quiet()
@@ -292,8 +295,8 @@ def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, bat
 
 
 def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> DistributedDataParallel:
-    """Wrap a copy of `ddp_model.module` with the same DDP arguments, without communication and without a hook.
-    `alone`: DDP will communicate nothing but gradients, so that one rank can fail without blocking the others."""
+    """Wrap a copy of `ddp_model.module` with the same DDP arguments, without communication and without a hook. `alone`:
+    DDP will communicate nothing but gradients, so that one rank can fail without blocking the others."""
     try:
         module = copy.deepcopy(ddp_model.module)
     except Exception as error:
@@ -307,12 +310,12 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
         same = ["dim", "find_unused_parameters", "gradient_as_bucket_view"]
         same += ["batched_grad_copy", "skip_all_reduce_unused_params"]
         options = {name: getattr(ddp_model, name) for name in same if name in taken}
-        # DDP stores limits in bytes. A default limit must be passed on as default: its first bucket is smaller.
+        # DDP stores limits in bytes. Pass on a default limit as default, because its first bucket is smaller.
         if limits := getattr(ddp_model, "bucket_bytes_cap_list", None):
             options["bucket_cap_mb_list"] = [limit / 2**20 for limit in limits]
         elif not ddp_model.bucket_bytes_cap_default:
             options["bucket_cap_mb"] = ddp_model.bucket_bytes_cap / 2**20
-    # The older name is deprecated where the newer one is taken.
+    # Where torch has the newer name, the older one is deprecated.
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in taken else "broadcast_buffers"
     options[buffers] = not alone and getattr(ddp_model, buffers)
     return DistributedDataParallel(
@@ -327,8 +330,7 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
 
 
 def keep_random_state(devices: set[torch.device]) -> Callable[[], None]:
-    """Return a function that restores the current states of the random number generators of torch (CPU and `devices`),
-    Python and numpy."""
+    """Return a function that restores the current random states of torch (CPU and `devices`), Python and numpy."""
     numpy = sys.modules.get("numpy")
     restorers: list[Callable[[], Any]] = [
         partial(torch.set_rng_state, torch.get_rng_state()),
@@ -356,14 +358,14 @@ class Measured:
     """The measurements of one candidate, equal on every rank.
 
     Attributes:
-        step_ms: of each step, the time of forward, backward and communication, from a common start to the end of the
+        step_ms: for each step, the time of forward, backward and communication, from a common start to the end of the
             slowest rank.
         bytes_sent: mean bytes per step passed to collectives.
-        bytes_uncompressed: bytes per step that DDP without a hook passes to all-reduce.
-        error: the relative error (Euclidean norm) of the hook's average of one step, without residuals of earlier
+        bytes_uncompressed: bytes per step that DDP passes to all-reduce without a hook.
+        error: the relative error (Euclidean norm) of the hook's average in one step, without residuals of earlier
             steps. None for noop.
-        useless: the hook compresses no parameter of this model, or cannot run; it was not measured.
-        spent_s: time used so far, including warm-up.
+        useless: the hook was not measured, because it compresses no parameter of this model or cannot run.
+        spent_s: seconds used so far, including warm-up.
     """
 
     candidate: Candidate
@@ -385,7 +387,6 @@ class Measured:
 
     @property
     def quartiles_ms(self) -> tuple[float, float]:
-        """The first and the third quartile."""
         if len(self.step_ms) == 1:
             return self.step_ms[0], self.step_ms[0]
         low, _, high = statistics.quantiles(self.step_ms, n=4, method="inclusive")
@@ -394,12 +395,8 @@ class Measured:
 
 @dataclass
 class Rounds:
-    """Measures the candidates in turn, with one copy of the model at a time; see `doctor`.
-
-    Attributes:
-        restore_random: see `keep_random_state`; every candidate gets the same batches.
-        local: this rank's gradients of one batch.
-    """
+    """Measures the candidates in turn, with one copy of the model at a time; see `doctor`. After `restore_random` every
+    candidate gets the same batches. `local`: this rank's gradients of one batch."""
 
     ddp_model: DistributedDataParallel
     batch_fn: BatchFn
@@ -432,7 +429,7 @@ class Rounds:
         parameter = weakref.ref(next(ddp_model.parameters()))
         self._measure(ddp_model, measured, upto)
         del ddp_model
-        # Hooks are part of reference cycles that also hold the parameters. They are young objects: collect the oldest
+        # Hooks are part of reference cycles with the parameters. They are young objects, so collect the oldest
         # generation, which is slow in a large program, only if that is not enough.
         for generation in range(1, 3):
             if parameter() is not None:
@@ -467,8 +464,8 @@ class Rounds:
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
 
     def _compare(self, ddp_model: DistributedDataParallel, measured: Measured) -> None:
-        """Run a step on the gradients `local`, because `batch_fn` may return another batch in every step, and compare
-        the average with plain all-reduce."""
+        """Run a step on the gradients `local`, because `batch_fn` may return other batches, and compare with plain
+        all-reduce."""
         replaced = [
             parameter.register_hook(lambda grad, own=own: own.to(grad.device))
             for parameter, own in zip(ddp_model.module.parameters(), self.local, strict=True)
@@ -500,7 +497,6 @@ class Rounds:
 
 
 def _norm(gradients: Gradients, without: Gradients = ()) -> float:
-    """Return the norm of `gradients - without`."""
     squares = 0.0
     for own, other in itertools.zip_longest(gradients, without):
         if own is not None:
@@ -514,12 +510,12 @@ def _norm(gradients: Gradients, without: Gradients = ()) -> float:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Returned by `commhooks.doctor`, equal on every rank. `print(report)` shows a table.
+    """The result of `commhooks.doctor`, equal on every rank. `print(report)` shows a table.
 
     Attributes:
         measured: measurements by label, in display order.
         world_size: number of ranks.
-        backend: of the process group.
+        backend: backend of the process group.
         not_measured: labels of hooks that compress no parameter of this model.
     """
 
@@ -538,7 +534,6 @@ class DoctorReport:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients per step and rank."""
         return self.measured[ALLREDUCE.label].bytes_uncompressed
 
     def as_dict(self) -> dict[str, Any]:
@@ -595,7 +590,7 @@ class DoctorReport:
         else:
             options = f", hook_options={dict(chosen.candidate.options)!r}" if chosen.candidate.options else ""
             use = (
-                f"The fastest, or the most exact one within {percent} of it:\n"
+                f"The most exact hook within {percent} of the fastest:\n"
                 f"    commhooks.attach(ddp_model, {chosen.candidate.hook!r}{options})"
             )
         unused = [f"{label} compresses no parameter of this model: not measured." for label in self.not_measured]

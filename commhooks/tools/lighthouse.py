@@ -10,12 +10,7 @@ from commhooks.errors import DoctorError
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run a lighthouse until Ctrl-C.
-
-    Raises:
-        HookConfigError: torchft is missing.
-        DoctorError: the port cannot be used.
-    """
+    """Run a lighthouse until Ctrl-C. Raises HookConfigError without torchft, DoctorError if the port cannot be used."""
     os.environ.setdefault("RUST_LOG", "error")
     check_torchft()
     from torchft.coordination import LighthouseServer

@@ -1,7 +1,7 @@
 """`commhooks network`: measure the network between the ranks, and predict the time that a training step spends on it.
 
-The prediction is the model of docs/commands.md: every message costs a latency, every byte the inverse of the bandwidth,
-and the ranks of a machine share its network card.
+docs/commands.md describes the model of the prediction: every message costs a latency, every byte the inverse of the
+bandwidth, and the ranks of a machine share its network card.
 """
 
 import argparse
@@ -39,16 +39,16 @@ CANDIDATES = (
 )
 """In order of increasing loss."""
 SMALL = 0.15
-"""An exchange is small if it takes at most this share of the time that a step computes: a lossier hook could make the
+"""An exchange is small if it takes at most this share of a step's computing time. A lossier hook could then make the
 step at most 13 % shorter."""
 SLOW = 0.5
 """A connection is slow below this share of the median rate."""
 UNUSED = 0.25
 """An interface is slow below this share of its rated speed."""
 MOST = 66
-"""Measure at most this many pairs: all pairs of 12 ranks. A pair takes 0.25 s on a fast network."""
+"""The maximum number of pairs to measure: all pairs of 12 ranks. A pair takes 0.25 s on a fast network."""
 COUNTED_BYTES = 100_000
-"""An interface that has sent fewer bytes did not carry the measurement."""
+"""An interface that has sent fewer bytes was not used by the measurement."""
 SYSTEM = Path("/sys/class/net")  # Linux only
 LEGEND = (
     "Predicted from all ranks together, as if nothing overlapped with the backward pass and the codec took no time; * "
@@ -61,7 +61,7 @@ _REPEATS, _PINGS = 3, 5
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Called on all ranks; rank 0 prints."""
+    """Run the command. All ranks must call this; rank 0 prints."""
     sizes = {text: parsed_size(text) for text in arguments.params}
     if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
@@ -74,16 +74,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> "NetworkReport":
-    """Measure the network between the ranks of `group`, which must all call this, and get the same report.
-
-    Args:
-        sizes: numbers of parameters, by the names that the report shows.
-        step_ms: the time of a step without a network, if known.
-
-    Raises:
-        DoctorError: there is one rank.
-        HookRunError: a rank has failed, or did not take part within the process group's timeout.
-    """
+    """Measure the network between the ranks of `group`. All of them must call this, and get the same report. Raises
+    DoctorError if there is one rank. `sizes`: numbers of parameters, by the names that the report shows. `step_ms`: the
+    time of a step without a network, if known."""
     if group.size() == 1:
         raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
     began = time.perf_counter()
@@ -119,22 +112,17 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
 
 @dataclass(frozen=True)
 class Link:
-    """The network as measured on the slowest rank.
-
-    Attributes:
-        mbit_per_s: rate at which a rank sends, and receives, in a ring all-reduce of one large buffer.
-        latency_ms: time of an all-reduce of one number.
-    """
+    """The network as measured on the slowest rank: the rate at which it sends, and receives, in a ring all-reduce of
+    one large buffer, and the time of an all-reduce of one number."""
 
     mbit_per_s: float
     latency_ms: float
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Called on all ranks, which get the same result."""
+    """Measure all ranks together. All ranks must call this, and get the same result."""
 
     def all_reduce_s(buffer: torch.Tensor) -> float:
-        """Return the seconds of the slowest rank."""
         row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
         return float(gather_rows(row, group, None, "the time of an all-reduce").max())
 
@@ -144,7 +132,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     while took_s < _enough_s(latency_s) and buffer.nbytes < _LARGEST_BYTES:
         buffer = torch.ones(2 * buffer.numel(), device=device)
         took_s = all_reduce_s(buffer)
-    # The first all-reduce of a size uses fresh memory; the fastest one was disturbed least.
+    # The first all-reduce of a size uses fresh memory. The fastest one was disturbed least.
     took_s = min(took_s, *(all_reduce_s(buffer) for _ in range(_REPEATS)))
     sent = 2 * (group.size() - 1) / group.size() * buffer.nbytes
     return Link(8e-6 * sent / _without_latency_s(took_s, latency_s), 1000 * latency_s)
@@ -155,12 +143,12 @@ def _all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 
 def _enough_s(latency_s: float) -> float:
-    """Return how long a message must take so that its time shows the bandwidth, not the latency."""
+    """Return how long a message must take for its time to show the bandwidth and not the latency."""
     return max(_ENOUGH_S, 8 * latency_s)
 
 
 def _without_latency_s(took_s: float, latency_s: float) -> float:
-    """Return the time for the bytes of a message, at least a tenth of its time."""
+    """Return the time for the bytes of a message: at least a tenth of its time."""
     return max(took_s - latency_s, took_s / 10)
 
 
@@ -169,13 +157,8 @@ def _without_latency_s(took_s: float, latency_s: float) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """The connection of two ranks.
-
-    Attributes:
-        ranks: their numbers in the group.
-        mbit_per_s: rate of one large message from the first to the second.
-        latency_ms: half the time of one number there and back.
-    """
+    """The connection between two ranks: the rate of one large message from the first to the second, and half the
+    round-trip time of one number."""
 
     ranks: tuple[int, int]
     mbit_per_s: float
@@ -183,8 +166,8 @@ class Pair:
 
 
 def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return all pairs of ranks; if there are more than `MOST`, one pair per two machines and one inside a machine; if
-    these are too many, each machine with the next. `machines`: the ranks of each."""
+    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one inside a machine. If
+    that is still too many: each machine with the next. `machines`: the ranks of each machine."""
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:
         return every
@@ -196,7 +179,8 @@ def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]
 
 
 def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device) -> list[Pair]:
-    """Called on all ranks, which get the same result. Raises HookRunError if a rank fails or times out."""
+    """Measure one pair after another. All ranks must call this, and get the same result. Raises HookRunError if a rank
+    fails or times out."""
     found = []
     for one, other in pairs:
         row = torch.zeros(2, dtype=torch.float64, device=device)
@@ -205,7 +189,7 @@ def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, de
                 row.copy_(torch.tensor(_ask(other, group, device)))
             elif group.rank() == other:
                 _answer(one, group, device)
-            dist.broadcast(row, group=group, group_src=one)  # the others wait here: one pair at a time
+            dist.broadcast(row, group=group, group_src=one)  # the other ranks wait here, so only one pair runs
         except RuntimeError as error:
             raise collective_error(f"messages between rank {one} and rank {other}", group, error) from error
         rate, latency = row.tolist()
@@ -214,7 +198,7 @@ def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, de
 
 
 def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return Mbit/s and latency in ms; runs on the first rank of a pair."""
+    """Measure a pair, on its first rank. Returns Mbit/s and the latency in ms."""
 
     def there_and_back(size: int) -> None:
         _send(torch.tensor([size]), other, group, device)
@@ -235,7 +219,7 @@ def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[fl
 
 
 def _answer(one: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """The second rank of a pair: sends one number back for each message."""
+    """Send one number back for each message, on the second rank of a pair."""
     while size := int(_receive(torch.zeros(1, dtype=torch.int64), one, group, device)):
         _receive(torch.zeros(size // 4), one, group, device)
         _send(torch.zeros(1), one, group, device)
@@ -256,12 +240,8 @@ def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of a machine.
-
-    Attributes:
-        name: "" if unknown, as with InfiniBand, whose bytes Linux does not count.
-        rated_mbit_per_s: nominal speed; None if unknown.
-    """
+    """A network interface of a machine. The name is "" if unknown, as with InfiniBand, whose bytes Linux does not
+    count."""
 
     name: str = ""
     rated_mbit_per_s: float | None = None
@@ -270,11 +250,10 @@ class Interface:
     def words(self) -> str:
         if not self.name:
             return "interface unknown"
-        return self.name + (f", made for {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else "")
+        return self.name + (f", rated at {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else "")
 
 
 def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
-    """Return the bytes that each interface of this machine has sent."""
     found = {}
     for counter in system.glob("*/statistics/tx_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -283,8 +262,8 @@ def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
 
 
 def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Interface:
-    """Return the interface that has sent most since `before`, an earlier `sent_bytes`. `others`: there are other
-    machines, which the loopback interface does not reach."""
+    """Return the interface that has sent most since `before`, an earlier `sent_bytes`. `others`: whether there are
+    other machines, which the loopback interface does not reach."""
     grown = {name: sent - before.get(name, sent) for name, sent in sent_bytes(system).items()}
     if others:
         grown.pop("lo", None)
@@ -292,7 +271,7 @@ def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Inte
     if not name or grown[name] < COUNTED_BYTES:
         return Interface()
     rated = None
-    with contextlib.suppress(OSError, ValueError):  # virtual interfaces raise, or say -1
+    with contextlib.suppress(OSError, ValueError):  # virtual interfaces raise, or have -1
         rated = float((system / name / "speed").read_text())
     return Interface(name, rated if rated is not None and rated > 0 else None)
 
@@ -310,9 +289,9 @@ class Cluster:
     """The parameters of the network model.
 
     Attributes:
-        bandwidth: between machines, bit/s per machine.
-        inside: inside a machine, bit/s per rank.
-        latency: seconds per message between machines.
+        bandwidth: bit/s per machine, between machines.
+        inside: bit/s per rank, inside a machine.
+        latency: seconds per message, between machines.
     """
 
     machines: int
@@ -323,15 +302,11 @@ class Cluster:
     backend: Literal["nccl", "gloo"]
 
     def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
-        """Predict the seconds of the collectives `ops` of each bucket, one after another.
-
-        Args:
-            counted: bytes in all buckets, see `Counters`; divided equally among `ops`.
-            together: number of ranks of a machine in one group.
-        """
+        """Predict the seconds of the collectives `ops` of each bucket, one after another. `counted`: bytes in all
+        buckets (see `Counters`), divided equally among `ops`. `together`: number of ranks of a machine in one group."""
         ranks, found = self.machines * together, 0.0
         for op in ops:
-            if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):  # each rank sends to each other one
+            if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):  # each rank sends to every other rank
                 shares, messages = together * (ranks - together), ranks - together
             else:
                 shares, messages = ranks - 1, _messages(op, ranks, self.backend)
@@ -341,7 +316,7 @@ class Cluster:
 
 
 def _messages(op: Op, ranks: int, backend: str) -> int:
-    """Return the number of consecutive messages of a ring; NCCL sums in a tree if that needs fewer."""
+    """Return the number of consecutive messages in a ring. NCCL sums in a tree if that needs fewer."""
     if op == "gather":
         return ranks - 1
     return 2 * min(ranks - 1, math.ceil(math.log2(ranks)) if backend == "nccl" else ranks)
@@ -351,7 +326,7 @@ def cluster_of(
     machines: Sequence[Sequence[int]], link: Link, inside_mbit_per_s: float, backend: Literal["nccl", "gloo"]
 ) -> Cluster:
     """Fit the model. If machines have different numbers of ranks, each rank counts as a machine. `machines`: the ranks
-    of each."""
+    of each machine."""
     ranks, sizes = sum(map(len, machines)), {len(each) for each in machines}
     together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
     latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
@@ -360,12 +335,8 @@ def cluster_of(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The predicted time that a step spends on the network with one hook.
-
-    Attributes:
-        seconds: per step, on average.
-        between_nodes: whether this is with `ranks_per_node`, because it is faster.
-    """
+    """The predicted time that a step spends on the network with one hook, on average. `between_nodes`: whether this is
+    with `ranks_per_node`, because it is faster."""
 
     candidate: Candidate
     seconds: float
@@ -409,7 +380,7 @@ def parsed_size(text: str) -> float:
 
 
 def transformer(numel: float) -> dict[str, torch.Tensor]:
-    """Make a transformer of about `numel` parameters on the meta device: 64 times as wide as deep, as GPT-2."""
+    """Make a transformer of about `numel` parameters on the meta device: 64 times as wide as deep, like GPT-2."""
     width = max(64, 64 * round((64 * numel / 12) ** (1 / 3) / 64))
     layers = max(1, round(numel / (12 * width**2)))
     shapes = {"attention": (3 * width, width), "output": (width, width), "norm": (width,)}
@@ -426,12 +397,9 @@ class NetworkReport:
     """The result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice.
 
     Attributes:
-        machines: ranks by machine.
-        interfaces: by machine.
-        backend: of the process group.
-        pairs: single connections.
+        machines, interfaces: ranks, and interface, by machine.
         link: all ranks together.
-        exchanges: one per hook, by size of the model as the user wrote it.
+        exchanges: one per hook, by model size as the user wrote it.
         step_ms: the time of a step without a network, if known.
         took_s: duration of the measurement.
     """
@@ -473,7 +441,7 @@ class NetworkReport:
         return text_of(*lines, connections, together, times, LEGEND, *self.advice())
 
     def advice(self) -> list[str]:
-        """Return sentences about slow connections and interfaces, and about each model."""
+        """Return sentences about slow connections and interfaces, and about each model size."""
         hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]
         return [*self._slow_connections(), *self._slow_interfaces(), *hooks]
 
@@ -487,7 +455,7 @@ class NetworkReport:
             if worst is not None and worst.mbit_per_s < SLOW * usual:
                 found.append(
                     f"Ranks {worst.ranks[0]} and {worst.ranks[1]} reach {bandwidth(worst.mbit_per_s)} where "
-                    f"{bandwidth(usual)} is usual {where}: every all-reduce waits for the slowest connection. Look at "
+                    f"{bandwidth(usual)} is usual {where}: every all-reduce waits for the slowest connection. Check "
                     "this one first."
                 )
         return found

@@ -242,7 +242,7 @@ def test_another_model(run_ranks: Any, change: str, hook: str, running: bool) ->
             assert any(line.startswith(f"  {name}: {problem}") for line in lines), name
         assert (
             last
-            == "strict=False beside hook=... or in the load gives these parameters fresh memory and loads the others"
+            == "strict=False, with hook=... or in the load, gives these parameters fresh memory and loads the others"
         )
         # All that has a residual and is as it was keeps it.
         fitting = ["0.weight", "3.weight", "5.weight", "7.weight"]
@@ -305,8 +305,8 @@ def test_another_hook(run_ranks: Any, before: str, after: str) -> None:
     for rank in ranks:
         refused = rank["refused"]
         assert refused["error"] == (
-            f"the saved state is of hook {old}, this one is {new}. Attach the saved hook to continue with its memory, "
-            "or give strict=False beside hook=... or in the load to begin this one with fresh memory"
+            f"the saved state is of hook {old}, but this hook is {new}. Attach the saved hook to continue with its "
+            "memory, or pass strict=False, with hook=... or to the load, to begin this one with fresh memory"
         )
         assert refused["untouched"]
         assert rank["forgotten"] and rank["step"] == 0
@@ -317,7 +317,7 @@ def test_another_hook(run_ranks: Any, before: str, after: str) -> None:
         if after != "batched_powerSGD":
             assert torch.equal(rank["weights"], rank["fresh"])
     (warning,) = ranks[0]["warnings"]
-    text = f"the saved state is of hook {old}, this one is {new}: it begins with fresh memory (strict=False)"
+    text = f"the saved state is of hook {old}, but this hook is {new}: it begins with fresh memory (strict=False)"
     expected = f"commhooks: {text}"
     assert warning == expected + ("; its hook_state (_Sum) stays as it is" if after == "users" else "")
     assert ranks[1]["warnings"] == []
@@ -350,7 +350,7 @@ def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool
         if strict:
             assert (
                 rank["error"]
-                == f"{text}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+                == f"{text}; strict=False, with hook=... or in the load, loads the step without that state"
             )
             assert rank["step"] == 1 and rank["warnings"] == []
         else:

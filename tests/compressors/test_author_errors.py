@@ -165,7 +165,7 @@ def _rows() -> str:
 
 def test_a_message_without_a_row_for_each_rank(run_ranks: Any) -> None:
     for text in run_ranks(_rows, world_size=3):
-        assert text.startswith("all-to-all of rows ") and "(2,) has not one row for each of 3" in text
+        assert text.startswith("all-to-all of rows ") and "(2,) does not have one row for each of 3" in text
 
 
 def _different_plans() -> None:
@@ -203,7 +203,7 @@ def _config(**members: Any) -> type[Any]:
         ({"Config": _config(), "state_fields": ("residual",)}, "state_fields hold 'residual'; expected commhooks.RES"),
         (
             {"Config": _config(), "transactional": False, "state_fields": (commhooks.RESIDUAL,)},
-            "with transactional=False it learns nothing",
+            "with transactional=False there is no learned state",
         ),
     ],
 )
@@ -221,8 +221,8 @@ def test_what_cannot_be_registered(members: dict[str, Any], text: str) -> None:
     [
         ({"key": "shape"}, "keeps something else under this key"),
         ({"key": "q"}, "keeps something else under this key"),
-        ({"key": "residual"}, "is each rank's own: use RESIDUAL"),
-        ({"key": "momentum", "replicated": False}, "Use RESIDUAL"),
+        ({"key": "residual"}, "differs between ranks: use RESIDUAL"),
+        ({"key": "momentum", "replicated": False}, "; use RESIDUAL"),
     ],
 )
 def test_fields_that_no_checkpoint_can_hold(arguments: dict[str, Any], text: str) -> None:

@@ -20,6 +20,7 @@ import commhooks
 from commhooks.compressors.base import Exchange, Send, State, StepInfo
 from commhooks.compressors.cast import Stateless
 from commhooks.engine.backward_pass import BackwardPass
+from commhooks.gradients.loss_scale import ScaleOf
 from commhooks.options import HookConfig
 from tests.support import sharded
 from tests.support import simulated_accelerator as simulation
@@ -72,29 +73,42 @@ HOST_WAITS = {
 OTHER_NUMBERS = "late operators give other numbers"
 
 
-def _trained(hook: str, more: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The faults of a training, and what the host waited for in its last two steps."""
+def _wrong(train: Callable[[Accelerator], Any], seed: int, numbers: str | None = None) -> list[str]:
+    """What is wrong with a training, which returns its numbers: faults, and other numbers if its operators run late.
 
-    def train(late: int | None) -> Any:
+    Args:
+        seed: of the order in which they do.
+        numbers: those on the CPU, if they must be the same.
+    """
+
+    def run(late: int | None) -> tuple[str, list[str]]:
         with simulated_accelerator(late) as accelerator:
-            run = _new(hook, **more).train(STEPS - 2)
-            del accelerator.host_waits[:]
-            run.train(2)
-            waits = list(accelerator.host_waits)
-            run.hook.stats()
-            saved = run.save()["hook"].get("parameters")
-        return accelerator.faults, waits, plain([run.weights(), *run.gradients, saved])
+            found = repr(plain(train(accelerator)))
+            gc.collect()
+        return found, accelerator.faults
 
-    faults, waits, numbers = train(None)
-    return faults + _other_numbers(numbers, lambda: train(len(hook))[-1]), waits  # hooks have both kinds of orders
-
-
-def _other_numbers(numbers: Any, train: Callable[[], Any]) -> list[str]:
+    found, faults = run(None)
+    assert numbers in (None, found)
     try:
-        late = train()
+        late = run(seed)[0]
     except Exception as error:  # of wrong numbers
         late = repr(error)
-    return [OTHER_NUMBERS] * (late != numbers)
+    return faults + [OTHER_NUMBERS + f": {late[:200]}"] * (late != found)
+
+
+def _trained(hook: str, more: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What is wrong with a training, and what the host waited for in its last two steps."""
+    waits: list[str] = []
+
+    def train(accelerator: Accelerator) -> Any:
+        run = _new(hook, **more).train(STEPS - 2)
+        del accelerator.host_waits[:]
+        run.train(2)
+        waits.extend(accelerator.host_waits)
+        run.hook.stats()
+        return [run.weights(), run.gradients, run.save()["hook"].get("parameters")]
+
+    return _wrong(train, len(hook)), waits  # hooks have both kinds of orders
 
 
 def _check(found: Any, hook: str) -> None:
@@ -121,24 +135,13 @@ def _trained_with_diloco(device: torch.device, config: commhooks.DiLoCo, more: d
     with torch.no_grad():
         run.ddp.module[0].bias[0].fill_(torch.nan if dist.get_rank() == 0 else 0.5)  # one arrives, one is discarded
     run.train(5).hook.close()  # drops one
-    numbers = [each.nan_to_num(7.0) for each in (run.weights(), *run.gradients)]
-    return plain([numbers, saved["hook"]["parameters"]]), norm, run.hook.stats()["nonfinite_steps"]
+    assert run.hook.stats()["nonfinite_steps"] > 0  # discarded
+    return [run.weights(), run.gradients, saved["hook"]["parameters"], norm]
 
 
 def _trained_here_and_there(config: commhooks.DiLoCo, more: dict[str, Any]) -> list[str]:
-    """What is wrong with a training on the accelerator."""
-
-    def train(late: int | None) -> tuple[Any, list[str]]:
-        with simulated_accelerator(late) as accelerator:
-            numbers = _trained_with_diloco(DEVICE, config, more)
-            gc.collect()
-        return numbers, accelerator.faults
-
-    here = _trained_with_diloco(DEVICE, config, more)
-    assert here[-1] > 0  # discarded
-    there, faults = train(None)
-    assert there == here
-    return faults + _other_numbers(here, lambda: train(config.delay + len(more))[0])
+    here = repr(plain(_trained_with_diloco(DEVICE, config, more)))
+    return _wrong(lambda _: _trained_with_diloco(DEVICE, config, more), config.delay + len(more), here)
 
 
 @pytest.mark.parametrize(
@@ -212,20 +215,25 @@ def test_sparse_gradients(run_ranks: Any, hook: str) -> None:
 
 
 def _trained_in_shards(hook: str) -> list[str]:
-    with simulated_accelerator() as accelerator:
+    def train(accelerator: Accelerator) -> Any:
         mesh = sharded.mesh_of(2, 2)
         model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
         options = HOOKS[hook].get("hook_options")
         attached = commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"])
         for step in range(STEPS):
-            gradients = sharded.random_gradients(step, dtype=torch.float32)
+            given = {n: g.to(DEVICE) for n, g in sharded.random_gradients(step, dtype=torch.float32).items()}
             model.zero_grad(set_to_none=True)
             del accelerator.host_waits[:]
-            model({name: each.to(DEVICE) for name, each in gradients.items()}).backward()
+            if step == 2:
+                with sharded.accumulating(model, "set_requires_all_reduce"):
+                    model(given).backward(), model(given).backward()
+            model(given).backward()
             assert accelerator.host_waits == [] or step < STEPS - 1
             descend(model)
         attached.stats()
-        return accelerator.faults
+        return [each.to_local() for each in model.parameters()]  # type: ignore[attr-defined]
+
+    return _wrong(train, len(hook))
 
 
 @fully_shard_on_gloo
@@ -268,20 +276,24 @@ def test_a_compressor_of_ones_own_without_learned_state(run_ranks: Any, op: str)
     assert run_ranks(_trained_with_sums, op) == [[], []]
 
 
-def _trained_with_a_scale() -> list[str]:
-    """As a GradScaler does, which changes the scale on the device."""
-    with simulated_accelerator() as accelerator:
-        scale = torch.ones((), device=DEVICE)
-        run = _new("powerSGD", loss_scale=lambda: scale)
-        for _ in range(STEPS):
-            run.train(1)
-            scale.mul_(2)
-        run.hook.stats()
-        return accelerator.faults
+def _trained_with_a_scaler() -> list[str]:
+    def train(accelerator: Accelerator) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        run = _new("powerSGD", loss_scale=ScaleOf(lambda: scaler, DEVICE))
+        run.scaler = scaler
+        bias = run.train(3).ddp.module[0].bias.detach()  # type: ignore[union-attr, operator]
+        kept = bias.clone()
+        bias.fill_(torch.nan)
+        run.train(1)  # is skipped
+        bias.copy_(kept)
+        assert run.train(2).hook.stats()["nonfinite_steps"] == 1
+        return [scaler.get_scale(), run.weights(), run.gradients]
+
+    return _wrong(train, 0)
 
 
-def test_a_loss_scale(run_ranks: Any) -> None:
-    assert run_ranks(_trained_with_a_scale) == [[], []]
+def test_a_grad_scaler(run_ranks: Any) -> None:
+    assert run_ranks(_trained_with_a_scaler) == [[], []]
 
 
 # ---- in the middle of a backward pass --------------------------------------------------------------------------------
@@ -296,7 +308,7 @@ def _interrupted(run: Run, act: Callable[[], object]) -> None:
         handle.remove()
 
 
-def _saves_in_a_thread(run: Run, accelerator: Accelerator, how: str) -> None:
+def _saves_in_a_thread(run: Run, accelerator: Accelerator, how: str) -> Any:
     saved: list[Any] = []
 
     def save() -> None:
@@ -305,14 +317,16 @@ def _saves_in_a_thread(run: Run, accelerator: Accelerator, how: str) -> None:
         thread.join()
 
     _interrupted(run, save)
-    assert saved[0]["step"] == STEPS and saved[0]["exact"]
+    save()  # nothing has made the host wait since the commit
+    assert [each["step"] for each in saved] == [3, 4] and saved[0]["exact"]
+    return [each["parameters"] for each in saved]
 
 
-def _reads_norms_elsewhere(run: Run, accelerator: Accelerator) -> None:
+def _reads_norms_elsewhere(run: Run, accelerator: Accelerator) -> Any:
     run.optimizer.zero_grad()  # gradients are the caller's to wait for
     run.hook.state_dict("mean")  # the codec's stream copies the means
     with accelerator.cuda.on(Stream(name="the reader's stream")):
-        assert run.hook.norms()["residual_norm"] is not None
+        return run.hook.norms()["residual_norm"]
 
 
 class _Interrupt(Exception):
@@ -330,11 +344,13 @@ def _is_abandoned(run: Run, accelerator: Accelerator) -> None:
     _begins_anew(run)
 
 
-def _fails_in_a_hook(run: Run, accelerator: Accelerator) -> None:
+def _fails_in_a_hook(run: Run, accelerator: Accelerator) -> Any:
     with mock.patch.object(BackwardPass, "drain", side_effect=_Interrupt), pytest.raises(_Interrupt):
         run.train(1)
     run.optimizer.zero_grad(set_to_none=False)  # the gradients are in the buckets
+    zeros = [each.grad for each in run.ddp.parameters()]
     _begins_anew(run)
+    return zeros
 
 
 def _begins_anew(run: Run) -> None:
@@ -367,10 +383,10 @@ def _trains_on_another_stream(run: Run, accelerator: Accelerator) -> None:
 
 def _is_checked(run: Run, accelerator: Accelerator) -> None:
     run.hook.synchronize()
-    assert run.hook.stats()["backward_passes"] == STEPS
+    assert run.hook.stats()["backward_passes"] == 3
 
 
-EVENTS: dict[str, Callable[..., None]] = {
+EVENTS: dict[str, Callable[..., Any]] = {
     "saves": lambda *given: _saves_in_a_thread(*given, "per_rank"),
     "saves the mean": lambda *given: _saves_in_a_thread(*given, "mean"),
     "reads norms elsewhere": _reads_norms_elsewhere,
@@ -383,21 +399,22 @@ EVENTS: dict[str, Callable[..., None]] = {
 }
 
 
-def _trained_with(hook: str, event: str) -> list[str]:
-    with simulated_accelerator() as accelerator:
-        run = _new(hook, ddp={"gradient_as_bucket_view": True}).train(STEPS)
-        EVENTS[event](run, accelerator)
-        if hasattr(run, "ddp"):
-            run.train(2).hook.stats()
-        del run
-        gc.collect()
-        return accelerator.faults
+def _trained_with(hook: str, event: str, seed: int) -> list[str]:
+    def train(accelerator: Accelerator) -> Any:
+        run = _new(hook, ddp={"gradient_as_bucket_view": True}).train(3)
+        seen = EVENTS[event](run, accelerator)
+        if not hasattr(run, "ddp"):
+            return run.gradients
+        run.train(2).hook.stats()
+        return [seen, run.weights(), run.gradients]
+
+    return _wrong(train, seed)
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("hook", ["powerSGD", "int8"])
-def test_a_training_that(run_ranks: Any, hook: str, event: str) -> None:
-    assert run_ranks(_trained_with, hook, event) == [[], []]
+@pytest.mark.parametrize(("hook", "seed"), [("powerSGD", 0), ("int8", 1)])
+def test_a_training_that(run_ranks: Any, hook: str, event: str, seed: int) -> None:
+    assert run_ranks(_trained_with, hook, event, seed) == [[], []]
 
 
 # ---- what the simulation finds ---------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_one_changed_bit_is_found(
     for result in results:
         assert result["step"] == found_at
         # All gradients are averages, so that it is the only one also some steps later.
-        assert "different are parameter 3.weight (ranks [1] against rank 0)." in result["text"]
+        assert "they differ in parameter 3.weight (ranks [1] against rank 0)." in result["text"]
         assert f"before step {found_at}" in result["text"]
         assert result["at"] == found_at  # that step was not taken
 

@@ -58,7 +58,7 @@ def test_replicas_of_a_shard_are_compared(run_ranks: Any) -> None:
     assert run_ranks(_drifts, None, world_size=4) == [""] * 4
     messages = run_ranks(_drifts, 3, world_size=4)
     for rank in (1, 3):
-        assert "different are parameter even.weight (ranks [1] against rank 0)" in messages[rank]
+        assert "they differ in parameter even.weight (ranks [1] against rank 0)" in messages[rank]
         assert "ranks that hold other shards of the model have failed: ranks [1]" in messages[rank - 1]
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_done_without_a_hook() -> None:
     with process_group_of_one():
         hook = commhooks.attach(wrap(mlp()), None)
         saved = commhooks.attach(wrap(mlp()), "powerSGD").state_dict()
-        with pytest.raises(commhooks.PayloadError, match="is of hook 'powerSGD', this one is 'none'"):
+        with pytest.raises(commhooks.PayloadError, match="is of hook 'powerSGD', but this hook is 'none'"):
             hook.load_state_dict(saved)
     for name in ("none", "Off"):
         with pytest.raises(HookConfigError, match=f"name='{name}' means training without a hook"):

@@ -221,5 +221,5 @@ def test_bad_options(options, text):
 def test_a_wrapper_is_refused():
     from commhooks.request import HookRequest
 
-    with pytest.raises(commhooks.HookConfigError, match="what to send: omit wrapper and set its option wire$"):
+    with pytest.raises(commhooks.HookConfigError, match="what it sends: omit wrapper and set its option wire$"):
         HookRequest.parse("diloco", wrapper="bf16")

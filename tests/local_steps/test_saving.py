@@ -97,7 +97,7 @@ def _from_another_hook() -> tuple[str, int]:
 
 def test_the_state_of_another_hook_is_refused_or_left_out(run_ranks):
     for said, rounds in run_ranks(_from_another_hook):
-        assert "the saved state is of hook 'int8_compress', this one is 'diloco'. Attach the saved hook" in said
+        assert "the saved state is of hook 'int8_compress', but this hook is 'diloco'. Attach the saved hook" in said
         assert rounds == 1
 
 

@@ -101,7 +101,7 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
     (callable_hook, {"ranks_per_node": 2}, "ranks_per_node with the hook callable_hook, a function: write a compress"),
     ("noop", {"ranks_per_node": 2}, "ranks_per_node with hook 'noop', which sends nothing: name a hook such as"),
     ("batched_powerSGD", {"ranks_per_node": 2}, "which compresses whole buckets: name a hook such as"),
-    ("auto", {"wrapper": "fp16"}, "wrapper='fp16' with hook 'auto', which chooses itself what to send: omit wrapper"),
+    ("auto", {"wrapper": "fp16"}, "wrapper='fp16' with hook 'auto', which itself chooses what it sends: omit wrapper"),
     ("diloco", {"wrapper": "fp16"}, "omit wrapper and set its option wire"),
 ]
 
@@ -201,7 +201,8 @@ OF_ATTACH: list[tuple[Callable[[], object], str]] = [
     (_bare, "HookRunError: powerSGD_hook and batched_powerSGD_hook need a commhooks.PowerSGDState as their state, got"),
     (
         _twice,
-        "AttachError: this DistributedDataParallel model has a communication hook already, so 'allreduce' cannot be",
+        "AttachError: this DistributedDataParallel model has a communication hook already, so 'allreduce' cannot be "
+        "attached",
     ),
     (
         _attach(model=lambda: nn.Linear(2, 2)),
@@ -210,8 +211,8 @@ OF_ATTACH: list[tuple[Callable[[], object], str]] = [
     ),
     (
         _attach(model=Gan),
-        "Gan is no DistributedDataParallel model, but holds some: generator, critic.net. Attach a hook to each of "
-        "them, such as attach(model.generator, ...)",
+        "Gan is not a DistributedDataParallel model, but contains some: generator, critic.net. Attach a hook to each "
+        "of them, such as attach(model.generator, ...)",
     ),
     (_attach(model=lambda: "powerSGD"), "got a builtins.str; the model comes first, then the hook"),
 ]

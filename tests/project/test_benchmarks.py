@@ -27,7 +27,7 @@ ALONE = {
     "checkpoint": "",
     "codec": "--ranks 4 --rounds 2",
     "convergence": "--plot figures.png",
-    "gpu": "--device cpu --models tiny --ranks 1 --markdown",
+    "gpu": "--device cpu --models tiny --ranks 1 --buckets one --batches small --markdown",
     "language_model": "--plot figures.png",
     "launches": "",
     "local_steps": "",

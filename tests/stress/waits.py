@@ -44,6 +44,8 @@ FIRST = {
     "engine/session.py": "fails",
     "engine/state.py": "saves or reads",
     "engine/streams.py": "powerSGD and (saves or reads or fails or dropped or loads) or diloco",
+    "gradients/fully_shard.py": "shards",
+    "gradients/precision.py": "saves the mean",
     "local_steps/fragments.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",

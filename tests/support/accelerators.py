@@ -36,16 +36,16 @@ mixed_precision: "no"
 
 
 def section(text: str) -> str:
-    """The file with a section of ours."""
+    """Return the configuration file with a section for commhooks."""
     return ACCELERATE + "comm_hook_config:\n" + "".join(f"  {line}\n" for line in text.splitlines())
 
 
 @contextlib.contextmanager
 def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
-    """As if `accelerate launch` had started this worker: real ranks of the pool's process group, on the CPU.
+    """Context manager: pretend that `accelerate launch` has started this worker, with the pool's ranks on the CPU.
 
-    `changes` are to the variables of the launcher; `none`: as if there were no launcher. Accelerate 1.15 keeps what it
-    found out in the process; `_reset_state` is what its own tests use to start anew.
+    `changes` are made to the launcher's variables; `none`: without a launcher. Accelerate 1.15 caches what it has
+    detected in the process; its own tests use `_reset_state` to start anew.
     """
     environ = (
         {}
@@ -70,7 +70,7 @@ def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
 
 
 def launched(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of what workers run: inside `accelerate_launched`."""
+    """Decorator: run a worker's function inside `accelerate_launched`."""
 
     @functools.wraps(work)
     def inside(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def launched(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_accelerator(*handlers: Any, **kwargs: Any) -> Accelerator:
-    """An accelerator that really is one of several ranks on the CPU."""
+    """Make an accelerator that is one of several ranks on the CPU."""
     accelerator = Accelerator(kwargs_handlers=list(handlers), **kwargs)
     assert accelerator.distributed_type.value == "MULTI_CPU"
     assert accelerator.num_processes == dist.get_world_size()
@@ -91,7 +91,8 @@ def new_accelerator(*handlers: Any, **kwargs: Any) -> Accelerator:
 def sharding_accelerator(
     *handlers: Any, replicas: int | None = 2, reshard: bool = True, form: str = "SHARDED_STATE_DICT", **kwargs: Any
 ) -> Accelerator:
-    """An accelerator that shards by FSDP2 within replicas, on the CPU. `replicas` None: without a ParallelismConfig."""
+    """Make an accelerator that shards by FSDP2 within replicas, on the CPU. `replicas` None: without a
+    ParallelismConfig."""
     pretend_to_have_accelerators()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -110,7 +111,8 @@ def sharding_accelerator(
 
 
 def pretend_to_have_accelerators() -> None:
-    """For the next `Accelerator`: Accelerate 1.15 shards on accelerators only, although FSDP2 runs on the CPU, too."""
+    """Make the next `Accelerator` shard on the CPU. Accelerate 1.15 shards on accelerators only, although FSDP2 also
+    runs on the CPU."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
@@ -137,7 +139,7 @@ class Training:
 
     @classmethod
     def resumed(cls, folder: Any, step: int, handler: Any = None, **kwargs: Any) -> "Training":
-        """A new one with other weights and other options, which then loads."""
+        """Make one with different weights and options, and load."""
         new = cls(power_sgd(WRONG) if handler is None else handler, **kwargs)
         with torch.no_grad():
             for parameter in new.model.parameters():
@@ -176,7 +178,7 @@ Warnings = functools.partial(log_lines, ("commhooks", "accelerate_commhooks"), l
 
 
 FILES = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
-"""Of the first model, on two ranks."""
+"""The files of the first model, on two ranks."""
 
 
 def hook_files(folder: Any) -> list[str]:
@@ -188,7 +190,7 @@ def outcome(run: Training) -> dict[str, Any]:
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Of two outcomes."""
+    """Assert that two outcomes are equal."""
     assert torch.equal(one["weights"], other["weights"])
     assert one["residuals"].keys() == other["residuals"].keys()
     assert all(torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"])

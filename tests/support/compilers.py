@@ -1,4 +1,4 @@
-"""Whether this machine has the C compiler that the native library needs, and libraries as other machines have them."""
+"""Whether this machine has the C compiler that the native library needs, and libraries built as on other machines."""
 
 import contextlib
 import os
@@ -27,15 +27,15 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C compiler
 
 
 def compile_kernels() -> None:
-    """Unless the cache holds the library. What fails here fails in its tests."""
+    """Compile the library unless the cache has it. A failure shows in the tests that need it."""
     with contextlib.suppress(Exception):
         library.load()
 
 
 @contextlib.contextmanager
 def another_library(*flags: str, compiler: str | None = None) -> Iterator[None]:
-    """The body computes with a library that this compiler (None: the usual one) makes with more flags. The cache keeps
-    it, because several tests use the same flags."""
+    """Context manager: use a library that this compiler (None: the usual one) builds with additional flags. The cache
+    keeps it, because several tests use the same flags."""
     sources = {source: (*own, *flags) for source, own in library.SOURCES.items()}
     library.load.cache_clear()
     try:

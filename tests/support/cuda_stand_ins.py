@@ -1,4 +1,4 @@
-"""Stand-ins for the streams and events of an accelerator, to test on the CPU what waits for what.
+"""Stand-ins for the streams and events of an accelerator, to test on the CPU which work waits for which.
 
 A stream knows the names of all work that its next work comes after. Tests name work by `Cuda.queue`.
 """
@@ -15,7 +15,7 @@ from commhooks.engine import streams
 from commhooks.gradients import precision
 
 Clock = dict["Stream", int]
-"""The number of the latest work of each stream that something comes after; see `simulated_accelerator.py`."""
+"""Per stream, the number of the latest work that something comes after; see `simulated_accelerator.py`."""
 
 
 class Stream:
@@ -41,6 +41,11 @@ class Stream:
         self.after |= event.after
         self.see(event.clock)
 
+    def record_event(self) -> Any:
+        event: Any = torch.Event()
+        event.record(self)
+        return event
+
 
 class Event:
     def __init__(self, cuda: "Cuda") -> None:
@@ -48,7 +53,8 @@ class Event:
         self.clock: Clock = {}
         self._cuda, self._recorded = cuda, False
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._cuda.current()
         self.after, self.clock, self._recorded = frozenset(stream.after), dict(stream.clock), True
 
     def query(self) -> bool:
@@ -70,7 +76,7 @@ class Event:
 
 
 class Cuda:
-    """What the tests look at.
+    """The state that tests inspect.
 
     Attributes:
         made: the streams made so far. Every thread begins on `default`, which is not among them.
@@ -122,11 +128,12 @@ class Cuda:
         self.host_sees(event.clock)
 
     def wait(self, work: Iterable[str]) -> None:
-        """Note that the host waits for this work."""
+        """Record that the host waits for this work."""
         self.host_waits.setdefault(threading.current_thread(), []).append(frozenset(work))
 
     def copy(self, to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`to`, which waits unless it copies to pinned memory of the host: torch pins what is copied `non_blocking`."""
+        """Wrap `to` so that it waits, unless it copies to pinned host memory. torch pins what is copied
+        `non_blocking`."""
 
         def copying(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
             moves = any(isinstance(each, (str, torch.device)) for each in (*args, *kwargs.values()))
@@ -139,7 +146,7 @@ class Cuda:
         return copying
 
     def queue(self, name: str) -> None:
-        """Queue work of this name on the current stream."""
+        """Queue work with this name on the current stream."""
         self.current().after.add(name)
 
     @property
@@ -151,7 +158,7 @@ class Cuda:
         self.kept.add((storage(tensor), stream))
 
     def waits(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """`read`, a method by which the host reads a tensor, noting what it waits for."""
+        """Wrap `read`, a method by which the host reads a tensor, to record what it waits for."""
 
         def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not any(tensor is each for each in self.pinned):
@@ -167,7 +174,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def cuda_stand_ins() -> Iterator[Cuda]:
-    """In the body tensors on the CPU are treated as if they were on a CUDA device."""
+    """Context manager: treat tensors on the CPU as if they were on a CUDA device."""
     cuda = Cuda()
     with contextlib.ExitStack() as patches:
         for owner, name, value in (

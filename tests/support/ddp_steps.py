@@ -1,6 +1,6 @@
-"""Small pieces for tests of hooks on several ranks: a model, batches, one backward pass, comparisons over ranks.
+"""Helpers for tests of hooks on several ranks: a model, batches, a backward pass, comparisons over ranks.
 
-Everything here runs inside the workers. What compares over ranks must be called by all ranks of the group.
+Everything here runs inside the workers. All ranks of the group must call the functions that compare over ranks.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ SMALL_BUCKETS_MB = 0.003  # about 3 kB: every layer of `mlp` has a bucket of its
 
 
 def mlp(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Three linear layers, all of whose weights are worth compressing at ranks 1 and 2; the same on every rank."""
+    """Make three linear layers whose weights are worth compressing at ranks 1 and 2; the same on every rank."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24))
     return model.to(dtype)
@@ -33,15 +33,15 @@ def wrap(module: nn.Module, **ddp_options: Any) -> DistributedDataParallel:
 
 
 def batch(step: int, rank: int | None = None, width: int = 24, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Eight rows for this step, other ones on each rank (`rank`: of whom; None is this process)."""
+    """Make eight rows for this step, different on each rank. `rank`: None: this process's."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(8, width, generator=generator, dtype=dtype)
 
 
 def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
-    """One forward and backward pass of `mlp` on this rank's batch, into gradients that start as None. `scale`: of the
-    loss."""
+    """Run one forward and backward pass of `mlp` on this rank's batch, into gradients that start as None. `scale`:
+    factor of the loss."""
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
     (model(batch(step, dtype=dtype)).square().mean() * scale).backward()
@@ -62,7 +62,7 @@ def train(model: nn.Module, steps: int, first_step: int = 0) -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients, dense, under the names of the module inside DDP."""
+    """Return copies of the gradients, dense, under the names of the module inside DDP."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
     return {
         name: parameter.grad.to_dense().clone()
@@ -72,7 +72,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def local_gradients(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, torch.Tensor]:
-    """The gradients of this rank alone: of `run`, a forward and backward pass, on a copy of the module."""
+    """Return the gradients of this rank alone, from `run`, a forward and backward pass, on a copy of the module."""
     alone = copy.deepcopy(model.module if isinstance(model, DistributedDataParallel) else model)
     alone.zero_grad(set_to_none=True)
     run(alone)
@@ -81,7 +81,8 @@ def local_gradients(model: nn.Module, run: Callable[[nn.Module], object]) -> dic
 
 @contextlib.contextmanager
 def process_group_of_one() -> Iterator[None]:
-    """A default process group of this process only, for what needs a DDP model and no second rank."""
+    """Context manager: a default process group with this process only, for tests that need a DDP model and no second
+    rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -101,7 +102,7 @@ def mean_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
 
 def replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether weights and gradients are finite and the same on every rank, bit for bit."""
+    """Whether weights and gradients are finite and bit-equal on every rank."""
     own = [
         p.detach().double().flatten() if not p.is_complex() else torch.view_as_real(p.detach()).double().flatten()
         for p in model.parameters()
@@ -114,7 +115,7 @@ def replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
 
 def residuals(hook: CommHook) -> dict[str, torch.Tensor]:
-    """This rank's residuals by parameter, in the shape of the parameter."""
+    """Return this rank's residuals by parameter, in the shape of the parameter."""
     saved = hook.state_dict("per_rank")["parameters"]
     return {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
 
@@ -124,7 +125,8 @@ def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def errors_of_means(model: nn.Module, steps: int, factor: float = 1.0) -> list[float]:
-    """Trains. Of each gradient the relative error: it should be `factor` times the mean of the ranks' own ones."""
+    """Train, and return the relative error of each gradient. It should be `factor` times the mean of the ranks' own
+    gradients."""
     errors = []
     for step in range(steps):
         alone = local_gradients(model, functools.partial(backward, step=step))
@@ -145,9 +147,10 @@ def conservation_error(
     gradient: torch.Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """|mean new residual + gradient - mean delta| / |mean delta| of one parameter; delta = gradient + old residual.
+    """Return |mean new residual + gradient - mean delta| / |mean delta| for one parameter, with delta = gradient + old
+    residual.
 
-    What compression leaves out of the gradient must be in the residuals, whatever the approximation is worth.
+    What compression omits from the gradient must be in the residuals, however good the approximation is.
     """
     delta = local.double() if before is None else local.double() + before.double()
     mean_delta = mean_over_ranks(delta, group)
@@ -156,7 +159,7 @@ def conservation_error(
 
 @contextlib.contextmanager
 def log_lines(names: str | tuple[str, ...] = "commhooks", level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collects what is logged under one name or several while the body runs."""
+    """Context manager: collect the messages logged under one or several names."""
     lines: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

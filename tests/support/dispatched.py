@@ -1,4 +1,4 @@
-"""What torch dispatches: operators, views, new memory, and reads for which the host would wait."""
+"""Records what torch dispatches: operators, views, new memory, and reads for which the host would wait."""
 
 import traceback
 from collections import Counter
@@ -15,8 +15,8 @@ class Dispatched(TorchDispatchMode):
 
     Attributes:
         operators: by name, without views.
-        views: they only describe memory.
-        new_bytes: of tensors that are made from no other tensor.
+        views: operators that only describe memory.
+        new_bytes: bytes of tensors that are not made from another tensor.
         waits: where the host read a number of a tensor, for which it would wait on an accelerator.
     """
 

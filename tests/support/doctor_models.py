@@ -1,4 +1,4 @@
-"""A model and a loss in which everything could be changed by accident, for the tests of the doctor."""
+"""A model and a loss with everything that the doctor could change by accident."""
 
 import random
 
@@ -9,7 +9,7 @@ from tests.support.ddp_steps import mlp
 
 
 class Net(nn.Module):
-    """Something of all that could be changed by accident: weights, buffers, random numbers in forward."""
+    """A model with everything that could be changed by accident: weights, buffers, random numbers in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,5 +22,5 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    """Draws from every global generator."""
+    """Compute a loss that draws from every global generator."""
     return (model(torch.randn(8, 24)) * random.random()).square().mean()

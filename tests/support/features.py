@@ -1,6 +1,6 @@
-"""What some tests need and not every supported version has: marks that name the feature. docs/versions.md lists them.
+"""Marks for tests that need a feature which some supported versions lack. docs/versions.md lists them.
 
-`torch.__version__` is asked only where a missing feature shows as a wrong result or an error from deep inside.
+`torch.__version__` is only checked if a missing feature shows as a wrong result or an obscure error.
 """
 
 import importlib.metadata

@@ -2,7 +2,7 @@
 
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
 optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
-as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after this outer step, in mid-round.
+as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round.
 """
 
 import hashlib
@@ -24,21 +24,20 @@ EVERY = 5
 
 
 class Rounds:
-    """Prints the lines."""
-
     def __init__(self, given: dict[str, Any]) -> None:
-        self._slow, self._before, self._sigterm = Path(given["folder"]) / "slow", 0, given.get("sigterm")
+        self._slow, self._before, self._count = Path(given["folder"]) / "slow", 0, 0
+        self._sigterm = given.get("sigterm")
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
         stats = hook.stats()
         if stats["step"] > self._before and stats["step_in_round"] == 0:
-            self._before = stats["step"]
+            self._before, self._count = stats["step"], self._count + 1
             weights = [p for group in optimizer.param_groups for p in group["params"]]
             more["weights"], more["moments"] = hash_of(weights), hash_of(optimizer.state[p]["exp_avg"] for p in weights)
             lr = optimizer.param_groups[0]["lr"]
             said("round", step=stats["step"], names=names_in(hook), steps=steps, lr=lr, **more)
-        if self._sigterm is not None and stats["step"] >= self._sigterm and stats["step_in_round"] == 2:
+        if self._sigterm is not None and self._count >= self._sigterm and stats["step_in_round"] == 2:
             self._sigterm = None
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1 if self._slow.exists() else 0.0)
@@ -164,8 +163,8 @@ def fabric(given: dict[str, Any]) -> None:
 
 
 def accelerate(given: dict[str, Any]) -> None:
-    """With the settings in YAML, and gradients of two batches for a step. Saves in mid-round, and at the end goes back
-    to what it has saved."""
+    """Train with the settings in YAML, a prepared scheduler, and gradients of two batches for a step. Saves in
+    mid-round, and at the end goes back to the saved state."""
     from accelerate import Accelerator
 
     from accelerate_commhooks import CommHookKwargs
@@ -184,7 +183,6 @@ def accelerate(given: dict[str, Any]) -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     hook, done, rounds = handler.attached, [0], Rounds(given)
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
-    hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
     while done[0] < given["steps"]:
         for (inputs,) in loader:

@@ -1,6 +1,6 @@
-"""The compressors of which every promise is tested: the built-in ones, their variants and wrappers, and the example of
-one's own. A new compressor is added to `KINDS`. This is plain data: `tests/stress/compare_versions.py` reads it beside
-other versions of the packages."""
+"""The compressors for which every guarantee is tested: the built-in ones, their variants and wrappers, and the example
+of a user's own. A new compressor is added to `KINDS`. This is plain data: `tests/stress/compare_versions.py` reads it
+beside other versions of the packages."""
 
 from __future__ import annotations
 

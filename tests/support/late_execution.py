@@ -1,13 +1,14 @@
-"""Runs what a training queues on the simulated accelerator late, and in a random order that its waits allow.
+"""Runs the operators that a training queues on the simulated accelerator late, in a random order that its waits allow.
 
-An operator that needs no number on the host returns at once. What it writes is NaN, or zero in integers, until it has
-run; it runs when the host waits for something that comes after it. Then the streams take turns at random, or one stream
+An operator that needs no number on the host returns at once. Its outputs are NaN, or zero for integers, until it has
+run. It runs when the host waits for something that comes after it. Then the streams take turns at random, or one stream
 is as late as its waits allow. So a missing wait becomes a wrong number: compare with the same training in the order of
 its calls.
 
-A collective reads its tensors when it is issued, when all that it comes after has run, and its answer is written late.
-So a write into what a collective still reads is not seen here, nor is memory that is freed too early: the clocks see
-both. Sparse and random operators, and those whose shapes depend on numbers, run at once, after what they come after.
+A collective reads its tensors when it is issued, after everything that it comes after has run, and its result is
+written late. So a write into a tensor that a collective still reads is not detected here, nor is memory that is freed
+too early; the clocks detect both. Sparse and random operators, the collectives of DTensor, and operators whose shapes
+depend on numbers run at once, after everything that they come after.
 """
 
 import functools
@@ -31,7 +32,7 @@ _BELOW_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 @dataclass(eq=False)
 class Work:
-    """`number` is its place on its stream; it comes after all work in `after`."""
+    """One operator. `number`: its place on its stream; it comes after all work in `after`."""
 
     number: int
     after: Clock
@@ -39,11 +40,7 @@ class Work:
 
 
 class LateExecution:
-    """The queues of all streams.
-
-    Args:
-        seed: of the order. With an even one only what must run runs.
-    """
+    """The queues of all streams. `seed` determines the order; if it is even, work runs only when it must."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -58,7 +55,7 @@ class LateExecution:
             self._queues.setdefault(stream, deque()).append(Work(number, after, run))
 
     def force(self, clock: Clock) -> None:
-        """Run what somebody waits for."""
+        """Run everything that a clock waits for."""
         with self._lock, _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
             with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD), torch._C._DisableAutocast():
                 for stream, number in self._shuffled(clock):
@@ -115,7 +112,7 @@ def can_be_late(func: Any) -> bool:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator returns that only writes into its arguments."""
+    """Return the result of an operator that only writes into its arguments."""
     schema = func._schema
     given = {
         str(argument.alias_info.before_set): args[place] if place < len(args) else kwargs.get(argument.name)
@@ -132,7 +129,7 @@ def spoil(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def write_later(func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """The work of an operator, which has made the tensors `new`."""
+    """Return a function that runs the operator and writes its results into `new`, the tensors it has made."""
 
     def run() -> None:
         result = func(*args, **kwargs)
@@ -145,7 +142,8 @@ def write_later(func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]) 
 
 
 def collective(func: Any, args: Any, kwargs: Any, answers: Sequence[torch.Tensor]) -> tuple[Any, Callable[[], None]]:
-    """Begin a collective with copies of its tensors. Returns what the operator returns, and what writes the answers."""
+    """Begin a collective with copies of its tensors. Returns the operator's result, and a function that writes the
+    answers."""
     copies: dict[int, torch.Tensor] = {}
     originals: dict[int, torch.Tensor] = {}
 

@@ -1,7 +1,7 @@
-"""A Lightning Trainer inside the worker pool, and what the Lightning tests share.
+"""A Lightning Trainer inside the worker pool, and helpers for the Lightning tests.
 
-The pool has joined a process group before the function runs, and Lightning takes a group that is there as its own: no
-launcher, no ports. All functions here run in a worker.
+The pool has joined a process group before the function runs, and Lightning uses an existing group: no launcher, no
+ports. All functions here run in a worker.
 """
 
 import contextlib
@@ -29,8 +29,6 @@ STEPS_PER_EPOCH = 4  # for two ranks
 
 
 class PoolEnvironment(ClusterEnvironment):
-    """The ranks of the worker pool."""
-
     creates_processes_externally = True  # type: ignore[assignment]
     main_address = "unused"  # type: ignore[assignment]
     main_port = 0  # type: ignore[assignment]
@@ -59,7 +57,7 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 class Model(pl.LightningModule):
-    """Three matrices that are worth compressing, their biases, and dropout-free noise-free training."""
+    """Three matrices that are worth compressing, and their biases, without dropout or other noise."""
 
     def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
@@ -87,8 +85,6 @@ class Model(pl.LightningModule):
 
 
 class ManualModel(Model):
-    """Manual optimisation."""
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.automatic_optimization = False
@@ -101,7 +97,7 @@ class ManualModel(Model):
 
 
 class TwoOptimizersModel(ManualModel):
-    """An optimizer for the first layers and one for the last, stepped in turn after one backward pass each."""
+    """An optimizer for the first layers and one for the last, which step in turn after one backward pass each."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -123,14 +119,13 @@ def data() -> DataLoader[Any]:
 
 
 class Data(pl.LightningDataModule):
-    """For LightningCLI."""
-
     def train_dataloader(self) -> Any:
         return data()
 
 
 def cli_config(path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, **init_args: Any) -> str:
-    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`; return its path."""
+    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`, and return its
+    path."""
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     options = dict.fromkeys(quiet, False) | {"accelerator": "cpu", "devices": devices, "max_epochs": epochs}
     options["strategy"] = {"class_path": f"lightning_commhooks.{strategy}", "init_args": init_args}
@@ -155,7 +150,7 @@ def strategy(**options: Any) -> CommHookDDP:
 
 
 def trainer(root: str, *, pool: bool = True, made_by: Any = pl.Trainer, **options: Any) -> pl.Trainer:
-    """A quiet Trainer on the ranks of the pool. Checkpointing only with a callback that asks for it."""
+    """Return a quiet Trainer on the ranks of the pool. It saves checkpoints only with a callback for them."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options.setdefault("strategy", None)
     if options["strategy"] is None:
@@ -180,7 +175,7 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Watch(pl.Callback):
-    """Notes the hook's step when training starts, and the weights after every step."""
+    """Records the hook's step when training starts, and the weights after every step."""
 
     def __init__(self) -> None:
         self.start_steps: list[int] = []
@@ -196,7 +191,7 @@ class Watch(pl.Callback):
 
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[str]]:
-    """The texts of all warnings, those that commhooks logs first."""
+    """Context manager: collect the texts of all warnings, beginning with those that commhooks logs."""
     with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
@@ -211,7 +206,7 @@ SAVED_AT = 2 * STEPS_PER_EPOCH
 
 
 def keeper(root: str, **options: Any) -> ModelCheckpoint:
-    """A checkpoint after every second epoch: `root/step=N.ckpt`."""
+    """Make a callback that saves a checkpoint after every second epoch: `root/step=N.ckpt`."""
     return ModelCheckpoint(root, filename="{step}", save_top_k=-1, every_n_epochs=2, **options)
 
 
@@ -231,7 +226,7 @@ def fit(
     make: Any = None,
     **strategy_options: Any,
 ) -> dict[str, Any]:
-    """One Trainer, strategy and model from new; what came of it on this rank."""
+    """Fit with a new Trainer, strategy and model, and return the outcome on this rank."""
     watch = Watch()
     model = model or Model(seed=seed)
     strategy_options.setdefault("hook", HOOK)
@@ -260,7 +255,7 @@ def about_hooks(texts: list[str]) -> list[str]:
 
 
 def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Name -> residual, of a payload of this rank."""
+    """Return name -> residual for a payload of this rank."""
     return {
         name: entry["residual"][0] if isinstance(entry["residual"], list) else entry["residual"]
         for name, entry in payload["parameters"].items()
@@ -272,7 +267,7 @@ def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """The same names and the same bits."""
+    """Assert the same names and the same bits."""
     assert a.keys() == b.keys() and a
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different, f"not bit-equal: {different}, by up to {difference(a, b)}"

@@ -1,7 +1,5 @@
-"""The exchange of a compressor without other ranks: every collective returns its own input, as if all ranks sent that.
-
-Nothing is sent, and no process group is needed.
-"""
+"""The exchange of a compressor without other ranks: every collective returns its own input, as if all ranks had sent
+it. Nothing is sent, and no process group is needed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,8 +24,7 @@ class LocalDriver:
 
     Args:
         buckets: name -> parameter for each bucket; only shapes, strides and dtypes of the parameters are read.
-        device: the device on which to compute.
-        world_size: as many ranks as this one takes itself to be among.
+        world_size: the number of ranks that the compressor sees.
 
     Attributes:
         choice: the kernel, and why not a faster one.
@@ -66,7 +63,7 @@ class LocalDriver:
             flat.normal_()
 
     def step(self) -> None:
-        """Run one step over all buckets, one round of all buckets after the other."""
+        """Run one step over all buckets, one collective of each bucket after the other."""
         info = StepInfo(self._state.step, self._world_size)
         device = self._buckets[0][0].device
         with precision.full_precision(device):
@@ -79,7 +76,7 @@ class LocalDriver:
 
 
 def run_alone(tasks: Sequence[ExchangeTask], device: torch.device, world_size: int = 1) -> None:
-    """Run the exchanges of several buckets on `device` to their ends, one round of all after the other."""
+    """Run the exchanges of several buckets on `device` to their ends, one collective of each after the other."""
     answers: list[Any] = [None] * len(tasks)
     while tasks:
         steps = [(task, task.advance(answer)) for task, answer in zip(tasks, answers, strict=True)]

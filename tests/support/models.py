@@ -1,4 +1,4 @@
-"""Small models for tests on several ranks, and gradients to give them."""
+"""Small models for tests on several ranks, and prescribed gradients for them."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ SHAPES: Shapes = {
 
 
 class Prescribed(torch.nn.Module):
-    """A model whose gradients are what it is called with, exactly: d/dp of sum(p * g) is g."""
+    """A model whose gradients are exactly the tensors with which it is called: d/dp of sum(p * g) is g."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def mlp(width: int, layers: int, bias: bool = True) -> torch.nn.Sequential:
 
 
 def random_gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Gradients:
-    """What rank `rank` has at step `step`: a part common to all ranks plus half of a part of its own."""
+    """Return the gradients of `rank` at `step`: a part common to all ranks plus half of a part of its own."""
     common = torch.Generator().manual_seed(1_000_003 * (step + 1))
     own = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
     gradients = {}
@@ -59,14 +59,14 @@ def random_gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = 
 
 
 def backward(ddp_model: DistributedDataParallel, gradients: Gradients) -> Gradients:
-    """One synchronised backward pass of a `Prescribed` model; returns the gradients that DDP leaves behind."""
+    """Run one synchronised backward pass of a `Prescribed` model, and return the gradients that DDP leaves."""
     ddp_model.zero_grad()
     ddp_model(gradients).backward()
     return {name: p.grad.clone() for name, p in ddp_model.module.named_parameters() if p.grad is not None}
 
 
 def wrap(shapes: Shapes, bucket_cap_mb: float = 25, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
-    """A `Prescribed` model in DDP. With a cap of `EVERY_PARAMETER` each parameter has a bucket of its own."""
+    """Wrap a `Prescribed` model in DDP. With a cap of `EVERY_PARAMETER` each parameter has a bucket of its own."""
     return DistributedDataParallel(Prescribed(shapes, dtype), bucket_cap_mb=bucket_cap_mb)
 
 
@@ -74,12 +74,12 @@ EVERY_PARAMETER = 1e-6
 
 
 def masks(pretend: bool = True) -> contextlib.AbstractContextManager[object]:
-    """In the body tensors on the CPU are treated as if they were on an accelerator, which the host must not ask."""
+    """Context manager: treat tensors on the CPU as if they were on an accelerator, which the host must not read."""
     return mock.patch.object(precision, "is_host_readable", lambda device: not pretend)
 
 
 def bits_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    """Equal bit for bit; NaN equals NaN."""
+    """Whether tensors are bit-equal; NaN equals NaN."""
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
@@ -90,7 +90,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """The same types, keys and bits, of payloads and of what is in them."""
+    """Whether payloads, or parts of them, have the same types, keys and bits."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -101,13 +101,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """|got - expected| / |expected| in float64."""
+    """Return |got - expected| / |expected| in float64."""
     got, expected = got.double(), expected.double()
     return float((got - expected).norm() / expected.norm())
 
 
 def worst_error(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative error over tensors."""
+    """Return the largest relative error over the tensors."""
     assert got.keys() == expected.keys()
     return max(relative_error(got[name], expected[name]) for name in expected)
 

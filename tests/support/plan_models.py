@@ -1,4 +1,4 @@
-"""Models for `commhooks plan`, and what is none."""
+"""Models for `commhooks plan`, and objects that are no models."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.support.ddp_steps import mlp
 
 
 class Net(nn.Module):
-    """Tied, frozen, sparse, complex and 16-bit parameters beside ordinary ones."""
+    """A model with tied, frozen, sparse, complex and 16-bit parameters beside ordinary ones."""
 
     def __init__(self) -> None:
         super().__init__()

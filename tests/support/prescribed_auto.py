@@ -1,7 +1,7 @@
-"""`auto` with times that tests prescribe, so that its decision is the same every time: everything else is real.
+"""`auto` with prescribed times, so that its decision is always the same. Everything else is real.
 
-It begins its trials at step 2. A step takes a second with all-reduce, and `tried_s` with anything else: if that is a
-tenth, only the candidate that sends least is tried, because the bytes of the others alone would take longer.
+It begins its trials at step 2. A step takes a second with all-reduce, and `tried_s` with anything else. If `tried_s` is
+a tenth, only the candidate that sends least is tried, because the bytes of the others alone would take longer.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ QUALITIES["low rank"] = (ALLREDUCE, powersgd(2, {}))  # PowerSGD, of a rank that
 
 @dataclass(frozen=True, kw_only=True)
 class PrescribedAuto(Auto):
-    """auto, with prescribed times."""
+    """auto with prescribed times."""
 
     hook_name: ClassVar[str] = "prescribed_auto"
     aliases: ClassVar[tuple[str, ...]] = ()
 
     measure_steps: int = BEGIN
     tried_s: float = 0.1
-    """A step with anything but all-reduce and bf16."""
+    """Seconds of a step with anything but all-reduce and bf16."""
     bf16_s: float | None = 0.5
-    """None: it is not offered."""
+    """Seconds of a step with bf16; None: bf16 is not a candidate."""
 
 
 class PrescribedAutoCompressor(AutoCompressor):
@@ -62,7 +62,7 @@ class PrescribedAutoCompressor(AutoCompressor):
 
 
 def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
-    """A decision for one of the simple candidates."""
+    """Make a decision for one of the simple candidates."""
     known = {each.label: each for each in Auto(quality="close").candidates}
     chosen = known.pop(label)
     made = Decision(chosen, None, tuple(known.values()), since=since, phase="resting")
@@ -70,7 +70,7 @@ def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
 
 
 def new(*, ranks_per_node: int | None = None, **options: Any) -> Run:
-    """A training with it."""
+    """Make a training with it."""
     register_compressor(PrescribedAutoCompressor)
     return Run.new(hook=PrescribedAuto(**options), ranks_per_node=ranks_per_node)
 

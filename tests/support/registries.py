@@ -1,4 +1,4 @@
-"""Hooks and compressors that a test registers end with it."""
+"""Remove the hooks and compressors that a test registers."""
 
 import contextlib
 import sys
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def registries_as_before() -> Iterator[None]:
-    """What is registered in the body is forgotten after it, with the example that registers it, which would not do so
-    again. Does not import commhooks by itself."""
+    """Context manager: forget everything registered in the body, and the example module that registers it, which would
+    not do so again. Does not import commhooks by itself."""
     module = sys.modules.get("commhooks.registry")
     before = None if module is None else (dict(module.COMPRESSORS), dict(module.FACTORIES))
     try:

@@ -1,4 +1,4 @@
-"""Where things are, for tests that start scripts or read files of the repository."""
+"""Paths for tests that start scripts or read files of the repository."""
 
 import os
 import subprocess
@@ -8,18 +8,18 @@ SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 REPOSITORY = TESTS.parent
 PYTHONPATH = str(REPOSITORY)
-"""For processes that import the packages of this copy and `tests`."""
+"""For processes that import this copy's packages and `tests`."""
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 
 def sources() -> dict[str, str]:
-    """The text of each Python file of the packages, by its path in the repository."""
+    """Return the text of each Python file of the packages, by its path in the repository."""
     files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
     return {file.relative_to(REPOSITORY).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
 def make(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Not as a part of the make that may be running these tests, which hands on its ARGS."""
+    """Run make, independently of a make that may be running these tests, which passes on its ARGS."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
     command = ["make", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, env=env | environ, capture_output=True, text=True, timeout=280)

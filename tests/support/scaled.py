@@ -1,4 +1,4 @@
-"""A compressor with what the built-in ones do not need: every kind of collective, and a further learned field."""
+"""A compressor with features that no built-in one needs: every kind of collective, and a further learned field."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,6 @@ class Scaled(HookConfig):
 
 @dataclass(frozen=True)
 class ScaledPlan(UnitPlan):
-    """Of a vector or matrix."""
-
     remembered: int = 0
 
 
@@ -46,7 +44,7 @@ class Largest(StateField):
         return saved.detach()
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """The smallest of them stands for those that are missing."""
+        """Fill missing elements with the smallest one."""
         (wanted,) = self.shape(plan)
         return torch.cat([value, value[-1:].expand(max(0, wanted - len(value)))])[:wanted].clone()
 

@@ -1,4 +1,4 @@
-"""A model sharded by `fully_shard` whose gradients are prescribed, on a mesh of replicas and shards."""
+"""A model sharded by `fully_shard` with prescribed gradients, on a mesh of replicas and shards."""
 
 import contextlib
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class _Unit(nn.Module):
 
 
 class Prescribed(_Unit):
-    """The gradient of every parameter is the one that `forward` is given; None for those that it is not given."""
+    """A model in which each parameter's gradient is passed to `forward`; None for parameters that are not passed."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(SHAPES[""], dtype)
@@ -64,7 +64,7 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Every child with parameters is a unit, and the root is one."""
+    """Make a unit of every child with parameters, and of the root."""
     for child in model.children():
         if any(True for _ in child.parameters()):
             fully_shard(child, mesh=mesh, **options)
@@ -77,14 +77,14 @@ POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compr
 def attached(
     replicas: int, shards: int, hook: Any = "powerSGD", dtype: torch.dtype = torch.float64, **more: Any
 ) -> tuple[nn.Module, CommHook]:
-    """A sharded `Prescribed`, and its hook. `more`: arguments of `attach`."""
+    """Make a sharded `Prescribed` and its hook. `more`: arguments of `attach`."""
     mesh = mesh_of(replicas, shards)
     model = shard(Prescribed(dtype), mesh["shard"])
     return model, commhooks.attach(model, hook, replicate_group=mesh["replicate"], **more)
 
 
 def random_gradients(step: int, rank: int | None = None, dtype: torch.dtype = torch.float64) -> Gradients:
-    """Those of this step and rank, in whatever process."""
+    """Return the gradients of this step and rank, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if rank is None else rank))
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in NAMES.items()
@@ -92,14 +92,14 @@ def random_gradients(step: int, rank: int | None = None, dtype: torch.dtype = to
 
 
 def backward(model: nn.Module, gradients: Gradients) -> dict[str, torch.Tensor]:
-    """One backward pass into gradients that start as None; the whole gradients, on every rank."""
+    """Run one backward pass into gradients that start as None, and return the whole gradients on every rank."""
     model.zero_grad(set_to_none=True)
     model(gradients).backward()
     return whole_gradients(model)
 
 
 def whole_gradients(model: nn.Module) -> Gradients:
-    """The gradients of all shards, by name. All ranks of a sharding group must call this."""
+    """Return the gradients of all shards, by name. All ranks of a sharding group must call this."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -109,7 +109,7 @@ def whole_gradients(model: nn.Module) -> Gradients:
 
 
 def rows_of(name: str, shards: int, index: int) -> slice:
-    """The rows of the whole parameter in shard `index`."""
+    """Return the rows of the whole parameter in shard `index`."""
     each = -(-NAMES[name][0] // shards)
     return slice(index * each, (index + 1) * each)
 
@@ -120,7 +120,8 @@ def mean_over_ranks(step: int, world_size: int) -> Gradients:
 
 
 def learned(hook: CommHook) -> dict[str, torch.Tensor]:
-    """Copies of all that the hook has learned on this rank, with its counters; nothing of one that does not learn."""
+    """Return copies of the hook's learned state on this rank, with its counters; empty for a hook without learned
+    state."""
     if not learns(hook):
         return {}
     session = session_of(hook)
@@ -131,14 +132,14 @@ def learned(hook: CommHook) -> dict[str, torch.Tensor]:
 
 
 def whole_residuals(hook: CommHook) -> Gradients:
-    """The mean residuals over the replicas, put together from the shards. Changes them as a save does."""
+    """Return the mean residuals over the replicas, assembled from the shards. Changes the residuals as a save does."""
     saved = hook.state_dict("distributed").get("residual", {})
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in saved.items()}
 
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, setter: str = "set_requires_gradient_sync") -> Any:
-    """`setter`: the method of FSDPModule that turns the communication off."""
+    """Context manager: accumulate gradients. `setter`: the method of FSDPModule that turns communication off."""
     assert isinstance(model, FSDPModule)
     getattr(model, setter)(False)
     try:

@@ -1,7 +1,7 @@
 """A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a training queues.
 
-`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except those that a program with a GPU would
-have on the host. Operators run at once, and have two effects more:
+`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a program with a GPU would
+have on the host. Operators run at once, with two additional effects:
 
 - Each is work on the current stream. Every stream has a vector clock: the latest work of each other stream that it
   comes after. A read or a write that does not come after the latest conflicting access to the same bytes is a fault.
@@ -16,6 +16,7 @@ stream, and everything queued later comes after that.
 
 import contextlib
 import functools
+import gc
 import itertools
 import re
 import threading
@@ -23,13 +24,15 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from commhooks.comm.collectives import ALL_GATHER, PointToPoint, new_future
@@ -48,20 +51,22 @@ from tests.support.late_execution import (
     written,
 )
 
-COLLECTIVES = ("all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor")
+COLLECTIVES = ["all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor"]
+COLLECTIVES += [name for name in ("reduce_scatter_single",) if hasattr(dist, name)]  # of FSDP since torch 2.13
 FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
 READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
+HIDDEN_WRITES = {"fsdp::all_gather_copy_in": "all_gather_output"}
+"""Operator -> the argument into which it writes, and of which its results are views, unknown to its schema."""
 WHOLE = 1 << 62
 _TO = torch.Tensor.to
 DEVICE = torch.device("cpu")
 """The accelerator; the host is "cpu"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Of the bytes from `begin` to `end`, by the work `number` of a stream."""
+class Access(NamedTuple):
+    """An access to the bytes from `begin` to `end`, by the work `number` of a stream."""
 
     begin: int
     end: int
@@ -81,17 +86,17 @@ class Memory:
     on_host: bool
     made_by: str
     freed: Any = None
-    """The weak reference that tells when the storage is freed."""
+    """The weak reference whose callback runs when the storage is freed."""
     reads: list[Access] = field(default_factory=list)
     writes: list[Access] = field(default_factory=list)
     used: Clock = field(default_factory=dict)
     kept_for: set[Stream] = field(default_factory=set)
     copied: Clock = field(default_factory=dict)
-    """Of memory on the host: the copy from the device for which the host has not waited."""
+    """For host memory: the copy from the device that the host has not waited for."""
 
 
 class Accelerator:
-    """What happened on the simulated accelerator.
+    """The state of the simulated accelerator.
 
     Attributes:
         cuda: its streams and events.
@@ -117,7 +122,8 @@ class Accelerator:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """Of what nobody has seen being allocated: on the device, long ago."""
+        """Return the record of a tensor's memory. Memory that was not seen being allocated is on the device, allocated
+        long ago."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         found = self._memory.get(key)
@@ -130,7 +136,7 @@ class Accelerator:
         return not tensor.is_sparse and self.memory(tensor).on_host
 
     def memory_on_host(self, tensor: torch.Tensor) -> Clock:
-        """The copy that writes this memory of the host, if there is one."""
+        """Return the copy that writes this host memory, if there is one."""
         return {} if tensor.is_sparse else self.memory(tensor).copied
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -139,7 +145,7 @@ class Accelerator:
             self.memory(part).kept_for.add(stream)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The current stream uses the memory."""
+        """Record that the current stream uses the memory."""
         current = self.cuda.current()
         for tensor in tensors:
             for part in _parts(tensor):
@@ -205,7 +211,7 @@ class Accelerator:
             memory.reads[:] = [*same, new]
 
     def allocate(self, tensor: torch.Tensor, what: str, *, on_host: bool) -> None:
-        """A new storage; its memory may be what earlier work of the current stream has used."""
+        """Record a new storage. Its memory may have been used by earlier work of the current stream."""
         for part in _parts(tensor):
             memory = self.memory(part)
             memory.on_host, memory.made_by, memory.home = on_host, what, self.cuda.current()
@@ -215,7 +221,7 @@ class Accelerator:
                 memory.writes.append(Access(0, WHOLE, memory.home, number, f"the allocation by {what}"))
 
     def wait_on_host(self, why: str, clock: Clock | None = None) -> None:
-        """The host waits for this work, by default for the current stream."""
+        """Make the host wait for this work, by default for the current stream."""
         clock = self.cuda.current().clock if clock is None else clock
         self.force(clock)
         with self._lock:
@@ -225,12 +231,12 @@ class Accelerator:
                 self.host_waits.append(f"{why} {place}")
 
     def force(self, clock: Clock | None = None) -> None:
-        """Run late work, by default that of the current stream."""
+        """Run late work, by default the current stream's."""
         if self.late is not None:
             self.late.force(self.cuda.current().clock if clock is None else clock)
 
     def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """The host reads the numbers: what is on the device when it is ready, what is on the host at once."""
+        """Record that the host reads the numbers: of device tensors once they are ready, of host tensors at once."""
         if any(
             n > self.cuda.host.get(stream, 0) for each in tensors for stream, n in self.memory_on_host(each).items()
         ):
@@ -253,11 +259,12 @@ class Accelerator:
         return result
 
     def _begin(self, late: LateExecution, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """Queue an operator for later, and return its result. None: it must run now; what it comes after has run."""
+        """Queue an operator for later, and return its result. None: it must run now, after everything that it comes
+        after."""
         name, given = func._schema.name, _tensors([*args, *kwargs.values()])
         short, to = name.partition("::")[2], getattr(self.local, "to", None)
         hosts = [self.is_on_host(each) for each in given]
-        plain = all(_parts(each) == [each] for each in given)
+        plain = not any(each.is_sparse for each in given)
         if self.at_once or not given or (all(hosts) and to != "device"):
             return None
         if is_view(func) or METADATA_ONLY.match(name):
@@ -270,7 +277,7 @@ class Accelerator:
             work = self._collective(name, args, kwargs)
             spoil(answers)
         elif (
-            name.startswith("c10d::")
+            name.startswith(("c10d::", "_c10d_functional::"))
             or not can_be_late(func)
             or not plain
             or (crosses and not _is_non_blocking(short, args, kwargs))
@@ -289,17 +296,14 @@ class Accelerator:
                 result = func(*args, **kwargs)  # of numbers that may not be there yet: only the shapes count
                 new = _tensors(result)
             work = self.note(func, args, kwargs, result)
-            storages = {each.untyped_storage()._cdata for each in given}
-            if any(each.untyped_storage()._cdata in storages for each in new):
-                return (result,)
             spoil(new)
-            run = write_later(func, *later, new)
+            run = write_later(func, *later, [] if HIDDEN_WRITES.get(name) else new)
         assert work is not None
         late.queue(*work, run)
         return (result,)
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Stream, int, Clock]:
-        """An operator has run. Returns what `launch` returns."""
+        """Record that an operator has run. Returns the result of `launch`."""
         name = func._schema.name
         if name.startswith("c10d::"):
             return self._collective(name, args, kwargs)
@@ -330,7 +334,7 @@ class Accelerator:
         return work
 
     def _between(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool) -> None:
-        """A copy, perhaps between host and device."""
+        """Record a copy, perhaps between host and device."""
         on_host = [each for each in written if self.is_on_host(each)]
         if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
             return
@@ -350,6 +354,8 @@ class Accelerator:
                 kind = "read" if alias is None else "write" if alias.is_write else "nothing"
                 if kind == "read" and METADATA_ONLY.match(schema.name):
                     kind = "nothing"
+                if argument.name == HIDDEN_WRITES.get(schema.name):
+                    kind = "write"
                 found.append((place, argument.name, kind))
                 if kind == "write" and schema.name.endswith("_") and place == 0:  # in place: most read it, too
                     found.append((place, argument.name, "nothing"))
@@ -375,7 +381,7 @@ class Accelerator:
 
 
 class Work:
-    """Stands for a `dist.Work` of NCCL."""
+    """Stands in for a `dist.Work` of NCCL."""
 
     def __init__(
         self, work: Any, accelerator: Accelerator, started: Sequence[tuple[Clock, list[torch.Tensor]]]
@@ -385,7 +391,8 @@ class Work:
         self._tensors = [each for _, tensors in started for each in tensors]
 
     def wait(self, *args: Any) -> bool:
-        self._work.wait(*args)
+        with _disable_current_modes():  # gloo copies
+            self._work.wait(*args)
         self._accelerator.cuda.current().see(self._clock)
         self._accelerator.use(self._tensors)
         self._tensors = []
@@ -459,12 +466,14 @@ class _Operators(TorchDispatchMode):
         self.accelerator = accelerator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # and sees what it does on the shards
         return self.accelerator.run(func, args, kwargs or {})
 
 
 def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that know what a program with a GPU has on the host: what is made without a device or copied to "cpu".
-    They stand for those of torch: a mode of Python functions would be off in backward passes."""
+    """Replace the functions that determine what a program with a GPU has on the host: tensors that are made without a
+    device or copied to "cpu". A mode for Python functions would be off in backward passes."""
     local, to = accelerator.local, _TO
 
     def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -511,7 +520,7 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
-    """In the body, of this process and its threads. Models are made, moved to `DEVICE` and wrapped inside.
+    """Context manager, for this process and its threads. Models are made, moved to `DEVICE` and wrapped inside.
 
     Args:
         late: the seed of an order in which operators run late; None: each runs when it is called.
@@ -528,14 +537,12 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
 
         def asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
             def begin(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-                if not async_op:
-                    return collective(*args, **kwargs)
                 started = accelerator.local.started = []
                 try:
-                    work = collective(*args, async_op=True, **kwargs)
+                    work = Work(collective(*args, async_op=True, **kwargs), accelerator, started)
                 finally:
                     accelerator.local.started = None
-                return Work(work, accelerator, started)
+                return work if async_op else (work.wait(), None)[1]
 
             return begin
 
@@ -553,7 +560,17 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
 
             register(model, state, reduce)
 
+        def free(tensor: torch.Tensor) -> None:
+            """As FSDP frees parameters: later work of the stream that allocated them may get the memory."""
+            with cuda.on(accelerator.memory(tensor).home), torch.autograd._unsafe_preserve_version_counter(tensor):
+                spoil([tensor])
+
         for owner, name, value in (
+            (_fsdp_param, "free_storage", free),
+            (torch.cpu, "Stream", functools.partial(cuda.new_stream, None)),
+            (torch.cpu, "Event", cuda.new_event),
+            (torch.cpu, "current_stream", cuda.current),
+            (torch.cpu, "stream", cuda.on),
             (torch.Tensor, "record_stream", lambda tensor, stream: accelerator.keep(tensor, stream)),
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
@@ -572,6 +589,8 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             patches.enter_context(mock.patch.object(owner, name, value))
         patches.enter_context(computing_with("torch"))
         patches.enter_context(_Operators(accelerator))
+        gc.freeze()  # the garbage collector looks at what is made in the body
+        patches.callback(gc.unfreeze)
         patches.callback(setattr, accelerator, "running", False)
         if accelerator.late is not None:
             save = torch.save
@@ -594,16 +613,17 @@ def _is_non_blocking(copy: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors in it."""
+    """Return the dense tensors in it."""
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
-    local = getattr(tensor, "_local_tensor", None)
-    return [tensor] if local is None else [local]
+    return [tensor]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * size
     return begin, begin + (last + 1) * size
 
@@ -615,7 +635,7 @@ def _group_name(value: Any) -> str | None:
 
 
 def _place() -> tuple[str, bool]:
-    """The innermost line of the packages, and True; the innermost line of the tests if there is none."""
+    """Return the innermost line of the packages, and True; the innermost line of the tests if there is none."""
     frames = [
         each
         for each in traceback.extract_stack()

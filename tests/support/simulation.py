@@ -21,12 +21,11 @@ from tests.support.kernels import use_own_kernel
 
 
 class SimulatedRanks:
-    """`world_size` ranks that reduce one bucket, each with its own learned state. They compute with the kernel that
-    this machine prefers. Compressors without learned state are simulated too.
+    """`world_size` ranks that reduce one bucket, each with its own learned state. They compute with the preferred
+    kernel of this machine. Compressors without learned state are simulated, too.
 
     Args:
         new_compressor: makes a compressor; called once per rank, and must use equal options.
-        world_size: number of ranks.
         parameters: name -> parameter, in the order of the bucket. Only shapes, strides, dtype and device are read.
 
     Attributes:
@@ -57,7 +56,7 @@ class SimulatedRanks:
 
     def step(self, buckets: Sequence[torch.Tensor]) -> bool:
         """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed; True for a compressor
-        without learned state, which averages non-finite values as they are."""
+        without learned state, which averages non-finite values, too."""
         with precision.full_precision(self.layout.device):
             tasks = [
                 new_task(compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
@@ -106,11 +105,7 @@ def _reduce(sends: Sequence[Send]) -> list[torch.Tensor]:
 
 
 class SimulatedPowerSGD:
-    """`world_size` ranks that compress one n x m matrix, each with learned state of its own.
-
-    Attributes:
-        states: per rank, what the package remembers.
-    """
+    """`world_size` ranks that compress one n x m matrix, each with its own learned state (`states`)."""
 
     def __init__(self, world_size: int, n: int, m: int, rank: int) -> None:
         config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3)
@@ -121,11 +116,11 @@ class SimulatedPowerSGD:
 
     @property
     def start_q(self) -> torch.Tensor:
-        """The first Q, m x r."""
+        """The initial Q, m x r."""
         return draw(0, "w", "Q", self._rank, self._m, torch.float32).T
 
     def step(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One n x m gradient per rank in, the gradient that each rank continues with out."""
+        """Run one step on an n x m gradient per rank, and return the gradient that each rank continues with."""
         buckets = [gradient.flatten().clone() for gradient in gradients]
         assert self._ranks.step(buckets)
         return [bucket.view_as(gradient) for bucket, gradient in zip(buckets, gradients, strict=True)]

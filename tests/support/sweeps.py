@@ -1,4 +1,4 @@
-"""Several trainings in one process, as of Optuna, with forked DataLoader workers in which Python collects garbage."""
+"""Several trainings in one process, as with Optuna, with forked DataLoader workers in which Python collects garbage."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ TRAININGS = 4
 
 
 class CollectsGarbage(Dataset[Any]):
-    """Regression, whose worker collects what the trainings before it have left: as any allocation may."""
+    """Regression data. Its worker collects the garbage of earlier trainings, as any allocation may."""
 
     def __len__(self) -> int:
         return 8
@@ -25,13 +25,13 @@ class CollectsGarbage(Dataset[Any]):
 
 
 def loader() -> DataLoader[Any]:
-    """Its worker is forked. A worker that hangs is an error after 30 s."""
+    """Make a loader with a forked worker. A worker that hangs is an error after 30 s."""
     return DataLoader(CollectsGarbage(), 2, num_workers=1, multiprocessing_context="fork", timeout=30)
 
 
 def threads_after_each(train: Callable[[], object], times: int = TRAININGS) -> list[int]:
-    """The number of threads of this process, C++'s included, after each call of `train`. Nothing may wait for the
-    garbage collector: here it works in the forked processes only."""
+    """Return the number of threads of this process, including C++ threads, after each call of `train`. Nothing may
+    depend on the garbage collector, which here runs in the forked processes only."""
     gc.collect()
     gc.disable()
     try:
@@ -46,5 +46,5 @@ def assert_nothing_piles_up(threads: list[int]) -> None:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that Python knows."""
+    """Return the bytes of all tensors that Python knows."""
     return sum(each.numel() * each.element_size() for each in gc.get_objects() if isinstance(each, torch.Tensor))

@@ -30,7 +30,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a given step and rank, in whatever process."""
+    """Make the batch of a step and rank, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     images = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
     return images, torch.randint(0, 10, (8,), generator=generator)
@@ -44,6 +44,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     hook: commhooks.CommHook
     step: int = 0
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -65,9 +66,10 @@ class Run:
             first = next(self.ddp.parameters())
             images, labels = (each.to(first.device) for each in batch(self.step, dist.get_rank(), first.dtype))
             self.optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(self.ddp(images), labels).backward()
+            self.scaler.scale(torch.nn.functional.cross_entropy(self.ddp(images), labels)).backward()
             self.gradients.append(flat(p.grad for p in self.ddp.parameters() if p.grad is not None))
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.step += 1
         return self
 
@@ -75,7 +77,7 @@ class Run:
         return flat(self.ddp.parameters())
 
     def save(self, **how: Any) -> dict[str, Any]:
-        """Everything that a checkpoint holds, through bytes as a file would."""
+        """Return everything that a checkpoint contains, after converting it to bytes and back as for a file."""
         import io
 
         content = {
@@ -97,19 +99,19 @@ class Run:
 
 
 def flat(tensors: Any) -> torch.Tensor:
-    """The values of all tensors in one. All ranks must call this for tensors that are sharded."""
+    """Concatenate the values of all tensors. All ranks must call this for tensors that are sharded."""
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
     return torch.cat([tensor.detach().flatten() for tensor in whole]).clone()
 
 
 def residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
-    """This rank's residuals by parameter name, flat."""
+    """Return this rank's residuals by parameter name, flat."""
     assert session_of(hook) is not None
     return {name: residual.clone() for name, residual in session_of(hook).state["residual"].items()}
 
 
 def plain(value: Any) -> Any:
-    """A payload, or a part of it, as something that `==` compares, and that no training changes."""
+    """Convert a payload, or a part of it, to objects that `==` compares and that training does not change."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), value.tolist())
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A `CommHookTrainer` that really is one of two ranks, and what came of its training."""
+"""A `CommHookTrainer` that is one of two ranks, and the outcome of its training."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 
 
 class Moments(TrainerCallback):
-    """The hook's memory at the first step of each attempt to train, and how many hooks there are."""
+    """Records the hook's learned state at the first step of each attempt to train, and the number of hooks."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -55,10 +55,10 @@ def make_trainer(
     samples: int = EPOCH * 2 * 4,
     **settings: Any,
 ) -> Any:
-    """A trainer that really is one of several ranks.
+    """Make a trainer that is one of several ranks.
 
     Args:
-        hook: its arguments for the hook, of PowerSGD by default.
+        hook: its arguments for the hook; PowerSGD by default.
         sharding: arguments of FSDP2; None is DDP on two ranks.
         samples: the length of the data.
     """

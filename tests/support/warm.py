@@ -2,12 +2,12 @@
 
     command = [warm.python("lightning.pytorch"), "script.py", "an argument"]     # instead of sys.executable
 
-Half of what a short training in a process of its own costs is the import of the framework. `warm.python` is a program
-that takes Python's command line, asks a server for a process, and stands for it: it passes signals on and ends as that
+Half of the time of a short training in its own process is the import of the framework. `warm.python` is a program that
+takes Python's command line, requests a process from a server, and represents it: it forwards signals and ends as that
 process ends. The server has imported the frameworks once and forks. The process has its own environment variables,
-folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that stands for it;
-nothing of commhooks is imported in it. What it starts by `sys.executable` or multiprocessing is forked as well. Do not
-use this where the start itself is tested, or Ctrl-C for a whole process group.
+folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that represents it;
+commhooks is not imported in it. Processes that it starts by `sys.executable` or multiprocessing are forked as well. Do
+not use this in tests of the start itself, or of Ctrl-C for a whole process group.
 """
 
 import atexit
@@ -51,7 +51,7 @@ _ALWAYS = (
 
 
 def python(*modules: str, server: int = 0) -> str:
-    """To be used in the place of `sys.executable`. `modules` are imported in the server, of several, first."""
+    """Return a program to use instead of `sys.executable`. `modules` are imported in the server before it forks."""
     if not hasattr(os, "pidfd_open"):
         return sys.executable
     shared = os.environ[SHARED].split(os.pathsep) if SHARED in os.environ else []
@@ -71,7 +71,7 @@ def python(*modules: str, server: int = 0) -> str:
 
 
 def share() -> None:
-    """Tests that this process starts use its servers 0 and 1."""
+    """Make tests that this process starts use its servers 0 and 1."""
     for server in (0, 1):
         if server not in _servers:
             _servers[server] = _start()
@@ -158,7 +158,7 @@ os.kill(os.getpid(), -status)
 
 
 def _serve(folder: Path, ready: int) -> dict[str, Any]:
-    """Returns in the processes that it forks only, with what they are to do."""
+    """Run the server. Returns only in the processes that it forks, with their requests."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
@@ -221,7 +221,7 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
 
 
 def _kill(pid: int, stands_for: dict[int, int]) -> None:
-    """And with it what it has started, in its session or as a process of this server."""
+    """Kill a process, and everything it has started, in its session or as a process of this server."""
     for stub, other in stands_for.items():
         with contextlib.suppress(OSError):  # it has ended by itself
             if int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
@@ -233,7 +233,7 @@ def _kill(pid: int, stands_for: dict[int, int]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """None: the program that asks has been killed meanwhile."""
+    """Receive a request; None if the program that sent it was killed meanwhile."""
     received: list[int] = []
     try:
         data, received, _, _ = socket.recv_fds(connection, 65536, 250)
@@ -264,10 +264,10 @@ def _import(modules: list[str]) -> bytes:
 
 
 def _become(request: dict[str, Any], stub: str) -> None:
-    """What Python does between its start and the first line of a program."""
+    """Do what Python does between its start and the first line of a program."""
     os.setsid()
     _enter_namespaces(request["stub"])
-    # By way of high numbers: what one is called here may be the name that another one must get.
+    # Move descriptors to high numbers first, because the number of one may be the target of another.
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in request["received"]]
     for descriptor in request["received"]:
         os.close(descriptor)
@@ -303,7 +303,8 @@ def _become(request: dict[str, Any], stub: str) -> None:
 
 
 def _enter_namespaces(pid: int) -> None:
-    """Those in which `ip netns exec` has started the program that stands for this process: with `mnt` comes /sys."""
+    """Enter the namespaces in which `ip netns exec` has started the program that represents this process; `mnt`
+    includes /sys."""
     for kind in ("net", "mnt"):
         theirs = f"/proc/{pid}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
@@ -326,7 +327,7 @@ def _status_of(request: dict[str, Any], stub: str) -> int:
 
 
 def _end(status: int) -> None:
-    """As Python ends, except that it takes no modules apart: with those of torch, that alone takes half a second."""
+    """End as Python does, but do not destroy modules, which takes half a second for torch alone."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -32,7 +32,7 @@ _SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for e
 
 @dataclasses.dataclass(frozen=True)
 class RankFailure:
-    """What one rank raised: the name of the exception's class, its text, and the traceback as text."""
+    """An exception on one rank: the name of its class, its text, and the traceback as text."""
 
     type_name: str
     message: str
@@ -50,7 +50,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def worker_main(stack_path: str) -> None:
-    """Runs tasks until the parent closes the connection, which is standard input."""
+    """Run tasks until the parent closes the connection, which is standard input."""
     connection = multiprocessing.connection.Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -104,10 +104,9 @@ def _next_group_is_misnamed() -> bool:
 
 
 def _collect_garbage() -> None:
-    """Models and what users' functions keep of them refer to each other, and hold the task's process groups until then,
-    with three threads for each.
-
-    What was imported since the last time is exempted from this and later collections, to make them short."""
+    """Collect models and objects of users' functions, which refer to each other. Until then they hold the task's
+    process groups, with three threads each. Everything imported since the last call is exempted from this and later
+    collections, to make them short."""
     time.sleep(
         0.001
     )  # gloo's threads end what they are at: while a group is destroyed, none may wait for the interpreter
@@ -121,9 +120,9 @@ _modules = [0]
 
 
 def forget_meshes() -> None:
-    """DTensor caches results of operations by mesh, and takes a mesh of the next task, of the same shape but with other
-    groups, for the one of this task. And its plans of redistributions keep meshes, and with them their groups, for
-    ever."""
+    """Clear DTensor's caches. It caches results of operations by mesh, and would confuse a mesh of the next task, with
+    the same shape but other groups, with this task's mesh. And its plans of redistributions keep meshes, and so their
+    groups, alive."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor, _redistribute, debug
 
@@ -146,7 +145,8 @@ def _leave_with_parent() -> None:
 def _call(
     payload: bytes, rank: int, world_size: int, path: str | None, timeout_s: float
 ) -> tuple[bytes | None, RankFailure | None]:
-    """The pickled result and None, or None and the failure. `path` is of the store of the group to join, if any."""
+    """Return the pickled result and None, or None and the failure. `path`: of the store of the group to join, if
+    any."""
     try:
         with warnings.catch_warnings():  # also forgets which warnings were shown, so that "warns once" can be tested
             store = None if path is None else dist.FileStore(path, world_size)
@@ -180,7 +180,8 @@ def _call(
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Waits until every rank is as far, so that joining a group is not counted from the first rank's arrival."""
+    """Wait until every rank has come this far, so that the time to join a group does not count from the first rank's
+    arrival."""
     store.set_timeout(timedelta(seconds=timeout_s))
     store.set(f"rank {rank}", "")
     store.wait([f"rank {other}" for other in range(world_size)])
@@ -194,7 +195,7 @@ _THREAD_GRACE_S = 2.0  # for threads that are about to end
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What a task must leave as it found it."""
+    """The global state that a task must restore."""
 
     environ: dict[str, str]
     settings: dict[str, Any]
@@ -211,7 +212,7 @@ class Surroundings:
         )
 
     def restore(self) -> tuple[list[str], bool]:
-        """Puts everything back; returns a sentence per leak and whether one of them could not be undone."""
+        """Restore everything. Returns a sentence per leak, and whether one of them could not be undone."""
         leaks = []
         now = dict(os.environ)
         for name in sorted(now.keys() | self.environ.keys()):

@@ -48,7 +48,7 @@ _WORKER = "import sys; from tests.support.worker_side import worker_main; worker
 
 
 class RanksFailed(AssertionError):
-    """At least one rank raised, leaked, died or did not answer; the message shows every one of them."""
+    """At least one rank raised, leaked, died or did not answer. The message shows all of them."""
 
     def __init__(self, message: str, errors: dict[int, RankFailure]) -> None:
         super().__init__(message)
@@ -69,11 +69,11 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers that are there, by rank."""
+        """The process ids of the running workers, by rank."""
         return list(self._pids)
 
     def import_first(self, *modules: str) -> None:
-        """From now on, workers have imported these already, without the cost of doing it in each."""
+        """Start further workers with these modules imported, without the cost of importing them in each."""
         if not set(modules) <= set(self._modules):
             self.close()
             self._modules += modules
@@ -108,7 +108,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """Ends the workers: idle ones leave by themselves when their pipe closes, others are killed."""
+        """End the workers: idle ones exit when their pipe closes, others are killed."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + 2.0
@@ -118,7 +118,7 @@ class WorkerPool:
         self.kill()
 
     def kill(self) -> None:
-        """Kills every worker; the next task starts new ones."""
+        """Kill every worker. The next task starts new ones."""
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -271,7 +271,8 @@ class WorkerPool:
 
 
 def _cuda_python() -> str | None:
-    """Python without a server, for tests with CUDA: a process whose parent has asked the driver cannot use it."""
+    """Return a Python without a server, for tests with CUDA: a process whose parent has used the driver cannot use
+    it."""
     return sys.executable if os.environ.get("COMMHOOKS_TEST_CUDA") == "1" else None
 
 

@@ -39,7 +39,7 @@ ERRORS = [
     (["plan", MODEL, "--options", "rank=${x}"], "--options rank=${x}: rank: Interpolation key 'x' not found", 1),
     (["plan", MODEL, "--options", "exclude=['a']", "--exclude", "b"], "give the patterns in one of them", 1),
     (["plan", MODEL, "--options", "start_powerSGD_iter=0.5"], "is a fraction of the run, whose length is unknown", 1),
-    (["plan", MODEL, "--hook", NO_MODEL], "only its own code knows what it sends", 1),
+    (["plan", MODEL, "--hook", NO_MODEL], "is a function, whose traffic cannot be planned", 1),
     (["plan", NO_MODEL], "returned a int, not an nn.Module", 1),
     (["plan", "torch.nn:Identity"], "has no parameter that requires a gradient", 1),
 ]

@@ -159,7 +159,7 @@ def test_ranks_that_ask_for_different_things(run_ranks: Callable[..., list[Any]]
         run_ranks(_other_arguments, timeout_s=20)
     for rank in range(2):
         assert failed.value.errors[rank].message.startswith(
-            "ranks [1] call the doctor with other arguments than rank 0"
+            "ranks [1] call the doctor with different arguments than rank 0"
         )
 
 
@@ -287,7 +287,7 @@ def _bad_arguments() -> None:
         ({"seconds": 0}, "seconds=0; expected a positive number"),
         ({"powersgd_ranks": [0]}, "matrix_approximation_rank=0; expected at least 1"),
         ({"powersgd_options": {"exclud": []}}, "did you mean 'exclude'"),
-        ({"powersgd_options": {"start_powerSGD_iter": 3}}, "is the doctor's own"),
+        ({"powersgd_options": {"start_powerSGD_iter": 3}}, "is set by the doctor"),
     ):
         with pytest.raises((DoctorError, commhooks.HookConfigError)) as raised:
             commhooks.doctor(ddp, loss_of, **arguments)  # type: ignore[arg-type]

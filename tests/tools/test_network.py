@@ -177,7 +177,7 @@ def test_advice() -> None:
     (connection, _) = _report(pairs=[*_report().pairs, slow]).advice()
     assert connection.startswith("Ranks 1 and 3 reach 90 Mbit/s where 920 Mbit/s is usual between machines")
     (interface, _) = _report(interfaces=dict.fromkeys(("one", "two"), Interface("eth0", 10_000.0))).advice()
-    assert interface.startswith("one (and 1 more) sends over eth0, made for 10 Gbit/s, but reaches 1 Gbit/s.")
+    assert interface.startswith("one (and 1 more) sends over eth0, rated at 10 Gbit/s, but reaches 1 Gbit/s.")
 
 
 def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
@@ -205,7 +205,7 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["network", "--backend", "gloo"]) == 1
     assert "there is one rank, and no network to measure" in capsys.readouterr().err
     assert main(["network", "--backend", "glo"]) == 1
-    assert "the ranks make no process group with backend 'glo': Unknown backend" in capsys.readouterr().err
+    assert "the ranks cannot make a process group with backend 'glo': Unknown backend" in capsys.readouterr().err
 
 
 def _command() -> str:

@@ -397,7 +397,7 @@ def _loads_of_another_hook(folder: str, file: str) -> list[str]:
 def test_another_hook_is_an_error_unless_strict_is_off(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
     for error in run_ranks(_fails_to_load, str(checkpoint), hook="batched_powerSGD"):
         assert error.startswith(f"{checkpoint / FILES[0]}: ")
-        assert "is of hook 'powerSGD', this one is 'batched_powerSGD'" in error
+        assert "is of hook 'powerSGD', but this hook is 'batched_powerSGD'" in error
     file = tmp_path / "hook.yaml"
     file.write_text("hook: int8\nstrict: false\n")
     lines, others = run_ranks(_loads_of_another_hook, str(checkpoint), str(file))

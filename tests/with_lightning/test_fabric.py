@@ -155,7 +155,7 @@ def _of_another_hook(root: str) -> dict[str, Any]:
 
 def test_the_strict_of_a_load_is_the_hooks_too(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_of_another_hook, str(tmp_path)):
-        assert "give strict=False beside hook=..." in rank["error"] and rank["step"] == 0
+        assert "pass strict=False, with hook=... or to the load" in rank["error"] and rank["step"] == 0
 
 
 def _without_a_word(root: str) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> Non
     ("arguments", "text"),
     [
         ({"hook": "powerSGD", "bucket_cap": 25}, r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"),
-        ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= beside hook="),
+        ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= together with hook="),
     ],
 )
 def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:

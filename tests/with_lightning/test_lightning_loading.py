@@ -38,7 +38,7 @@ def _from_another(root: str, kind: str, strict: bool | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("hook", "the saved state is of hook 'allreduce', this one is 'powerSGD'"),
+        ("hook", "the saved state is of hook 'allreduce', but this hook is 'powerSGD'"),
         ("model", "(?s)the saved hook state is of another model:.*extra.weight: in the model, not in the saved state"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_named_and_a_truncated_one_called_cut_off(run_ranks: A
     assert texts["damaged"].startswith(f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step' is -1")
     assert "Resume Lightning from another checkpoint" in texts["damaged"]
     assert texts["cut"].startswith(f"{tmp_path}/cut.ckpt cannot be read: it is cut off after ")
-    assert texts["empty"].startswith(f"{tmp_path}/empty.ckpt cannot be read: it is empty: ")
+    assert texts["empty"].startswith(f"{tmp_path}/empty.ckpt cannot be read: it is empty, because ")
     assert "trust" not in texts["cut"] + texts["empty"]
 
 

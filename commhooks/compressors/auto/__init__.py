@@ -1,1 +1,1 @@
-"""The hook auto: it measures the other compressors, chooses one, and delegates to it."""
+"""The hook auto measures the other compressors, chooses one, and delegates to it."""

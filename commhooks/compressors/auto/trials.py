@@ -121,7 +121,7 @@ class Decision:
             if any(each < SHORTEST_S for each in tried_s.values()):
                 raise ValueError("a step that takes no time")
             if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
-                raise ValueError("it has figures of what is no candidate")
+                raise ValueError("it has figures for something that is not a candidate")
             if phase == "trying" and not (tried_s and counted_bytes.keys() == labels):
                 raise ValueError("trials without figures")
             return cls(
@@ -182,11 +182,9 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Continue with a decision from a checkpoint, even in the middle of trials.
-
-    If the number of ranks, the number of ranks per node, or the candidates differ, keep the current candidate and
-    measure again. Replace a candidate at once if the options or the nodes no longer allow it.
-    """
+    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the number of ranks, the number
+    of ranks per node or the candidates have changed, keep the current candidate and measure it again. A candidate that
+    the options or the nodes no longer allow is replaced at once."""
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}

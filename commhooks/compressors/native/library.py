@@ -61,16 +61,11 @@ def is_switched_off() -> bool:
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
     """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
-    of results of the kernels. Return "" if kernels are disabled or the device is not a CPU.
+    of results of the kernels; "" if they are turned off. `results_of`: returns the results of the kernels for
+    `fixed_numbers` of a dtype. Raises HookConfigError if the library cannot be loaded; see `load`.
 
-    Two builds of the same sources may differ in the last bits: the length of the processor's vectors determines the
-    order of sums, and the compiler decides which multiplications and additions it contracts.
-
-    Args:
-        results_of: returns what the kernels compute from `fixed_numbers` of a dtype.
-
-    Raises:
-        HookConfigError: the library cannot be loaded; see `load`.
+    Two builds of the same sources may differ in the last bits: the vector length of the processor determines the order
+    of sums, and the compiler decides which multiplications and additions it contracts.
     """
     if not is_wanted(device):
         return ""
@@ -78,9 +73,7 @@ def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> s
         return _build(load(), results_of)
     except HookConfigError as error:
         reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
-        raise HookConfigError(
-            f"{reason} (it is several times faster than torch; {SWITCH}=0 does without it)"
-        ) from error
+        raise HookConfigError(f"{reason} (it is several times faster than torch; {SWITCH}=0 turns it off)") from error
 
 
 @functools.cache
@@ -99,11 +92,8 @@ def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library. Compile it first if it is not in the cache.
-
-    Raises:
-        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded. The message has a remedy.
-    """
+    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a remedy, if there is
+    no C compiler, it fails, or the library cannot be loaded."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(
@@ -119,9 +109,8 @@ def load() -> ctypes.CDLL:
             library = _load_or_compile(compiler.split(), folder / f"kernels_{key}.so")
     except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
-            "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
-            "XDG_CACHE_HOME that takes files and from which programs may run, or another compiler in CC. The system "
-            f"says: {error}"
+            "the compiled native kernel cannot be saved or loaded; set XDG_CACHE_HOME to a folder that is writable and "
+            f"allows execution, or CC to another compiler. The system reports: {error}"
         ) from error
     for name, types in _FUNCTIONS.items():
         for real in C_TYPES.values():
@@ -179,7 +168,7 @@ def _run(command: Sequence[str]) -> None:
     if failed:
         raise HookConfigError(
             f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
-            f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
+            f"another one in the environment variable CC. Its output: {said.strip() or 'nothing'}"
         )
 
 

@@ -60,11 +60,8 @@ class Table:
         return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
-        """Call a function of the library for consecutive `rows`, in as many threads as torch would use.
-
-        Raises:
-            MemoryError: there is no memory for the kernel's scratch space.
-        """
+        """Call a function of the library for consecutive `rows`, in as many threads as torch would use. Raises
+        MemoryError if there is no memory for its scratch space."""
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
@@ -87,7 +84,8 @@ class Table:
 
 
 class MatrixTable(Table):
-    """`struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x m)."""
+    """Lays out `struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x
+    m)."""
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
@@ -104,8 +102,8 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """`struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows, and of the
-    result."""
+    """Lays out `struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows,
+    and of the result."""
 
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
@@ -120,7 +118,7 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """`struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
+    """Lays out `struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
     addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
@@ -137,9 +135,9 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
         raise HookRunError(
-            f"the native kernel needs {numel} numbers of {dtype} one after another on the CPU, and got a tensor of "
+            f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a tensor of "
             f"shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
-            "COMMHOOKS_NATIVE=0 does without the kernel"
+            "COMMHOOKS_NATIVE=0 turns the kernel off"
         )
     return place
 

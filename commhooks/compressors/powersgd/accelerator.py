@@ -345,20 +345,15 @@ _WEAK, _NUDGE = 1e-2, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """Orthonormalise the rows of a stack of matrices on an accelerator, in about 40 kernels for any k and r.
+    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator, in about 40 kernels, independent of
+    k and r. The result is in float64. Non-finite numbers count as zero. `refill`: random rows of norm 1 (k x r x n),
+    independent of `rows` with probability 1.
 
-    Runs shifted Cholesky QR in float64 four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky
-    QR for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does
-    not show dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be
-    dependent, which makes it independent. This turns a row by an angle of at most 1e-6. If the independent part of a
-    weak row has norm e, it turns that part by about 1e-6 / e.
-
-    Args:
-        rows: k x r x n; non-finite numbers count as zero.
-        refill: k x r x n, random rows of norm 1, independent of `rows` with probability 1.
-
-    Returns:
-        k x r x n in float64.
+    Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
+    for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
+    reveal dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
+    which makes it independent. This turns the row by an angle of at most 1e-6. It turns the component that a weak row
+    adds to the others, of norm e, by about 1e-6 / e.
     """
     rows, _ = unit_stack(torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
     triangle, failed = _triangle(rows)

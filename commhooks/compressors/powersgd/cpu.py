@@ -141,20 +141,17 @@ def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.
 
 
 class TorchProducts:
-    """Computes the products with torch, with one `mm` per matrix.
+    """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can
+    depend on both. `shapes`: n, m and rank of each matrix.
 
-    Bits must not depend on the bucket layout. They can depend on batching and on the alignment of memory, so there is
-    no batched product, and each factor has aligned memory of its own. A factor of rank 1 is padded with a row of zeros,
-    because the BLAS computes products with a single row in another way, whose bits depend on the alignment.
-
-    Args:
-        shapes: n, m and rank of each matrix.
+    A factor of rank 1 is padded to two rows with a row of zeros. Otherwise the BLAS would use another algorithm for
+    products with a single row, whose bits depend on the alignment of the memory.
 
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`.
         pieces: (P, Q, rank) of the factors that are packed into a message in one call.
-        largest: the largest absolute gradient of each matrix, float64, ignoring NaN, set by `form_p`; None: not
-            computed.
+        largest: per matrix the largest absolute value of its gradient, float64, ignoring NaN, set by `form_p`; None:
+            not computed.
     """
 
     largest: torch.Tensor | None = None
@@ -284,12 +281,9 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 class NativeProducts:
-    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices. A call
-    reads a matrix once, where torch reads it several times. P and Q are packed, as they are sent.
-
-    Args:
-        refills: replace dependent rows of P in the C library; if False, with torch.
-    """
+    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices. P and Q
+    are packed as they are sent. A call reads each matrix once; torch reads it several times. `refills`: whether the C
+    library also replaces dependent rows of P; otherwise torch does."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
         self._dtype, self._refills = dtype, refills

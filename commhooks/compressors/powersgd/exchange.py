@@ -78,11 +78,11 @@ class BucketPass:
         state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
 
     Attributes:
-        gradients: a 1-D view of the bucket per matrix.
+        gradients: per matrix a 1-D view of the bucket.
         plain: 1-D views of the uncompressed gradients.
-        first, last: the message with P, uncompressed gradients and flags, and the message with Q.
+        first, last: the message with P, uncompressed gradients and flags; the message with Q.
         deltas: gradient + residual, in the shape that the kernel needs; set in `form_p`.
-        used: for `AcceleratorKernel`, a mask of the matrices that have a gradient on some rank.
+        used: in `AcceleratorKernel`, a mask of the matrices that have a gradient on some rank.
         used_elements: the same mask per element of a batched bucket.
     """
 
@@ -128,17 +128,16 @@ class Message:
     """Holds the tensor of one all-reduce: factors, then uncompressed gradients, then flags.
 
     Args:
-        factors: the shape of each matrix's factor, `r x length`.
+        factors: per matrix the shape of its factor, `r x length`.
         plain: number of uncompressed elements.
-        flags: number of flags: one per parameter in the matrices, or 0 in the message with Q.
-        buffer: 1-D memory for all of it. Holds this rank's numbers divided by the world size before the all-reduce, the
-            means afterwards.
+        flags: number of flags, one per parameter in the matrices; 0 in the message with Q.
+        buffer: memory for the whole message, 1-D.
 
     Attributes:
-        packed: the factors of all matrices, 1-D.
-        factors: a view of `packed` per matrix, `r x length`.
-        plain: uncompressed gradients, 1-D, in the order of the bucket.
-        flags: 1 for a parameter with a nonzero gradient, else 0; after the all-reduce positive if any rank has one.
+        buffer: before the all-reduce this rank's numbers, divided by the world size; afterwards the means.
+        packed: the factors of all matrices, 1-D; `factors` has views of them, `r x length`.
+        plain: uncompressed gradients, 1-D, in bucket order.
+        flags: per parameter 1 if its gradient is not zero, else 0; after the sum positive if any rank has a gradient.
     """
 
     def __init__(self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor) -> None:

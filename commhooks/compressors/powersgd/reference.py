@@ -8,11 +8,8 @@ import torch
 
 
 class ReferenceMatrix:
-    """Simulates one parameter on `world_size` ranks, from the initial Q `q` (m x r).
-
-    Args:
-        torch_residual: compute the residual as torch's hook does, `delta - P Q^T` with the averaged Q.
-    """
+    """Simulates one parameter on `world_size` ranks. `q`: the initial Q, m x r. `torch_residual`: compute the residual
+    as torch's hook does, `delta - P Q^T` with the averaged Q."""
 
     def __init__(
         self, q: torch.Tensor, world_size: int, *, error_feedback: bool = True, torch_residual: bool = False

@@ -34,11 +34,8 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
     """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
 
-    A block that contains inf or NaN becomes NaN on every rank. A parameter without a gradient on any rank keeps its
-    residual, and its averaged gradient is zero.
-
-    Args:
-        state: "residual" per parameter, flat in memory order.
+    A block with a non-finite number becomes NaN on every rank. A parameter without a gradient on any rank keeps its
+    residual, and its averaged gradient is zero. `state`: "residual" per parameter, flat in memory order.
     """
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
@@ -122,8 +119,8 @@ def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> s
         from commhooks.compressors.quantized.triton_kernel import build
     except ImportError as error:
         raise HookConfigError(
-            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or do "
-            f"without the kernel by {library.SWITCH}=0"
+            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or turn "
+            f"the kernel off by {library.SWITCH}=0"
         ) from error
     return build(device, dtype, code)
 

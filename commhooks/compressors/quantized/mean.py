@@ -224,8 +224,7 @@ class ShareMessages:
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of plain numbers (on the CPU in the order of the ranks) and the maxima of flags into
-        `mean`."""
+        """Write the sums of the plain numbers (on the CPU in rank order) and the maxima of the flags into `mean`."""
         shares, mean = self.sections(arrived), self.in_mean
         if precision.is_host_readable(arrived.device):
             total = torch.zeros(mean.plain.shape, dtype=self.dtype)
@@ -258,8 +257,9 @@ class Averaged:
         means: the message `mean` of each rank.
 
     Attributes:
-        finite: 0-dim bool tensor: whether all scales and plain numbers are finite.
-        plain, flags: the sums of the plain numbers and the maxima of the flags, 1-D.
+        finite: whether all scales and plain numbers are finite (0-dim bool tensor).
+        plain: the sums of the plain numbers, 1-D.
+        flags: the maxima of the flags, uint8, 1-D.
     """
 
     def __init__(self, messages: ShareMessages, means: torch.Tensor) -> None:

@@ -53,6 +53,12 @@ class Int4Compress(Quantized):
     """Options of the hook int4_compress, which sends gradients as 4-bit integers, two per byte, in smaller blocks.
 
     It sends about a seventh of the bytes, and rounds more coarsely than int8_compress.
+
+    Args:
+        block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of 16.
+        use_error_feedback: add the rounding error to the next gradient. Leave it on.
+        start_iter: as in `Int8Compress`.
+        exclude: as in `Int8Compress`.
     """
 
     hook_name: ClassVar[str] = "int4_compress"

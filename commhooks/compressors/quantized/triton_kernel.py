@@ -76,11 +76,10 @@ def _quantise(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     MEAN: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise blocks, and leave the rounding errors in `delta`. A byte holds one code of each part of a block.
+    """Quantise blocks, and leave the rounding errors in `delta`. The PARTS of a block are the codes in one byte.
 
-    If not MEAN, quantise all blocks of gradient + factor * residual into the messages to their owners; this rank's own
-    blocks stay unrounded in `delta`. If MEAN, quantise the mean of this rank's blocks, in `delta`, into the message to
-    all ranks, and multiply the rounding errors by RANKS.
+    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this rank's blocks stay.
+    MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding errors times RANKS.
     """
     PARTS: tl.constexpr = 8 // BITS
     real: tl.constexpr = delta.dtype.element_ty
@@ -138,10 +137,8 @@ def _average(  # type: ignore[no-untyped-def]
     delta, own, codes, scales, blocks, rank, codes_stride, scales_stride,
     BITS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, HALVINGS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Average this rank's blocks into `delta`: its own numbers, not rounded, and codes * scales of the other ranks.
-
-    The additions are those of `sum_in_pairs`. A missing rank counts as -0.0, which changes no bit of a sum.
-    """
+    """Average this rank's blocks into `delta`: its own part, not rounded, and codes * scales of the other ranks. The
+    additions are the same as in `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -288,12 +285,8 @@ class TritonKernel:
 
 @functools.cache
 def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Compile the kernels for gradients of `dtype`, and compare them with torch. Return an id; see
-    `Compressor.native_build`. Waits for the device.
-
-    Raises:
-        HookConfigError: the kernels cannot be compiled or run, or compute other bits than torch.
-    """
+    """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the device. Returns an id;
+    see `Compressor.native_build`. Raises HookConfigError if they cannot be compiled or run, or compute other bits."""
     expected = results_of(TorchKernel, device, dtype, code)
     try:
         found = results_of(TritonKernel, device, dtype, code)
@@ -303,8 +296,8 @@ def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
         problem = "" if found == expected else "computes other bits than torch"
     if problem:
         raise HookConfigError(
-            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 does "
-            "without it)"
+            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 "
+            "turns it off)"
         )
     return f"triton {hashlib.sha256(expected).hexdigest()[:12]}"
 

@@ -75,7 +75,7 @@ SAID = {
     "alike": ({}, ""),
     "one without a compiler": (
         {"broken": [1]},
-        r"ranks \[1\]: the native kernel cannot be compiled: /bin/false .*CC. .*COMMHOOKS_NATIVE=0 does without it",
+        r"ranks \[1\]: the native kernel cannot be compiled: /bin/false .*CC. .*COMMHOOKS_NATIVE=0 turns it off",
     ),
     "none has a compiler": ({"broken": [0, 1]}, r"ranks \[0, 1\]: the native kernel cannot be compiled"),
     "another kind": ({"other": [1]}, r"the ranks' kernels differ: ranks \[0\]: native \w+ .*; ranks \[1\]: native \w+"),

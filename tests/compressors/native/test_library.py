@@ -49,7 +49,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         commhooks.HookConfigError, match="/bin/false .* failed; repair the compiler, or name another one"
     ):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC="/bin/false")
-    with pytest.raises(commhooks.HookConfigError, match="/bin/true .* failed; .* It said: nothing"):
+    with pytest.raises(commhooks.HookConfigError, match="/bin/true .* failed; .* Its output: nothing"):
         _fresh_load(monkeypatch, CC="/bin/true")
     monkeypatch.delenv("CC")
     with pytest.raises(commhooks.HookConfigError, match="no C compiler was found: install one"):
@@ -77,7 +77,7 @@ def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, t
 @needs_compiler
 def test_what_cannot_be_loaded_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(Path("/")))
-    text = "cannot be kept or loaded; name a folder in .* XDG_CACHE_HOME .*: failed to map segment from shared object"
+    text = "cannot be saved or loaded; set XDG_CACHE_HOME to a folder .*: failed to map segment from shared object"
     with pytest.raises(commhooks.HookConfigError, match=text):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
 
@@ -169,7 +169,9 @@ def test_a_table_has_the_fields_of_its_struct(table: type[Table], struct: str) -
     ids=["wider", "narrower", "short", "with gaps", "elsewhere"],
 )
 def test_c_gets_no_address_of_anything_else(tensor: torch.Tensor, numel: int) -> None:
-    with pytest.raises(commhooks.HookRunError, match=rf"needs {numel} numbers of torch.float32 .* and got a tensor of"):
+    with pytest.raises(
+        commhooks.HookRunError, match=rf"needs {numel} contiguous numbers of torch.float32 .* and got a tensor of"
+    ):
         address(tensor, torch.float32, numel)
     good = torch.zeros(2, 3)
     assert address(good, torch.float32, 6) == good.data_ptr()

@@ -90,6 +90,13 @@ FIGURES = {
         ("docs/diloco.md#the-learning-rate",),
         stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished",
     ),
+    "diloco_rounds": Figure(
+        "benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
+        0.1,
+        ("docs/diloco.md#diloco-exchanging-weights-every-h-steps",),
+        picture="diloco_rounds.png",
+        stored="benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
+    ),
     "members": Figure(
         "benchmarks/members.py --seconds 90 --json FOLDER/members.json",
         10,

@@ -8,12 +8,14 @@ configuration with one replica.
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.scheduler import AcceleratedScheduler
 
 from commhooks import HookConfigError
 
@@ -29,11 +31,12 @@ _WITH_REPLICAS = (
 
 def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
     """Override `prepare` of this one object: shard trained models within replicas, and attach the hook of `handler`.
-    Also attach it to the model of a machine with one process that has other machines as members.
+    Also attach it to the model of a machine with one process that has other machines as members. A machine that comes
+    takes the state of prepared schedulers from them.
 
     This is needed because Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
     """
-    method = type(accelerator).prepare
+    method, schedulers = type(accelerator).prepare, itertools.count()
 
     @functools.wraps(method)
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -42,14 +45,17 @@ def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> Non
         kind = accelerator.distributed_type if accelerator.ddp_handler is handler else None
         shards = kind is DistributedType.FSDP
         alone = kind is DistributedType.NO and handler.members is not None and not handler.off
-        if not (trained and (shards or alone)):
-            return method(accelerator, *args, **kwargs)
-        with _one_replica(accelerator) if shards and not handler.off else contextlib.nullcontext():
+        with _one_replica(accelerator) if trained and shards and not handler.off else contextlib.nullcontext():
             prepared = method(accelerator, *args, **kwargs)
         attach = handler.attach_to_replica if shards else handler.attach_alone
-        for each in prepared if isinstance(prepared, (tuple, list)) else [prepared]:
+        found = prepared if isinstance(prepared, (tuple, list)) else [prepared]
+        for each in found if trained and (shards or alone) else ():
             if isinstance(each, torch.nn.Module):
                 attach(accelerator, each)
+        members = handler.attached.members if kind is not None and handler.attached is not None else None
+        for each in found:
+            if members is not None and isinstance(each, AcceleratedScheduler):
+                members.register(f"scheduler {next(schedulers)}", each.state_dict, each.load_state_dict)
         return prepared
 
     accelerator.prepare = prepare

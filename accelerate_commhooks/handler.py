@@ -158,8 +158,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if any(given[name] is not None for name in ("hook", "hook_options", "wrapper")):
                 ours = "hook" if self.hook is not None else "hook_options or wrapper"
                 raise HookConfigError(
-                    f"{' and '.join(stock)} beside {ours}=: both set a communication hook, and DDP takes only one. "
-                    "Keep hook= (with hook_options= and wrapper=)"
+                    f"{' and '.join(stock)} together with {ours}=: both set a communication hook, and DDP takes only "
+                    "one. Keep hook= (with hook_options= and wrapper=)"
                 )
             given |= self._translated()
         elif self.hook is None and "hook" not in self.given:

@@ -48,19 +48,20 @@ class CommHookTrainerMixin(_Base):
     Every `train()` wraps the model again and starts with empty learned state, or loads it from the checkpoint that it
     resumes from.
 
-    The metrics of the hook appear beside the loss in the trackers of `report_to`; gradient norms are measured after
+    The metrics of the hook appear next to the loss in the trackers of `report_to`; gradient norms are measured after
     clipping. Printed lines leave the metrics out.
 
     Args:
         hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
-            Left out: the settings that `CommHookKwargs()` reads from the launcher or the environment.
+            By default the settings that `CommHookKwargs()` reads from the launcher or the environment.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
             of steps that the Trainer computes for each `train()`.
         hook_options, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`. A machine that
-            comes (`members`) also takes the Trainer's global step and learning rate scheduler. One whose training ends
-            before `max_steps` leaves (`Members.leave`), such as after SIGTERM with `enable_jit_checkpoint`.
+            joins (`members`) also takes the Trainer's global step and learning rate scheduler from another machine. A
+            machine whose training ends before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
+            (`Members.leave`).
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
@@ -147,7 +148,7 @@ class CommHookTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does, with the hook's metrics beside the loss if `report_to` is set."""
+        """Log as `Trainer.log` does, with the hook's metrics next to the loss if `report_to` is set."""
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
@@ -158,7 +159,7 @@ class CommHookTrainerMixin(_Base):
         return self._meter.read(self.comm_hook)
 
     def _progress(self) -> dict[str, Any]:
-        """What a machine that comes takes from another one."""
+        """Return the state that a machine that joins takes from another machine."""
         scheduler: Any = self.lr_scheduler
         return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
 
@@ -210,8 +211,8 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     if isinstance(hook, CommHookKwargs):
         if settings:
             raise HookConfigError(
-                f"{' and '.join(settings)} beside hook=CommHookKwargs(...), which takes the same arguments: pass "
-                "them to CommHookKwargs(...)"
+                f"{' and '.join(settings)} together with hook=CommHookKwargs(...), which takes the same arguments: "
+                "pass them to CommHookKwargs(...)"
             )
         return hook
     if hook is not ...:

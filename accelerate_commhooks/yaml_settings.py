@@ -72,8 +72,8 @@ class Settings:
         section = SECTION if SECTION in loaded else ""
         if not section and ("compute_environment" in loaded or "distributed_type" in loaded):
             raise HookConfigError(f"{path}: {no_section(map(str, loaded))}")
-        if beside := [name for name in ARGUMENTS if section and name in loaded]:
-            raise HookConfigError(f"{path}: {' and '.join(beside)} beside {SECTION}: move it into the section")
+        if outside := [name for name in ARGUMENTS if section and name in loaded]:
+            raise HookConfigError(f"{path}: {' and '.join(outside)} outside {SECTION}: move it into the section")
         source = f"{path}, section {section}" if section else str(path)
         return cls(_typed(source, _merged(str(path), loaded, section, overrides)), source)
 

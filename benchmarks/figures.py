@@ -90,9 +90,16 @@ FIGURES = {
         ("docs/diloco.md#the-learning-rate",),
         stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished",
     ),
+    "diloco_rounds": Figure(
+        "benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
+        0.1,
+        ("docs/diloco.md#diloco-exchanging-weights-every-h-steps",),
+        picture="diloco_rounds.png",
+        stored="benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
+    ),
     "members": Figure(
         "benchmarks/members.py --seconds 90 --json FOLDER/members.json",
-        4,
+        10,
         ("docs/members.md#what-a-death-costs",),
     ),
     "wide_area": Figure(
@@ -128,6 +135,9 @@ FIGURES = {
         root=True,
     ),
     "chaos": Figure("-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#trainings-that-die",)),
+    "chaos_members": Figure(
+        "-m tests.stress.chaos --topologies members --seed 1127", 15, ("docs/reliability.md#trainings-that-die",)
+    ),
     "stragglers": Figure("-m tests.stress.stragglers", 10, ("docs/reliability.md#a-rank-that-is-slow-or-gone",)),
 }
 """In the order of README and docs."""

@@ -1,27 +1,35 @@
-"""Machines that die and come back: which share of their time is training, with live membership?
+"""Machines that die and come back: which share of their time is training, with live membership and with restarts?
 
-    python benchmarks/members.py [--seconds 120] [--kill-every 0 30]
+    python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200]
 
-Three machines of one process on this host train a small model with DiLoCo every 10 steps, `members="torchft"` and a
-lighthouse. A step takes --step-ms, most of which is sleep, so that the host can play three machines. Every --kill-every
-seconds one of them is killed, and started again at once; 0: none.
+Three machines of one process on this host train a small model with DiLoCo every 10 steps. A step takes --step-ms, most
+of which is sleep, so that the host can play three machines. Every --kill-every seconds one of them is killed; 0: none.
+
+  members   with `members="torchft"` and a lighthouse; a killed machine is started again at once
+  torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0 saves every
+            --save-every steps, and all begin from the newest checkpoint
 
   trained   steps of all machines that are in the weights at the end, as a share of the steps of three machines that
             never die or wait: seconds / step
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import Row, number, parse, parser, report
 from machine import machine
 from torch import nn
@@ -36,23 +44,34 @@ def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.add_argument("--seconds", type=float, default=120)
     made.add_argument("--kill-every", type=float, nargs="+", default=[0, 30])
+    made.add_argument("--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun")
     made.add_argument("--step-ms", type=float, default=100)
     made.add_argument("--worker", help=argparse.SUPPRESS)
     return made
 
 
 def main() -> None:
-    args = parse(arguments(), seconds=12, kill_every=[6])
+    args = parse(arguments(), seconds=12, kill_every=[6], save_every=[10])
     if args.worker is not None:
         work(**json.loads(args.worker))
         return
     at, rows = machine(), list[Row]()
-    for kill_every in args.kill_every:
-        with tempfile.TemporaryDirectory() as folder:
-            kills, steps = train(Path(folder), args.seconds, kill_every, args.step_ms / 1e3)
-        share = 100 * steps * args.step_ms / 1e3 / (MACHINES * args.seconds)
-        rows.append({"kill_every": kill_every, "kills": kills, "steps": steps, "share": share})
+    for kill_every, save_every in itertools.product(args.kill_every, [None, *args.save_every]):
+        if not kill_every and save_every is not None:
+            continue  # what is saved does not matter
+        with tempfile.TemporaryDirectory() as name:
+            folder, step_s = Path(name), args.step_ms / 1e3
+            job = Members(folder, step_s) if save_every is None else Torchrun(folder, step_s, save_every)
+            try:
+                kills, steps = job.measure(args.seconds, kill_every)
+            finally:
+                job.close()
+        share = 100 * steps * step_s / (MACHINES * args.seconds)
+        row = {"job": job.name, "save_every": save_every, "kill_every": kill_every, "kills": kills}
+        rows.append(row | {"steps": steps, "share": share})
     columns = {
+        "job": number("job"),
+        "saves every": number("save_every", "{} steps"),
         "killed every": number("kill_every", "{:g} s"),
         "kills": number("kills"),
         "steps of all machines": number("steps"),
@@ -61,43 +80,111 @@ def main() -> None:
     report("members", f"{MACHINES} machines, {args.seconds:g} s", args, at, rows, columns)
 
 
-def train(folder: Path, seconds: float, kill_every: float, step_s: float) -> tuple[int, int]:
-    """Return how often a machine was killed, and the steps of all machines that are in the weights."""
-    os.environ["RUST_LOG"] = "error"  # read when it is imported
-    from torchft.coordination import LighthouseServer
+class Job:
+    """Three machines that train. `name`: in the table."""
 
-    lighthouse = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=60_000)
-    address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
-    lives = itertools.count()
+    name = ""
 
-    def start(place: int) -> "subprocess.Popen[bytes]":
-        steps = folder / f"{next(lives)}.steps"
-        given = {"steps": str(steps), "step_s": step_s, "lighthouse": address, "name": f"machine-{place}"}
-        with steps.with_suffix(".log").open("wb") as log:
-            return subprocess.Popen([sys.executable, __file__, "--worker", json.dumps(given)], stdout=log, stderr=log)
+    def __init__(self, folder: Path, step_s: float) -> None:
+        self.folder, self.step_s, self.chance = folder, step_s, random.Random(0)
 
-    running = [start(place) for place in range(MACHINES)]
-    chance, kills = random.Random(0), 0
-    deadline = time.time() + 120
-    while sum(_last(file) > 0 for file in folder.glob("*.steps")) < MACHINES:  # the start is not measured
-        if time.time() > deadline:
-            raise RuntimeError("".join(each.read_text()[-2000:] for each in folder.glob("*.log")))
-        time.sleep(0.1)
-    before, deadline = sum(_last(file) for file in folder.glob("*.steps")), time.time() + seconds
-    while kill_every and time.time() + kill_every < deadline:
-        time.sleep(kill_every)
-        place = chance.randrange(MACHINES)
-        running[place].kill()
-        running[place].wait()
-        running[place] = start(place)
-        kills += 1
-    time.sleep(max(0.0, deadline - time.time()))
-    steps = sum(_last(file) for file in folder.glob("*.steps")) - before
-    for each in running:
-        each.kill()
-        each.wait()
-    lighthouse.shutdown()
-    return kills, steps
+    def trained(self) -> int:
+        """Return the steps of all machines that are in the weights."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Kill a machine, and start it again if nobody else does."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def begun(self) -> bool:
+        raise NotImplementedError
+
+    def measure(self, seconds: float, kill_every: float) -> tuple[int, int]:
+        """Return how often a machine was killed, and the steps of all machines that have got into the weights."""
+        deadline, kills = time.time() + 120, 0
+        while not self.begun():  # the start is not measured
+            if time.time() > deadline:
+                raise RuntimeError("".join(each.read_text()[-2000:] for each in self.folder.glob("*.log")))
+            time.sleep(0.1)
+        before, deadline = self.trained(), time.time() + seconds
+        while kill_every and time.time() + kill_every < deadline:
+            time.sleep(kill_every)
+            self.kill()
+            kills += 1
+        time.sleep(max(0.0, deadline - time.time()))
+        return kills, self.trained() - before
+
+    def started(self, words: Sequence[str], log: str, given: Mapping[str, object], **environment: str) -> Any:
+        text = json.dumps({"folder": str(self.folder), "step_s": self.step_s} | given)
+        command = [sys.executable, *words, __file__, "--worker", text]
+        with (self.folder / log).open("ab") as file:
+            return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | environment)
+
+
+class Members(Job):
+    name = "members"
+
+    def __init__(self, folder: Path, step_s: float) -> None:
+        super().__init__(folder, step_s)
+        os.environ["RUST_LOG"] = "error"  # read when it is imported
+        from torchft.coordination import LighthouseServer
+
+        self.lighthouse = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=60_000)
+        self.lives = itertools.count()
+        self.running = [self.start(place) for place in range(MACHINES)]
+
+    def start(self, place: int) -> Any:
+        address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
+        given = {"steps": f"{next(self.lives)}.steps", "lighthouse": address, "name": f"machine-{place}"}
+        return self.started([], f"{place}.log", given)
+
+    def begun(self) -> bool:
+        return sum(_last(file) > 0 for file in self.folder.glob("*.steps")) == MACHINES
+
+    def trained(self) -> int:
+        return sum(_last(file) for file in self.folder.glob("*.steps"))
+
+    def kill(self) -> None:
+        place = self.chance.randrange(MACHINES)
+        self.running[place].kill()
+        self.running[place].wait()
+        self.running[place] = self.start(place)
+
+    def close(self) -> None:
+        for each in self.running:
+            each.kill()
+            each.wait()
+        self.lighthouse.shutdown()
+
+
+class Torchrun(Job):
+    name = "torchrun"
+
+    def __init__(self, folder: Path, step_s: float, save_every: int) -> None:
+        super().__init__(folder, step_s)
+        words = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=1000"]
+        words += [f"--nproc-per-node={MACHINES}", "--monitor-interval=0.1"]
+        # Torch 2.13: otherwise all attempts share one store, where gloo finds the addresses of dead processes.
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        self.process = self.started(words, "all.log", {"steps": "all.steps", "save_every": save_every}, **environment)
+
+    def begun(self) -> bool:
+        return _last(self.folder / "all.steps") > 0
+
+    def trained(self) -> int:
+        return MACHINES * _last(self.folder / "all.steps")
+
+    def kill(self) -> None:
+        rank = self.chance.randrange(MACHINES)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((self.folder / f"{rank}.pid").read_text()), signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.terminate()  # torchrun ends its processes
+        self.process.wait()
 
 
 def _last(file: Path) -> int:
@@ -105,31 +192,58 @@ def _last(file: Path) -> int:
     return int(lines[-1]) if lines else 0
 
 
-def work(steps: str, step_s: float, lighthouse: str, name: str) -> None:
+def work(
+    folder: str, steps: str, step_s: float, lighthouse: str = "", name: str = "", save_every: int | None = None
+) -> None:
     """Train until killed. After each outer step, append to the file `steps` how many of this machine's steps are in the
     weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
-    members = commhooks.Torchft(lighthouse=lighthouse, name=name, timeout_s=20)
-    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=EVERY), members=members)
+    trained = model
+    config, count, writes = commhooks.DiLoCo(sync_every=EVERY), 0, True
+    if save_every is None:
+        members = commhooks.Torchft(lighthouse=lighthouse, name=name, timeout_s=20)
+        hook = commhooks.attach(model, config, members=members)
+    else:
+        dist.init_process_group("gloo")
+        writes = dist.get_rank() == 0
+        Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+        trained = nn.parallel.DistributedDataParallel(model)
+        hook = commhooks.attach(trained, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(os.getpid())
-    count, first = 0, True
-    with open(steps, "a") as file:
+    checkpoint = Path(folder, "checkpoint.pt")
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        hook.load_state_dict(saved["hook"])
+        count = saved["count"]
+    generator, first = torch.Generator().manual_seed(os.getpid()), save_every is None
+    with open(Path(folder, steps), "a") as file:
+        if count and writes:
+            print(count, file=file, flush=True)
         while True:
             began = time.monotonic()
             inputs, targets = torch.randn(32, 256, generator=generator), torch.randint(10, (32,), generator=generator)
-            nn.functional.cross_entropy(model(inputs), targets).backward()
+            nn.functional.cross_entropy(trained(inputs), targets).backward()
             time.sleep(max(0.0, began + step_s - time.monotonic()))
             optimizer.step()
             optimizer.zero_grad()
             count += 1
-            if hook.stats()["step_in_round"] == 0:
-                if first and hook.stats()["members"] > 1:
+            stats = hook.stats()
+            if stats["step_in_round"] == 0:
+                if first and stats["members"] > 1:
                     count = 0  # this machine has just come: its first step is lost
-                print(count, file=file, flush=True)
+                if writes:
+                    print(count, file=file, flush=True)
                 first = False
+            if save_every is not None and count % save_every == 0:
+                content = {"hook": hook.state_dict(), "count": count}
+                if writes:
+                    content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(content, checkpoint.with_suffix(".new"))
+                    checkpoint.with_suffix(".new").rename(checkpoint)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def shown(value: object) -> str:
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
     """Return the error about the `value` of an argument, option or setting. `where`: its name or key path; `near`:
-    valid values, the closest of which the message suggests."""
+    valid values, to suggest the closest."""
     hint = did_you_mean(value, near) if isinstance(value, str) else ""
     return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 
@@ -71,7 +71,9 @@ def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookCon
     """Return the error about an unknown `name`. `kind`: "argument", "option" or "setting"."""
     if not known:
         return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
-    return HookConfigError(f"{whose} has no {kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
+    options = "; options of the hook go into hook_options" if kind == "argument" and "hook_options" in known else ""
+    meant = did_you_mean(name, known)
+    return HookConfigError(f"{whose} has no {kind} {name!r}{meant}; known are {', '.join(known)}{options}")
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

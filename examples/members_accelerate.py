@@ -5,9 +5,8 @@
     python examples/members_accelerate.py --name b    # in a third one
 
 Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the other, and trains
-with it from the next outer step on. The lines to copy are the one with
-`CommHookKwargs` and those with `members.register`; the rest is an ordinary Accelerate script, which each machine starts
-for itself.
+with it from the next outer step on. The lines to copy are the one with `CommHookKwargs` and the one with
+`members.register`; the rest is an ordinary Accelerate script, which each machine starts for itself.
 """
 
 import argparse
@@ -44,10 +43,9 @@ def main() -> None:
         model, optimizer, scheduler, train_loader, test_loader
     )
 
-    # What a machine that comes takes from another one, beside the weights and the optimizer.
+    # What a machine that comes takes from another one, beside the weights, the optimizer and the scheduler.
     done = {"steps": 0}
     handler.attached.members.register("steps", lambda: dict(done), done.update)
-    handler.attached.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
 
     model.train()
     while done["steps"] < args.steps:

@@ -8,7 +8,7 @@ These classes are for `lightning.pytorch`. `lightning_commhooks.pytorch_lightnin
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
 "ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same names for notebooks
 ("ddp_notebook_powersgd", ...), with `lightning.pytorch` or `pytorch_lightning`, whichever is imported already. If
-neither is, it imports those that are installed.
+neither is, it imports the installed ones.
 """
 
 import sys

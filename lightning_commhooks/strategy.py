@@ -400,8 +400,8 @@ def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) 
     for name in _OF_ANOTHER_HOOK:
         if given.get(name) is not None:
             raise HookConfigError(
-                f"{name}= beside hook=: CommHookDDP attaches its own hook and DDP takes one only. Give your hook as "
-                "hook= (with hook_state= and wrapper=); post-local SGD is hook='local_sgd' with start_iter"
+                f"{name}= together with hook=: CommHookDDP attaches its own hook and DDP takes only one. Pass your "
+                "hook as hook= (with hook_state= and wrapper=); post-local SGD is hook='local_sgd' with start_iter"
             )
     takers = (*takers, DistributedDataParallel.__init__)
     known = {name for each in takers for name in inspect.signature(each).parameters} - _NOT_FOR_USERS

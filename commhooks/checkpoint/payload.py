@@ -278,7 +278,7 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
     if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
-        return "is of another save than the shared file beside it"
+        return "is of another save than the shared file in its folder"
     if part.get("rank") != rank:
         return f"is of rank {shown(part.get('rank'))}, not of rank {rank}"
     residuals = part.get("residuals")

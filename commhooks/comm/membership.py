@@ -2,8 +2,8 @@
 
 Each machine runs a job of its own. Rank 0 of a machine sends heartbeats to the lighthouse, and `Membership.ask` waits
 until the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and rank 0
-connects to those of the other machines (`connect`). A machine that is behind reads its state from another
-machine over HTTP (`StateServer`, `fetch`).
+connects to rank 0 of the other machines (`connect`). A machine that is behind reads its state from another machine over
+HTTP (`StateServer`, `fetch`).
 
 torchft 0.2: `torchft.coordination` is its public low-level interface. Its `Manager` is not used, because it sends the
 state of a machine that joins while the others wait, and gives up the work of a step that failed.
@@ -196,7 +196,7 @@ class Membership:
     def connect(self, machines: Sequence[Machine]) -> None:
         """Connect with `machines`, this machine among them, unless the connections exist. They are made anew if a
         machine reports another number of failures in its record than at the latest call. Raises an exception of torchft
-        or torch if they fail."""
+        or torch if a connection fails."""
         key = json.dumps([(each.id, each.record.get("failures")) for each in machines])
         self.connected = list(machines)
         if not self.exchanges or key == self._key:

@@ -35,7 +35,8 @@ class LearnedState:
         loss_scale: the loss scale of the stored fields with `scales_with_loss`. On an accelerator a 0-dim tensor until
             the host reads it.
         local_missing: whether this rank has lost its local tensors. At the next comparison all ranks then drop theirs.
-        local_shared: whether the local tensors are equal on every rank: the mean just saved or loaded, or no tensors.
+        local_shared: whether the local tensors of rank 0 stand for those of all ranks: the mean just saved or loaded,
+            no tensors, or tensors that rank 0 alone has, because it alone exchanges.
     """
 
     step: int = 0

@@ -455,7 +455,7 @@ class FullyShardGradients(GradientSource):
             if grad is None or not torch.equal(grad.nan_to_num(), expected.to(grad).nan_to_num()):
                 raise HookRunError(
                     f"the gradient of {shard.name} is not where it is expected in the buffer of its unit: this version "
-                    f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not know"
+                    f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not support"
                 )
         self._checked.add(key)
 

@@ -129,7 +129,7 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
     if not flat.is_sparse and offset != flat.numel():
         raise RuntimeError(
             f"the parameters of a bucket have {offset} elements, its buffer has {flat.numel()}: "
-            f"this version of torch ({torch.__version__}) packs buckets in a way that commhooks does not know"
+            f"this version of torch ({torch.__version__}) packs buckets in a way that commhooks does not support"
         )
     return BucketLayout(tuple(slots), offset, flat.dtype, flat.device, flat.is_sparse)
 

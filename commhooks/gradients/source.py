@@ -142,7 +142,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def unregister(self) -> None:
-        """Undo `register`, between two backward passes. Raises AttachError if the model keeps its hook for life."""
+        """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""
 
     def stepped(self) -> Sequence[torch.Tensor]:
         """Return the parameters that optimizers hold, in the order of `names`."""

@@ -78,8 +78,8 @@ def attach(
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
             `available_hooks()`), a path `"package.module:function"`, or a callable
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
-            DDP then averages the gradients itself; those of a model sharded by `fully_shard` are averaged by a plain
-            all-reduce.
+            DDP then averages the gradients itself; the gradients of a model sharded by `fully_shard` are averaged by a
+            plain all-reduce.
         hook_options: options for a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
         wrapper: communicate in float16 or bfloat16 ("fp16", "bf16").
@@ -99,9 +99,9 @@ def attach(
             launcher form a node, or ranks with the same host name. None: compress between all ranks; the hook `auto`
             then tries machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world
             size.
-        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and the ranks of `ddp_model`
-            are those of one machine. "torchft", or a `Torchft` with options; None: all ranks are there from the start.
-            Without a process group it makes one of this process alone.
+        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and `ddp_model` spans the
+            ranks of one machine. "torchft", or a `Torchft` with options; None: all ranks are there from the start.
+            Without a process group it makes a group of this process alone.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
             that is, the ranks that hold the same shard, such as `mesh["replicate"]`.

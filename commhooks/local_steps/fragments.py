@@ -218,7 +218,8 @@ class FragmentSession(ExchangeDriver):
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
         with self.held.committing(good.device):
-            self.state.local_shared = False
+            # The residual of a machine is that of its rank 0, which alone exchanges.
+            self.state.local_shared = self.membership is not None
             for each in exchanged:
                 each.advance(_verdict(good))
             wait_for_copies(good.device)

@@ -70,7 +70,8 @@ def test_the_parts_of_two_saves_are_told_apart() -> None:
     entry = saved["parameters"]["wide"]
     saved["parameters"]["wide"] = entry | {"largest": entry["largest"] * 2}
     assert (
-        parts.problem_of_part(parts.split(saved, 0)[0], part, 0) == "is of another save than the shared file beside it"
+        parts.problem_of_part(parts.split(saved, 0)[0], part, 0)
+        == "is of another save than the shared file in its folder"
     )
     shared["parameters"]["wide"]["largest"] *= 2
     with pytest.raises(commhooks.PayloadError, match="fingerprint"):

@@ -1,15 +1,18 @@
 """Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths everywhere."""
 
 import copy
+import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
@@ -293,6 +296,48 @@ def test_min_machines(start: Callable[..., Machine]) -> None:
     assert_equal_weights(a, b)
 
 
+def state_in(machine: Machine, what: str) -> dict[str, Any]:
+    """What rank 0 of the machine has saved or loaded."""
+    return machine.wait_for(lambda line: line["what"] == what and line["local_rank"] == 0)["state"]
+
+
+def test_resume_with_other_machines(start: Callable[..., Machine]) -> None:
+    """From the checkpoint of one machine of two: as one machine, and as three. Of machines that begin with different
+    checkpoints, the one that is behind takes the state of the other."""
+    momentum = {"options": {"outer_momentum": 0.5}}
+    a, b = (start(name, least=2, rounds=4, save=True, **momentum) for name in "ab")
+    saved = state_in(a, "saved")
+    assert saved["step"] == 4 and saved["exact"] and saved["outer_momentum"][0] == 4 and saved["residual"][0] > 0
+    assert {key: value for key, value in state_in(b, "saved").items() if "residual" not in key} == {
+        key: value for key, value in saved.items() if "residual" not in key
+    }
+    assert (a.end()["weights"], b.end()["what"]) == (saved["weights"], "end")
+    c = start("c", load="a", rounds=7, save=True, **momentum)
+    assert state_in(c, "loaded") == saved
+    assert c.end()["step"] == 7 and list(c.rounds) == [5, 6, 7]
+    three = [start(name, load="a", least=3, rounds=10, **momentum) for name in "def"]
+    for each in three:
+        assert state_in(each, "loaded") == saved
+        assert each.end()["step"] == 10 and list(each.rounds) == [*range(5, 11)]
+        assert all(line["names"] == ["d", "e", "f"] for line in each.rounds.values())
+        assert not [line for line in each.lines if line["what"] == "took"]
+    assert_equal_weights(*three)
+    files = {"g": "a", "h": "c"}
+    behind, ahead = (start(name, load=file, least=2, rounds=13, **momentum) for name, file in files.items())
+    assert behind.end()["step"] == ahead.end()["step"] == 13
+    assert [line["of"] for line in behind.lines if line["what"] == "took"] == ["h"]
+    assert_equal_weights(behind, ahead)
+
+
+def test_resume_of_a_machine_of_two_ranks(start: Callable[..., Machine]) -> None:
+    """Its residual is that of rank 0, which alone exchanges."""
+    saved = state_in(start("a", world=2, rounds=4, save=True), "saved")
+    assert saved["exact"] and saved["residual"][0] > 0
+    c = start("c", world=2, load="a", rounds=6)
+    assert state_in(c, "loaded") == saved
+    assert c.end()["step"] == 6
+
+
 @pytest.mark.parametrize(
     "members, hook, sentence",
     [
@@ -313,6 +358,18 @@ def test_bad_input(members: Any, hook: Any, sentence: str) -> None:
     with process_group_of_one(), pytest.raises(commhooks.CommHookError) as caught:
         commhooks.attach(new_model(0), hook, members=members)
     assert sentence in str(caught.value)
+
+
+def _attach_over_two_machines() -> str:
+    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank())), pytest.raises(commhooks.AttachError) as caught:
+        model = torch.nn.parallel.DistributedDataParallel(new_model(0))
+        commhooks.attach(model, "diloco", members=commhooks.Torchft(lighthouse="http://127.0.0.1:1"))
+    return str(caught.value)
+
+
+def test_a_model_over_two_machines_is_refused(run_ranks: Callable[..., list[str]]) -> None:
+    for sentence in run_ranks(_attach_over_two_machines):
+        assert re.match(r"members with a model on 2 machines \(\S+ 0, \S+ 1\): each machine starts a job of", sentence)
 
 
 def test_sharded_models_are_refused() -> None:

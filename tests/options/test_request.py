@@ -186,6 +186,7 @@ def _registered() -> None:
 
 OF_ATTACH: list[tuple[Callable[[], object], str]] = [
     (_attach(matrix_approximation_rank=2), "attach has no argument 'matrix_approximation_rank'; known are ddp_model, "),
+    (_attach(matrix_approximation_rank=2), "loss_scale; options of the hook go into hook_options"),
     (_attach(wraper="bf16"), "attach has no argument 'wraper' (did you mean 'wrapper'?); known are ddp"),
     (_attach(save_residual="per_rang"), "'auto' (did you mean 'per_rank'?)"),
     (_attach(hook_options={"start_powerSGD_iter": 0.1}), "start_powerSGD_iter=0.1 is a fraction of the run, whose le"),

@@ -9,6 +9,8 @@ exit status is 1 if a run hung, did not resume, went back further than its last 
 A campaign in parts, with one report over all of them: the same command again until no runs are left.
 
     ... chaos --seed 7 --results seed-7.jsonl --seconds 240
+
+`--topologies members`: 20 trainings with live membership, in which machines die and come back; see chaos_members.py.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.stress import chaos_members
 from tests.stress.chaos_cases import (
     DEATHS,
     FRONTS,
@@ -128,17 +131,21 @@ def campaign(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", type=int, help="default: 100; 20 of members")
     parser.add_argument("--seed", type=int, default=None, help="of all that is drawn (default: a new one)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--fronts", nargs="+", choices=FRONTS, default=FRONTS)
-    parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
+    parser.add_argument("--topologies", nargs="+", choices=[*TOPOLOGIES, "members"], default=list(TOPOLOGIES))
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=HOOKS)
     parser.add_argument("--deaths", nargs="+", choices=DEATHS, default=list(DEATHS))
     parser.add_argument("--results", type=Path, help="a line per run is added; runs that are in it are not repeated")
     args = parser.parse_args()
     seed = random.randrange(10**6) if args.seed is None else args.seed
     console = Console(width=150, highlight=False)
+    if "members" in args.topologies:
+        if args.topologies != ["members"]:
+            parser.error("--topologies members goes alone")
+        return 1 if chaos_members.campaign(args.runs or 20, seed, console) else 0
     if not combinations(args.fronts, args.topologies, args.hooks):
         parser.error("none of these combinations exists; see left_out in chaos_cases.py")
     console.print(f"seed {seed}: the same runs again with ARGS='--seed {seed}' and otherwise the same arguments")
@@ -153,7 +160,7 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
 
     done = {row["run"] for row in rows}
-    cases = dict(enumerate(draw(args.runs, seed, args.fronts, args.topologies, args.hooks, args.deaths)))
+    cases = dict(enumerate(draw(args.runs or 100, seed, args.fronts, args.topologies, args.hooks, args.deaths)))
     left = {number: case for number, case in cases.items() if number not in done}
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
     campaign(left, folder, console, keep, started + args.seconds)

@@ -2,13 +2,15 @@
 draws more."""
 
 import dataclasses
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.stress import chaos_cases, chaos_runs
+from tests.stress import chaos_cases, chaos_members, chaos_runs
 from tests.stress.chaos_cases import Case, Combination, Death
 from tests.stress.chaos_runs import Outcome
 from tests.stress.chaos_twins import Twins
@@ -90,6 +92,12 @@ def test_the_newest_checkpoint_is_cut_off(run_ranks: Any, tmp_path: Path) -> Non
     assert "step_10.pt" in outcome.output and "it is cut off after" in outcome.output
 
 
+@pytest.mark.timeout(240)
+def test_machines_come_and_go(tmp_path: Path) -> None:
+    row = chaos_members.run(tmp_path, random.Random(0), steps=600)
+    assert row["failures"] == [] and row["deaths"] > 0 and row["rounds"] == 12
+
+
 # ------------------------------------------------------------------------------------------ the campaign sees failures
 
 PLAIN = Combination("plain", "ddp", "powerSGD")
@@ -144,3 +152,20 @@ def test_other_weights_are_a_failure() -> None:
     short = _outcome()
     short.final[1]["stats"]["so_far"]["backward_passes"] -= 1
     assert chaos_runs.judge(short, WEIGHTS).failures == [f"not {chaos_cases.STEPS} steps, or none compressed"]
+
+
+def test_failures_of_machines_that_come_and_go() -> None:
+    def machine(weights: str, steps: tuple[int, ...] = (1, 2), names: str = "ab") -> Any:
+        rounds = {step: {"weights": f"{weights} {step}", "names": list(names)} for step in steps}
+        return SimpleNamespace(lines=[{"what": "end", "step": 2, "loss": 0.5, "weights": weights}], rounds=rounds)
+
+    for machines, text in (
+        ([machine("x"), machine("x")], None),
+        ([machine("x"), machine("y")], "other weights on other machines after the outer steps [1, 2]"),
+        ([machine("x", (1,))], "nobody took the outer steps [2]"),
+        ([machine("x", names="a")], "no two machines trained together"),
+        ([], "no machine came to the end"),
+    ):
+        failures: list[str] = []
+        chaos_members._result(machines, 2 * chaos_members.EVERY, failures)
+        assert any(each.startswith(text) for each in failures) if text else failures == []

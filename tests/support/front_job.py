@@ -163,8 +163,8 @@ def fabric(given: dict[str, Any]) -> None:
 
 
 def accelerate(given: dict[str, Any]) -> None:
-    """Train with the settings in YAML, and gradients of two batches for a step. Saves in mid-round, and at the end goes
-    back to the saved state."""
+    """Train with the settings in YAML, a prepared scheduler, and gradients of two batches for a step. Saves in
+    mid-round, and at the end goes back to the saved state."""
     from accelerate import Accelerator
 
     from accelerate_commhooks import CommHookKwargs
@@ -183,7 +183,6 @@ def accelerate(given: dict[str, Any]) -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     hook, done, rounds = handler.attached, [0], Rounds(given)
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
-    hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
     while done[0] < given["steps"]:
         for (inputs,) in loader:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import warm
+from tests.support.repository import PYTHONPATH
 
 _LIGHTHOUSE = """
 import sys, time
 from torchft.coordination import LighthouseServer
-server = LighthouseServer(sys.argv[1], 1, join_timeout_ms=2000, quorum_tick_ms=50, heartbeat_timeout_ms=1500)
+times = {"join_timeout_ms": int(sys.argv[2]), "heartbeat_timeout_ms": int(sys.argv[3])}
+server = LighthouseServer(sys.argv[1], 1, quorum_tick_ms=50, **times)
 print(server.address(), flush=True)
 time.sleep(600)
 """
@@ -26,10 +28,11 @@ _TORCHFT = ("torchft.coordination", "torchft.process_group")
 
 
 @contextlib.contextmanager
-def lighthouse(bind: str = "127.0.0.1:0") -> Iterator[str]:
-    """A lighthouse that runs in the body. Its address."""
+def lighthouse(bind: str = "127.0.0.1:0", wait_s: float = 2.0, dead_s: float = 1.5) -> Iterator[str]:
+    """A lighthouse that runs in the body. Its address. It leaves out machines for which the others have waited `wait_s`
+    seconds, and those without a heartbeat for `dead_s`."""
     process = subprocess.Popen(
-        [warm.python(*_TORCHFT), "-c", _LIGHTHOUSE, bind],
+        [warm.python(*_TORCHFT), "-c", _LIGHTHOUSE, bind, f"{wait_s * 1000:.0f}", f"{dead_s * 1000:.0f}"],
         env=os.environ | {"RUST_LOG": "off"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -62,7 +65,9 @@ class Machine:
             with self.log.open("a") as errors:
                 started = subprocess.Popen(
                     [warm.python(*modules, *_TORCHFT), str(script), text],
-                    env=os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"},
+                    env=os.environ
+                    | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"}
+                    | {"PYTHONPATH": PYTHONPATH},
                     cwd=folder,
                     stdout=subprocess.PIPE,
                     stderr=errors,

@@ -3,7 +3,8 @@
 Prints a line of JSON at the start of each round. `fault`: what happens at which exchange or confirmation. "before": the
 process dies before this exchange; "exchanged": it dies after it; "refused": the exchange seems to fail, as if the
 connection had been lost; "unsure": the confirmation seems to fail, though it has ended everywhere. "asked": the process
-dies while another machine takes its state.
+dies while another machine takes its state. `save`: it saves NAME.pt in the folder when it has taken `rounds` outer
+steps; `load`: it begins from the file of this machine.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,8 +47,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, nu
 
 def weights_of(model: nn.Module) -> str:
     """A hash of the weights."""
-    content = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hash_of(model.parameters())
+
+
+def hash_of(tensors: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()[:16]
 
 
 def main(given: dict) -> None:
@@ -61,7 +66,7 @@ def main(given: dict) -> None:
             "gloo", init_method=f"file://{given['folder']}/store-{name}", rank=rank, world_size=world
         )
         model = nn.parallel.DistributedDataParallel(module)
-    options = commhooks.DiLoCo(sync_every=given["every"], wire=given["wire"], lr_factor=1.0)
+    options = commhooks.DiLoCo(sync_every=given["every"], wire=given["wire"], lr_factor=1.0, **given.get("options", {}))
     members = commhooks.Torchft(name=name, timeout_s=given.get("timeout_s", 20.0), min_machines=given.get("least", 1))
     try:
         hook = commhooks.attach(model, options, members=members)
@@ -78,6 +83,21 @@ def main(given: dict) -> None:
         def said(what: str, **more: object) -> None:
             print(json.dumps({"what": what, "name": name, "local_rank": rank, **more}), flush=True)
 
+        def state(payload: dict[str, Any]) -> dict[str, Any]:
+            """Hashes of all that is saved."""
+            found = {key: payload[key] for key in ("step", "exact", "residual")} | {"weights": weights_of(module)}
+            for key in ("anchor", "outer_momentum", "residual"):
+                tensors = [entry[key] for entry in payload["parameters"].values() if entry.get(key) is not None]
+                tensors = [each for each in tensors if each.any()]
+                found[key] = [len(tensors), hash_of(tensors)]
+            return found
+
+        if "load" in given:
+            saved = torch.load(f"{given['folder']}/{given['load']}.pt", weights_only=True)
+            module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            hook.load_state_dict(saved["hook"])
+            said("loaded", state=state(hook.state_dict("mean")))
         count, before = 0, None
         while count < given["steps"] and hook.stats()["step"] < given.get("rounds", 10**9) and not stopping:
             module.seen += 1 + len(name)  # machines differ, and have that of the first after an outer step
@@ -92,6 +112,12 @@ def main(given: dict) -> None:
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)
             before = now
             time.sleep(given.get("pause", 0.01))
+        if given.get("save"):
+            payload = hook.state_dict("mean")
+            said("saved", state=state(payload))
+            if rank == 0:
+                content = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "hook": payload}
+                torch.save(content, f"{given['folder']}/{name}.pt")
         sent = hook.members.leave(given.get("wait_s", 0.0))
         said("end", count=count, sent=sent, weights=weights_of(module), step=hook.stats()["step"])
     except commhooks.CommHookError as error:

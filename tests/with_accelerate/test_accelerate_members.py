@@ -9,8 +9,8 @@ from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm
 
 @pytest.mark.timeout(180)
 def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
-    """It takes weights and optimizer, and the scheduler, which the script has registered, from the other one, which has
-    its settings from YAML and goes on to the end alone. Batches that only accumulate gradients do not count. A save in
+    """It takes weights, optimizer, prepared scheduler, and what the script has registered, from the other one, with
+    settings from YAML, which goes on to the end alone. Batches that only accumulate gradients do not count. A save in
     mid-round changes no weights, and loads."""
     a, b, end = one_comes_and_is_killed(tmp_path, "accelerate", front="accelerate", steps=100)
     saved = [line["same"] for each in (a, b) for line in each.lines if line["what"] == "saved"]

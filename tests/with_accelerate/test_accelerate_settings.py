@@ -119,7 +119,7 @@ NO_SETTINGS = [
     ("comm_hook_confg: {hook: fp16}\n", " has no setting 'comm_hook_confg' (did you mean 'comm_hook_config'?)"),
     (
         "hook: int8\nhook_options: {}\ncomm_hook_config: {hook: fp16}\n",
-        ": hook and hook_options beside comm_hook_config",
+        ": hook and hook_options outside comm_hook_config",
     ),
     ("- powerSGD\n", " is a list; expected settings"),
     ("hook: [", " is not YAML"),

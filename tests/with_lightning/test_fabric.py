@@ -247,7 +247,7 @@ def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> Non
     ("arguments", "text"),
     [
         ({"hook": "powerSGD", "bucket_cap": 25}, r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"),
-        ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= beside hook="),
+        ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= together with hook="),
     ],
 )
 def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:

@@ -100,10 +100,10 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
         ({"hook": "powerSGD", "device_ids": [0]}, "CommHookDDP has no argument 'device_ids'"),
         ({"hook": "int8", "loss_scale": 100}, "no argument 'loss_scale': Lightning passes the scale.*; leave it out"),
         ({"hook": "int8", "total_steps": 100}, "no argument 'total_steps': the Trainer knows .*; leave it out"),
-        ({"hook": "powerSGD", "ddp_comm_hook": my_hook}, "ddp_comm_hook= beside hook=: .* is hook='local_sgd'"),
-        ({"hook": "powerSGD", "ddp_comm_state": object()}, "ddp_comm_state= beside hook="),
-        ({"hook": "powerSGD", "ddp_comm_wrapper": my_hook}, "ddp_comm_wrapper= beside hook="),
-        ({"hook": "powerSGD", "model_averaging_period": 4}, "model_averaging_period= beside hook="),
+        ({"hook": "powerSGD", "ddp_comm_hook": my_hook}, "ddp_comm_hook= together with hook=: .* is hook='local_sgd'"),
+        ({"hook": "powerSGD", "ddp_comm_state": object()}, "ddp_comm_state= together with hook="),
+        ({"hook": "powerSGD", "ddp_comm_wrapper": my_hook}, "ddp_comm_wrapper= together with hook="),
+        ({"hook": "powerSGD", "model_averaging_period": 4}, "model_averaging_period= together with hook="),
     ],
 )
 def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:

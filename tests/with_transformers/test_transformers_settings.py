@@ -176,7 +176,7 @@ def test_one_process_trains_without_a_hook_and_warns(tmp_path: Path) -> None:
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
         (
             {"hook": CommHookKwargs(hook="powerSGD"), "wrapper": "bf16", "strict": False},
-            "wrapper and strict beside hook=CommHookKwargs(...)",
+            "wrapper and strict together with hook=CommHookKwargs(...)",
         ),
         (
             {"hook": CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)},

@@ -1,0 +1,198 @@
+"""Trainings of three machines with live membership, of which one dies every few rounds and comes back: the part
+`members` of `make chaos`.
+
+    python examples/clean_env.py -m tests.stress.chaos --topologies members [--runs 20] [--seed N]
+
+Each run must come to its end in time; after each outer step its machines must have the same weights; and its loss at
+the end must be within 1 % of that of a run which was left alone.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import commhooks
+from tests.support.machines import Machine, lighthouse
+
+NAMES = ("a", "b", "c")
+STEPS, EVERY = 2000, 50
+LIMIT_S = 240.0
+LARGEST_DIFFERENCE = 0.01
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[str, Any]:
+    """Train, with deaths at random times (None: without). Returns what became of it; the loss is not judged yet."""
+    started, lives, row = time.monotonic(), dict.fromkeys(NAMES, 0), {"deaths": 0, "came": 0, "failures": []}
+    # A machine that is slow, because the host is busy, is waited for.
+    with lighthouse(wait_s=60.0, dead_s=3.0) as address:
+
+        def start(name: str) -> Machine:
+            lives[name] += 1
+            where = folder / f"{name}{lives[name]}"
+            where.mkdir(parents=True)
+            return Machine(Path(__file__), address, where, name, steps=steps, life=lives[name])
+
+        everyone = [start(name) for name in NAMES]
+        for each in everyone:
+            each.wait_for(lambda line: line["what"] == "ready")
+        (folder / "go").touch()  # all begin together; a machine that is started later takes the state of the others
+        running = {each.name: each for each in everyone}
+        away: dict[str, float] = {}  # name -> when it comes back
+        next_round = 2
+        next_death = float("inf")
+        try:
+            while not any(map(_end, everyone)) and time.monotonic() < started + LIMIT_S:
+                time.sleep(0.05)
+                now = time.monotonic()
+                # At least one machine that has the state of the training stays.
+                there = [each for each in running.values() if each.rounds]
+                newest = max((max(each.rounds) for each in there), default=0)
+                if chance is not None and newest >= next_round and next_death == float("inf"):
+                    next_death = now + chance.uniform(0, 1)
+                if chance is not None and len(there) > 1 and now > next_death:
+                    next_round, next_death = newest + chance.randint(3, 6), float("inf")
+                    dying = chance.choice(there)
+                    running.pop(dying.name).kill()
+                    away[dying.name] = now + chance.uniform(0, 2)
+                    row["deaths"] += 1
+                for name in [name for name, when in away.items() if now > when]:
+                    del away[name]
+                    running[name] = start(name)
+                    everyone.append(running[name])
+                for each in running.values():
+                    assert each.processes[0].poll() in (None, 0), each.log.read_text()
+            for each in running.values():
+                if each.rounds:
+                    each.wait_for(lambda line: line["what"] == "end", 20.0)
+        except AssertionError as error:
+            row["failures"].append(f"a machine failed: {str(error)[-500:]}")
+        finally:
+            for each in everyone:
+                each.kill()
+    row["came"] = len([each for each in everyone if each.rounds]) - len(NAMES)
+    row["seconds"] = round(time.monotonic() - started, 1)
+    return row | _result(everyone, steps, row["failures"])
+
+
+def _end(machine: Machine) -> dict[str, Any] | None:
+    return next((line for line in list(machine.lines) if line["what"] == "end"), None)
+
+
+def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[str, Any]:
+    ends = [end for each in machines if (end := _end(each)) is not None]
+    if not ends:
+        failures.append(
+            f"no machine came to the end in {LIMIT_S:g} s" if not failures else "no machine came to the end"
+        )
+    by_step: dict[int, set[str]] = {}
+    together = 0
+    for each in machines:
+        for step, line in each.rounds.items():
+            by_step.setdefault(step, set()).add(line["weights"])
+            together += len(line["names"]) > 1
+    if differing := [step for step, weights in by_step.items() if len(weights) > 1]:
+        failures.append(f"other weights on other machines after the outer steps {differing}")
+    if not together:
+        failures.append("no two machines trained together")
+    if missing := set(range(1, steps // EVERY + 1)) - by_step.keys():
+        failures.append(f"nobody took the outer steps {sorted(missing)}")
+    if len({(end["weights"], end["step"]) for end in ends}) > 1:
+        failures.append("the machines ended with other weights")
+    return {"rounds": len(by_step), "loss": ends[0]["loss"] if ends else float("nan")}
+
+
+# ---- the campaign ----------------------------------------------------------------------------------------------------
+
+
+def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
+    """Run and print all. Returns how many failed."""
+    folder = Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
+    alone = run(folder / "alone", None, steps)
+    console.print(f"left alone: loss {alone['loss']:.5f}, {alone['seconds']} s {'; '.join(alone['failures'])}")
+    table = Table("run", "deaths", "came back", "rounds", "s", "loss", "difference", "failures")
+    rows = []
+    for number in range(runs):
+        row = run(folder / str(number), random.Random(f"{seed} {number}"), steps)
+        difference = row["loss"] / alone["loss"] - 1
+        if not abs(difference) <= LARGEST_DIFFERENCE:
+            row["failures"].append(f"the loss differs by {difference:.2%}")
+        if not row["deaths"]:
+            row["failures"].append("none died")
+        rows.append(row | {"difference": difference})
+        shown = (row[name] for name in ("deaths", "came", "rounds", "seconds"))
+        failures = "; ".join(row["failures"]) or "-"
+        table.add_row(str(number), *map(str, shown), f"{row['loss']:.5f}", f"{difference:+.3%}", failures)
+        console.print(f"{number}: {row['deaths']} deaths, {row['seconds']} s, {difference:+.3%} {failures}")
+    console.print(table)
+    failed = sum(bool(row["failures"]) for row in rows) + bool(alone["failures"])
+    deaths, largest = sum(row["deaths"] for row in rows), max(abs(row["difference"]) for row in rows)
+    console.print(f"seed {seed}: {runs} runs, {deaths} deaths, largest difference {largest:.3%}, {failed} failed")
+    if failed:
+        console.print(f"Outputs are in {folder}")
+    return failed
+
+
+# ---- a machine -------------------------------------------------------------------------------------------------------
+
+
+def job(given: dict[str, Any]) -> None:
+    """Learn to classify, from independent samples on each machine. The problem is convex, so that the loss at the end
+    depends little on how many machines have trained (measured: 0.2 % between one and three), and so ill-conditioned
+    that half of the training costs 6 %."""
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(16, 5), torch.randn(4096, 16) * torch.logspace(0, -1, 16)
+    targets = torch.distributions.Categorical(logits=inputs @ torch.randn(16, 5) * 2).sample()
+    _say("ready")
+    while not (Path(given["folder"]).parent / "go").exists():
+        time.sleep(0.01)
+    members = commhooks.Torchft(name=given["name"], timeout_s=5.0)
+    options = commhooks.DiLoCo(sync_every=EVERY, wire="int4", lr_factor=1.0)
+    hook = commhooks.attach(model, options, members=members)
+    assert hook.members is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given["steps"])
+    hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
+    chance = torch.Generator().manual_seed(1000 * ord(given["name"]) + given["life"])
+    before = 0
+    while before < given["steps"] // EVERY:
+        batch = torch.randint(len(inputs), (64,), generator=chance)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+        optimizer.step()
+        scheduler.step()
+        stats = hook.stats()
+        if stats["step"] > before and stats["step_in_round"] == 0:
+            before = stats["step"]
+            _say("round", step=before, names=hook.members.names, weights=_hash(model))
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(model(inputs), targets))
+    _say("end", step=before, loss=loss, weights=_hash(model))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _say(what: str, **more: Any) -> None:
+    print(json.dumps({"what": what, **more}), flush=True)
+
+
+def _hash(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    job(json.loads(sys.argv[1]))

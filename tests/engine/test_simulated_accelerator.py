@@ -82,12 +82,12 @@ def _bits(numbers: Any) -> Any:
     return [_bits(each) for each in numbers] if isinstance(numbers, list) else numbers
 
 
-def _wrong(train: Callable[[Accelerator], Any], seed: int, expected: Any = None) -> list[str]:
+def _wrong(train: Callable[[Accelerator], Any], seed: int | None, expected: Any = None) -> list[str]:
     """Find what is wrong with a training: faults, and other numbers if its operators run late.
 
     Args:
         train: trains, and returns the numbers.
-        seed: of the order in which the operators run late.
+        seed: of the order in which the operators run late; None: faults only.
         expected: the numbers on the CPU, if they must be the same.
     """
 
@@ -99,6 +99,8 @@ def _wrong(train: Callable[[Accelerator], Any], seed: int, expected: Any = None)
 
     numbers, faults = run(None)
     assert expected in (None, numbers)
+    if seed is None:
+        return faults
     try:
         other = [OTHER_NUMBERS] * (run(seed)[0] != numbers)
     except Exception as error:  # of wrong numbers
@@ -234,7 +236,7 @@ def _trained_in_shards(hook: str) -> list[str]:
         model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
         options = HOOKS[hook].get("hook_options")
         attached = commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"])
-        for step in range(STEPS):
+        for step in range(4):
             given = {n: g.to(DEVICE) for n, g in sharded.random_gradients(step, dtype=torch.float32).items()}
             model.zero_grad(set_to_none=True)
             del accelerator.host_waits[:]
@@ -242,7 +244,7 @@ def _trained_in_shards(hook: str) -> list[str]:
                 with sharded.accumulating(model, "set_requires_all_reduce"):
                     model(given).backward(), model(given).backward()
             model(given).backward()
-            assert accelerator.host_waits == [] or step < STEPS - 1
+            assert accelerator.host_waits == [] or step < 3
             descend(model)
         attached.stats()
         return [each.to_local() for each in model.parameters()]  # type: ignore[attr-defined]
@@ -413,7 +415,7 @@ EVENTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _trained_with(hook: str, event: str, seed: int) -> list[str]:
+def _trained_with(hook: str, event: str, seed: int | None) -> list[str]:
     def train(accelerator: Accelerator) -> Any:
         run = _new(hook, ddp={"gradient_as_bucket_view": True}).train(3)
         seen = EVENTS[event](run, accelerator)
@@ -426,8 +428,8 @@ def _trained_with(hook: str, event: str, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize(("hook", "seed"), [("powerSGD", 0), ("int8", 1)])
-def test_a_training_that(run_ranks: Any, hook: str, event: str, seed: int) -> None:
+@pytest.mark.parametrize(("hook", "seed"), [("powerSGD", 0), ("int8", None)])
+def test_a_training_that(run_ranks: Any, hook: str, event: str, seed: int | None) -> None:
     _check(run_ranks(_trained_with, hook, event, seed))
 
 

@@ -16,7 +16,6 @@ stream, and everything queued later comes after that.
 
 import contextlib
 import functools
-import gc
 import itertools
 import re
 import threading
@@ -467,6 +466,10 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.accelerator = accelerator
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping takes as long as a small operator
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # and sees what it does on the shards
@@ -591,8 +594,6 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             patches.enter_context(mock.patch.object(owner, name, value))
         patches.enter_context(computing_with("torch"))
         patches.enter_context(_Operators(accelerator))
-        gc.freeze()  # the garbage collector looks at what is made in the body
-        patches.callback(gc.unfreeze)
         patches.callback(setattr, accelerator, "running", False)
         if accelerator.late is not None:
             save = torch.save

@@ -252,6 +252,8 @@ class Accelerator:
     # ---------------------------------------------------------------------------------------------------- operators
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if is_view(func):
+            return func(*args, **kwargs)
         if self.late is not None and (found := self._begin(self.late, func, args, kwargs)) is not None:
             return found[0]
         result = func(*args, **kwargs)
@@ -267,7 +269,7 @@ class Accelerator:
         plain = not any(each.is_sparse for each in given)
         if self.at_once or not given or (all(hosts) and to != "device"):
             return None
-        if is_view(func) or METADATA_ONLY.match(name):
+        if METADATA_ONLY.match(name):
             return None
         crosses = short in COPIES and (len(set(hosts)) == 2 or (to is not None and (to == "host") != hosts[0]))
         if name.startswith("c10d::") and plain and getattr(self.local, "started", None) is not None:

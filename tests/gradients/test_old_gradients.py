@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from tests.support.kernels import computing_with
+from tests.support.models import masks
 
 COMPRESSED = {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
 
@@ -31,22 +32,23 @@ class _Two(nn.Module):
 def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tuple[torch.Tensor, int]:
     """What the gradients of the first part come to, over ten passes of each."""
     model = DistributedDataParallel(_Two(), find_unused_parameters=True)
-    with computing_with(kernel):
+    on_accelerator = kernel == "accelerator"
+    with masks(on_accelerator), computing_with("torch" if on_accelerator else kernel):
         attached = commhooks.attach(model, hook, hook_options=options)
-    one, other = (part.weight for part in model.module.parts)
-    total = torch.zeros_like(one)
-    for step in range(10):
-        factors = torch.randn(24, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-        one.grad = None
-        model(0, factors).backward()
-        total += one.grad
-        if clear:
+        one, other = (part.weight for part in model.module.parts)
+        total = torch.zeros_like(one)
+        for step in range(10):
+            factors = torch.randn(24, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             one.grad = None
-        other.grad = None
-        model(1, factors).backward()
-        if clear:
+            model(0, factors).backward()
+            total += one.grad
+            if clear:
+                one.grad = None
             other.grad = None
-    return total, attached.stats()["compressed_steps"]
+            model(1, factors).backward()
+            if clear:
+                other.grad = None
+        return total, attached.stats()["compressed_steps"]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +56,10 @@ def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tu
     [
         ("powerSGD", COMPRESSED, "native"),
         ("powerSGD", COMPRESSED, "torch"),
+        ("powerSGD", COMPRESSED, "accelerator"),
         ("int8", {}, "native"),
+        ("int8", {}, "accelerator"),
     ],
-    ids=["powerSGD", "torch", "int8"],
 )
 def test_it_is_not_taken_for_a_new_one(run_ranks: Any, hook: str, options: Any, kernel: str) -> None:
     """DDP drops the result for what no rank has used: what a residual gives to it would be lost."""

@@ -45,7 +45,7 @@ FIRST = {
     "engine/state.py": "saves or reads",
     "engine/streams.py": "powerSGD and (saves or reads or fails or dropped or loads) or diloco",
     "gradients/fully_shard.py": "shards",
-    "gradients/precision.py": "saves the mean",
+    "gradients/precision.py": "saves and mean",
     "local_steps/fragments.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",

@@ -16,6 +16,7 @@ import torch
 from commhooks.comm.wire import concat_into, largest_gradient, pack_factor, put_projection, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGDWorkspace
+from commhooks.gradients.loss_scale import chosen, is_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +135,16 @@ class AcceleratorKernel:
             torch.linalg.vector_norm(delta, float("inf"), dim=(1, 2), out=block.largest)
 
     def keep_residuals(self, bucket: BucketPass, good: torch.Tensor) -> None:
-        for delta, residual in zip(bucket.deltas, self.bound_residuals(bucket), strict=True):
-            torch.where(good, delta, residual, out=residual)
+        factor = chosen(good, bucket.step.residual_factor, 1.0) if bucket.step.unused else 1.0
+        for block, delta, residual in zip(self.blocks, bucket.deltas, self.bound_residuals(bucket), strict=True):
+            keep = good
+            if bucket.step.unused:
+                # The delta of a parameter that no rank has used may contain the gradient of an earlier pass: its
+                # residual stays, rescaled to the current loss scale.
+                keep = good & bucket.used[block.members].view(-1, 1, 1)
+                if not is_one(factor):
+                    residual.mul_(factor)
+            torch.where(keep, delta, residual, out=residual)
 
     # ---- delta and residual ----------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ AREAS = {
                 "checkpoint/test_changed_surroundings::test_nobody_waits_for_a_rank_whose_commit_failed",
                 "engine/test_ddp_modes",
                 "compressors/powersgd/test_batched",
+                "gradients/test_loss_scale",
                 "compressors/test_every_compressor",
             ),
         ),

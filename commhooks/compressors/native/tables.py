@@ -135,8 +135,8 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
     fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
         raise HookRunError(
-            f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a tensor of "
-            f"shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
+            f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a "
+            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
             "COMMHOOKS_NATIVE=0 turns the kernel off"
         )
     return place

@@ -170,7 +170,7 @@ def test_a_table_has_the_fields_of_its_struct(table: type[Table], struct: str) -
 )
 def test_c_gets_no_address_of_anything_else(tensor: torch.Tensor, numel: int) -> None:
     with pytest.raises(
-        commhooks.HookRunError, match=rf"needs {numel} contiguous numbers of torch.float32 .* and got a tensor of"
+        commhooks.HookRunError, match=rf"needs {numel} contiguous numbers of torch.float32 .* and got a Tensor of"
     ):
         address(tensor, torch.float32, numel)
     good = torch.zeros(2, 3)

@@ -98,10 +98,8 @@ class JointSave:
         try:
             self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
             if refusal:
-                steps = [step, step + 1] if others_may_be_ahead else [step]
-                failure: Failure | None = [self._refuse(f"{self._next_place(each)}/begin", refusal) for each in steps][
-                    -1
-                ]
+                for each in [step, step + 1] if others_may_be_ahead else [step]:
+                    failure: Failure | None = self._refuse(f"{self._next_place(each)}/begin", refusal)
             else:
                 vote = f"{'' if passes is None else passes} {_OWN_GROUP if own_group else ''}"
                 failure = self._attempt(self._next_place(step), collect, vote)

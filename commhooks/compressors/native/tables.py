@@ -136,8 +136,8 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
     if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
         raise HookRunError(
             f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a "
-            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
-            "COMMHOOKS_NATIVE=0 turns the kernel off"
+            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on "
+            f"{tensor.device}; COMMHOOKS_NATIVE=0 turns the kernel off"
         )
     return place
 

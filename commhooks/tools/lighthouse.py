@@ -20,9 +20,9 @@ def run(arguments: argparse.Namespace) -> None:
     except Exception as error:  # torchft raises RuntimeError
         raise DoctorError(f"the lighthouse cannot use port {arguments.port}: {error}") from error
     port = server.address().rpartition(":")[2]
-    print(f"export {VARIABLE}=http://{socket.gethostname()}:{port}", flush=True)
-    print("Set this on every machine, with an address of this machine that they reach. Ctrl-C ends it.", flush=True)
     try:
+        print(f"export {VARIABLE}=http://{socket.gethostname()}:{port}", flush=True)
+        print("Set this on every machine, with an address of this machine that they reach. Ctrl-C ends it.", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
         server.shutdown()

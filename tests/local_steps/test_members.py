@@ -152,7 +152,7 @@ def compare_with_oracle(machines: list[Machine], wire: str) -> None:
             assert line["count"] == each.count or name not in oracle.machines
             assert line["weights"] == weights_of(each.model), (step, name)
             compared += 1
-    assert compared > 20
+    assert compared > 10
 
 
 FAULTS = ["before", "exchanged", "unsure", "refused"]

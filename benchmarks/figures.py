@@ -25,7 +25,8 @@ PICTURES = ROOT / "docs" / "figures"
 
 @dataclass(frozen=True)
 class Figure:
-    """
+    """Describes how to measure or draw a figure, and where it is printed.
+
     Attributes:
         command: measures it. FOLDER is the folder for what it writes.
         minutes: about how long it takes on two cores.

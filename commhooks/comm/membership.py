@@ -90,7 +90,7 @@ def torchft_of(given: object) -> Torchft | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that has asked for the list.
+    """Describes a machine that has asked for the list.
 
     Attributes:
         id: the name with a random number, so that a machine that has restarted is another one.
@@ -111,7 +111,7 @@ class Machine:
 
 
 class Membership:
-    """This machine among the machines of a training. All ranks of the machine must call each method together.
+    """Connects this machine with the others of a training. All ranks of the machine must call each method together.
 
     Args:
         local: the ranks of this machine. They have equal weights, so that rank 0 alone connects to other machines.
@@ -265,7 +265,7 @@ def _own_address(lighthouse: str) -> str:
 
 
 class _Lighthouse:
-    """The connection of a machine to the lighthouse. A thread sends heartbeats."""
+    """Connects this machine with the lighthouse. A thread sends heartbeats."""
 
     def __init__(self, address: str, options: Torchft, host: str) -> None:
         from torchft.coordination import LighthouseClient
@@ -321,7 +321,7 @@ class _Lighthouse:
 
 
 class _Waiting:
-    """A request for the list of machines, in a thread."""
+    """Requests the list of machines in a thread."""
 
     def __init__(self, lighthouse: _Lighthouse, step: int, record: Mapping[str, Any]) -> None:
         self._lighthouse, self._found = lighthouse, ""

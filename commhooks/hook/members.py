@@ -8,7 +8,7 @@ from commhooks.local_steps.driver import LocalStepsDriver
 
 
 class Members:
-    """The machines of a training: `CommHook.members`.
+    """Lists the machines of a training, and lets this one leave: `CommHook.members`.
 
     All ranks of a machine must call `leave` together. The other methods do not communicate.
     """

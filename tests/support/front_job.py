@@ -63,7 +63,8 @@ def new_model(seed: int) -> torch.nn.Module:
 
 def new_optimizer(model: torch.nn.Module) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    # Its rate depends on its count of steps, not on the rate before, which comes with the optimizer.
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 
 
 def new_data(name: str) -> TensorDataset:

@@ -135,8 +135,8 @@ def assert_equal(*machines: Machine) -> None:
 
 def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> dict[str, Any]:
     """Two machines train by front_job.py, and b gets SIGTERM in mid-round: it ends the round early, together with a,
-    which goes on alone at once. (transformers stops some seconds later, maybe at the end of a round.) Returns the last
-    line of b."""
+    which goes on alone at once. (transformers stops some seconds later, maybe at the end of a round, and has then
+    no part to send.) Returns the last line of b."""
     (folder / "slow").touch()
     with lighthouse() as address:
         new = functools.partial(Machine, _JOB, address, folder, steps=10_000, **given)
@@ -148,6 +148,8 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> dict[str, Any
             first.wait_for(lambda line: line.get("names") == ["a"] and line["step"] > end["round"], 20.0)
             last = first.rounds[end["round"]]
             assert last["names"] == ["a", "b"] and last["weights"] == end["weights"], (last, end)
+            log, in_mid_round = second.log.read_text(), end["steps"] % 5 != 0
+            assert ("this machine leaves, and has sent its part of the round" in log) == in_mid_round, log
         finally:
             first.kill()
             second.kill()

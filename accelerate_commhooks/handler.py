@@ -18,7 +18,7 @@ from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, repli
 from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
 from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
-from commhooks.errors import logger_of, no_such
+from commhooks.errors import logger_of, no_such, print_error_on_rank_zero
 from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
 
 logger = logger_of(__name__)
@@ -69,6 +69,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     ranks_per_node: int | str | None = field(default=None, kw_only=True)
     members: Any = field(default=None, kw_only=True)
 
+    @print_error_on_rank_zero()
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
         # Arguments override the environment even if they equal the default. __init__ cannot tell which were given.
         handler = super().__new__(cls)
@@ -79,6 +80,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         handler.given = frozenset(names[: len(args)]) | frozenset(kwargs)
         return handler
 
+    @print_error_on_rank_zero()
     def __post_init__(self) -> None:
         self.given: frozenset[str]
         """Names of the arguments that the user has given, in Python, YAML or the environment."""

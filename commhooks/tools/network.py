@@ -420,7 +420,8 @@ class NetworkReport:
         ranks = sum(map(len, self.machines.values()))
         lines = [f"{ranks} ranks, {self.backend}, measured in {self.took_s:.0f} s"]
         for name, each in self.machines.items():
-            lines.append(f"  {name}: ranks {', '.join(map(str, each))}; {self.interfaces[name].words}")
+            numbers = f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
+            lines.append(f"  {name}: {numbers}; {self.interfaces[name].words}")
         connections = new_table("Connections")
         for column in ("ranks", "Mbit/s", "latency, ms"):
             connections.add_column(column, justify="right")
@@ -436,7 +437,7 @@ class NetworkReport:
         for size in self.exchanges:
             times.add_column(size, justify="right")
         for row in zip(*self.exchanges.values(), strict=True):
-            cells = [f"{each.seconds:.3g}{' *' if each.between_nodes else ''}" for each in row]
+            cells = [f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row]
             times.add_row(row[0].candidate.label, *cells)
         return text_of(*lines, connections, together, times, LEGEND, *self.advice())
 
@@ -484,7 +485,8 @@ class NetworkReport:
         if self.step_ms is None:
             return (
                 f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing is needed. Else "
-                'begin with hook="auto", which measures and chooses; diloco sends the least.'
+                'begin with hook="auto", which measures and chooses; hook="diloco" sends the least. --step-ms names '
+                "one."
             )
         computing, limit = f"beside {self.step_ms:g} ms of computing", SMALL * self.step_ms / 1e3
         if plain.seconds <= limit:
@@ -498,6 +500,11 @@ class NetworkReport:
             f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the last loss with plain "
             "DDP's."
         )
+
+
+def _figures(number: float) -> str:
+    """Return three figures, and all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _duration(seconds: float) -> str:

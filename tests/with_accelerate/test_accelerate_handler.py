@@ -118,9 +118,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: str(refused.kwargs))
-def test_refused_at_construction(refused: Refused) -> None:
-    with pytest.raises(HookConfigError, match=refused.text):
-        CommHookKwargs(**refused.kwargs)
+def test_refused_at_construction(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints the reason in one line, before the tracebacks of all ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(HookConfigError, match=refused.text) as raised:
+            CommHookKwargs(**refused.kwargs)
+        assert capsys.readouterr().err == (f"commhooks: error: {raised.value}\n" if rank == "0" else "")
 
 
 @pytest.mark.parametrize("kind", [DDPCommunicationHookType, str], ids=["enum", "string"])

@@ -61,11 +61,11 @@ of benchmarks/language_model.py ends at a loss at least 6 % higher than with all
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(HookConfig):
-    """Options of the hook auto, which measures all-reduce and other hooks, and continues with the fastest.
+    """Measures all-reduce and other hooks in the first steps, and continues with the fastest.
 
     Args:
-        quality: the candidates. "same": all-reduce, bf16 and int8, which train like all-reduce within its noise.
-            "close": also int4 and PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
+        quality: "same": all-reduce, bf16 and int8, which train like all-reduce within its noise; "close": also int4 and
+            PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
         measure_steps: number of steps of plain all-reduce that are measured before the first decision.
         check_again_every: steps until it measures the current hook again, and all hooks if the time of a step has
             changed by more than a quarter; more steps if the trials would take more than 1 % of the time. None: never.

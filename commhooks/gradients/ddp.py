@@ -15,7 +15,7 @@ from commhooks.errors import AttachError, HookRunError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
-from commhooks.gradients.source import Future, GradientSource, HookCallbacks, described_parameter, sparse_parameters
+from commhooks.gradients.source import Future, GradientSource, HookCallbacks, keep_with, sparse_parameters
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
@@ -105,7 +105,7 @@ class DDPGradients(GradientSource):
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
         super().__init__(ddp_model.process_group if group is None else group)
-        reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
+        reduced = [(own_name(name), p) for name, p in self.weights().items() if p.requires_grad]
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
         self._reader = BucketReader(len(self.names.named_parameters()))
@@ -178,14 +178,13 @@ class DDPGradients(GradientSource):
             "parameter is used give False (to transformers' Trainer as ddp_find_unused_parameters)"
         ]
 
-    def described(self) -> list[str]:
-        return [described_parameter(name, parameter) for name, parameter in self._not_ignored()]
-
     def weights(self) -> Mapping[str, torch.Tensor]:
-        return dict(self._not_ignored())
-
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
+        ddp_model, module = self._ddp_model(), self.module
+        if ddp_model is None or module is None:
+            return {}
+        ignored = ddp_model.parameters_to_ignore
+        own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
+        return {n: p for n, p in module.named_parameters() if id(p) in own}
 
     def _check_join(self) -> None:
         ddp_model = self._ddp_model()
@@ -203,14 +202,6 @@ class DDPGradients(GradientSource):
                 "others would wait for it in their outer steps. Give all ranks the same number of batches, or take a "
                 "hook that averages gradients"
             )
-
-    def _not_ignored(self) -> list[tuple[str, torch.Tensor]]:
-        ddp_model, module = self._ddp_model(), self.module
-        if ddp_model is None or module is None:
-            return []
-        ignored = ddp_model.parameters_to_ignore
-        own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
-        return [(n, p) for n, p in module.named_parameters() if id(p) in own]
 
 
 class _Registered(functools.partial[Future]):
@@ -256,15 +247,9 @@ def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
 
     If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
     On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
-    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, and not
-    the model, because the garbage collector destroys the parts of a model in any order.
+    the latest collective. Python releases the GIL when it destroys a group.
     """
-    finalizer = weakref.finalize(ddp_model.reducer, _release, ddp_model.process_group)
-    finalizer.atexit = False  # at exit the Reducer may still exist
-
-
-def _release(group: dist.ProcessGroup) -> None:
-    """Do nothing: the finalizer drops its reference to the group after this call."""
+    keep_with(ddp_model.reducer, ddp_model.process_group)
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:

@@ -86,6 +86,12 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     return alive
 
 
+def keep_with(owner: object, kept: object) -> None:
+    """Keep `kept` alive until `owner` is deleted. A finalizer holds it, because the garbage collector destroys the
+    parts of an object in any order."""
+    weakref.finalize(owner, lambda _: None, kept).atexit = False  # at exit `owner` may still exist
+
+
 class GradientSource(ABC):
     """Provides the buckets of a model. References to modules and process groups are weak.
 
@@ -129,20 +135,20 @@ class GradientSource(ABC):
         hook."""
 
     @abstractmethod
-    def described(self) -> list[str]:
-        """Return a line per parameter. The lines are equal on two ranks if their models are."""
-
-    @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
 
     @abstractmethod
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """Return the current `.grad` of each entry of `names`."""
-
-    @abstractmethod
     def unregister(self) -> None:
         """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""
+
+    def described(self) -> list[str]:
+        """Return a line per parameter. The lines are equal on two ranks if their models are."""
+        return [described_parameter(name, parameter) for name, parameter in self.weights().items()]
+
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the current `.grad` of each entry of `names`."""
+        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def stepped(self) -> Sequence[torch.Tensor]:
         """Return the parameters that optimizers hold, in the order of `names`."""
@@ -237,7 +243,7 @@ class PlainGradients(GradientSource):
         self._handles = call_after_accumulation(self.names.named_parameters().values(), self._on_accumulated)
         module = self.module
         assert module is not None
-        weakref.finalize(module, _keep, self).atexit = False  # keep this source alive as long as the module
+        keep_with(module, self)
 
     def unregister(self) -> None:
         while self._handles:
@@ -246,14 +252,8 @@ class PlainGradients(GradientSource):
     def close(self) -> None:
         self.unregister()
 
-    def described(self) -> list[str]:
-        return [described_parameter(name, parameter) for name, parameter in self.weights().items()]
-
     def weights(self) -> Mapping[str, torch.Tensor]:
         return {} if self.module is None else dict(self.module.named_parameters())
-
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def _on_accumulated(self, _: torch.Tensor) -> None:
         if self._task != current_task() and not (self._accumulates is not None and self._accumulates()):
@@ -277,10 +277,6 @@ class PlainGradients(GradientSource):
             if not grad.is_sparse and (reduced is not flat or flat.data_ptr() != grad.data_ptr()):
                 grad.copy_(reduced.view(grad.shape))
         self._callbacks.end_pass()
-
-
-def _keep(source: PlainGradients) -> None:
-    """Do nothing: the module's finalizer owns the source, and drops it after this call."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

@@ -30,11 +30,12 @@ _NO_BUCKET_YET = sys.maxsize
 
 
 class BucketReader:
-    """Converts DDP's buckets, and detects the first and the last bucket of each backward pass.
+    """Converts DDP's buckets, and detects the first and the last bucket of each backward pass. `parameters`: the number
+    of parameters in the model; None: unknown.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
-    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last one by
-    counting parameters. `parameters` is the number of parameters in the model; None: unknown.
+    none marked as the last (torch 2.13, `delay_all_reduce`). They are numbered here, and the last one is detected by
+    counting parameters.
     """
 
     def __init__(self, parameters: int | None = None) -> None:
@@ -45,11 +46,8 @@ class BucketReader:
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
         """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass
-        cannot be detected.
-
-        `end_pass` is called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
-        that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
-        """
+        cannot be detected. `end_pass` is called at the end of a pass whose last bucket never arrives, because DDP skips
+        buckets that no rank uses."""
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()
         if index == 0 and not is_last and task != -1:
@@ -206,11 +204,8 @@ class DDPGradients(GradientSource):
 
 class _Registered(functools.partial[Future]):
     """Wraps the function that is registered with DDP, which shows its `__name__` in logging data.
-
-    `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle this function with the model, but
-    register no hook in the copy (torch 2.13). So its pickle leaves out the hook with its process group and learned
-    state.
-    """
+    `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it, but register no hook in the copy
+    (torch 2.13). So its pickle leaves out the hook with its process group and learned state."""
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
         made = super().__new__(cls, function, *args)
@@ -243,12 +238,9 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
-    """Keep the process group alive until DDP's `Reducer` is destroyed.
-
-    If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
-    On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
-    the latest collective. Python releases the GIL when it destroys a group.
-    """
+    """Keep the process group alive until DDP's `Reducer` is destroyed. As the last owner of the group, the `Reducer`
+    would destroy it while it holds the GIL (torch 2.13). On gloo that can deadlock: the group waits for its threads,
+    and a thread waits for the GIL to free the tensors of the latest collective."""
     keep_with(ddp_model.reducer, ddp_model.process_group)
 
 

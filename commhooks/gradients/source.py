@@ -48,7 +48,6 @@ class HookCallbacks:
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
-        """Must be called at the end of every backward pass."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -66,12 +65,9 @@ class Extent:
 
 
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
-    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
-
-    A hook that owned the group would keep its threads and its store alive. Moreover, if the garbage collector destroyed
-    the group in a forked process, such as a DataLoader's worker, the process would die, because the group's threads do
-    not exist there.
-    """
+    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`. A hook that owned
+    the group would keep its threads and store alive. If the garbage collector destroyed the group in a forked process,
+    such as a DataLoader's worker, the process would die, because the group's threads do not exist there."""
     weak = weakref.ref(group)
 
     def alive() -> dist.ProcessGroup:
@@ -126,8 +122,7 @@ class GradientSource(ABC):
 
     @property
     @abstractmethod
-    def module(self) -> torch.nn.Module | None:
-        """The user's model; None if it was deleted."""
+    def module(self) -> torch.nn.Module | None: ...
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
@@ -147,7 +142,6 @@ class GradientSource(ABC):
         return [described_parameter(name, parameter) for name, parameter in self.weights().items()]
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """Return the current `.grad` of each entry of `names`."""
         return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def stepped(self) -> Sequence[torch.Tensor]:
@@ -190,11 +184,9 @@ class GradientSource(ABC):
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists.
-
-    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns
-    the parameters, would keep them and the process group alive for ever.
-    """
+    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists. The garbage
+    collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns the
+    parameters, would keep them and the process group alive for ever."""
     weak = weakref.WeakMethod(method)
 
     def call(parameter: torch.Tensor) -> None:
@@ -212,9 +204,9 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 
 class PlainGradients(GradientSource):
-    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine. At the
-    end of the backward pass each gradient becomes a bucket. `accumulates` returns whether the running backward pass
-    only accumulates gradients."""
+    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine: at the
+    end of the backward pass each gradient becomes a bucket. `accumulates`: whether the running pass only accumulates
+    gradients."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
@@ -280,7 +272,6 @@ class PlainGradients(GradientSource):
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients will be sparse."""
     return {
         id(each.weight)
         for each in module.modules()

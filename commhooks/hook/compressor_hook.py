@@ -20,8 +20,6 @@ from commhooks.request import HookRequest
 
 
 class CompressorHook:
-    """Implements `Hook` for a compressor. A `Session` reduces the buckets."""
-
     def __init__(self, request: HookRequest, source: GradientSource, session: Session) -> None:
         name, config = request.name, session.compressor.config
         self.session, self.counters = session, session.counters

@@ -43,6 +43,8 @@ PROTOCOL = 2
 VARIABLE = "TORCHFT_LIGHTHOUSE"
 _HEARTBEAT_S = 0.5  # torchft's lighthouse takes a machine for dead after 5 s without
 _LINE_EVERY_S = 10.0
+_ALIVE_EVERY_S = 1.0
+_ALIVE_LIMIT_S = 5.0
 _PIECE_BYTES = 16 * 2**20
 _WHAT = "the list of machines"
 
@@ -202,7 +204,7 @@ class Membership:
     def connect(self, machines: Sequence[Machine]) -> None:
         """Connect with `machines`, this machine among them, unless the connections exist. They are made anew if a
         machine reports another number of failures in its record than at the latest call. Raises an exception of torchft
-        or torch if a connection fails."""
+        or torch if a connection fails, or OSError as soon as a machine is gone."""
         key = json.dumps([(each.id, each.record.get("failures")) for each in machines])
         self.connected = list(machines)
         if not self.exchanges or key == self._key:
@@ -213,9 +215,35 @@ class Membership:
         rank = [each.id for each in machines].index(self.id)
         # A machine that leaves and comes back: the same machines may connect twice, but not after the same step.
         prefix = hashlib.sha256(f"{key} {machines[0].step}".encode()).hexdigest()[:16]
-        made.configure(f"{machines[0].store}/commhooks/{prefix}/{self._shard}", self.id, rank, len(machines))
+        store = f"{machines[0].store}/commhooks/{prefix}/{self._shard}"
+        self._while_alive(machines, lambda: made.configure(store, self.id, rank, len(machines)))
         self._torchft_group, self.group, self._key = made, made.parent, key
         adopt(self.group, "gloo" if self._device.type == "cpu" else dist.get_default_backend_for_device(self._device))
+
+    def _while_alive(self, machines: Sequence[Machine], connect: Callable[[], None]) -> None:
+        """Run `connect`, which waits for `machines` up to `timeout_s`, in a thread, and raise OSError if a process for
+        which it waits listens no longer: it has died since the machines met. The thread is then left to its timeout."""
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                if self._device.type != "cpu":  # NCCL connects the current device of the thread
+                    torch.accelerator.set_device_index(self._device)
+                connect()
+            except Exception as error:  # raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="commhooks connect", daemon=True)
+        thread.start()
+        thread.join(_ALIVE_EVERY_S)
+        while thread.is_alive():
+            for servers in [each.record["servers"] for each in machines]:
+                # The ranks find each other in the store of the first rank of a machine.
+                for address in {servers[0], servers[self._shard]}:
+                    socket.create_connection(_host_and_port(address), _ALIVE_LIMIT_S).close()
+            thread.join(_ALIVE_EVERY_S)
+        if errors:
+            raise errors.pop()  # the list would keep the error, and thereby the connections, in a reference cycle
 
     def confirm(self) -> None:
         """Tell the connected ranks that everything has arrived on this machine. It ends only after all of them have
@@ -393,6 +421,11 @@ def _group_class(device: torch.device) -> Any:
 
 
 # ---- the state for a machine that is behind --------------------------------------------------------------------------
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class StateServer:

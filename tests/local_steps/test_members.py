@@ -182,7 +182,7 @@ def compare_with_oracle(machines: list[Machine], wire: str, **given: Any) -> Non
     assert compared > 20
 
 
-FAULTS = ["before", "exchanged", "agreed", "unsure", "refused"]
+FAULTS = ["unconnected", "before", "exchanged", "agreed", "unsure", "refused"]
 
 
 @pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
@@ -214,6 +214,27 @@ def test_an_outer_step_fails(start: Callable[..., Machine], fault: str, given: A
     counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
     for name, each in counts.items():
         assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {5}, name
+    compare_with_oracle([a, b, c], "int4", **given)
+
+
+@pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
+def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given: Any) -> None:
+    """The others know its name already, and do not wait for it until the timeout."""
+    start = functools.partial(start, timeout_s=60.0, **given)
+    a = start("a")
+    a.round(1)
+    b = start("b")
+    a.wait_for(lambda line: line.get("part") == ["a", "b"])
+    c = start("c", fault=["listed", 1])
+    assert c.processes[-1].wait(60) == -signal.SIGKILL
+    died = time.monotonic()
+    a.round(max(a.rounds) + 2)
+    assert time.monotonic() - died < 20
+    assert "failed, and is repeated" in a.log.read_text() + b.log.read_text()
+    for each in (a, b):
+        each.signal(signal.SIGTERM)
+        assert each.end()["what"] == "end"
+    assert_equal_weights(a, b)
     compare_with_oracle([a, b, c], "int4", **given)
 
 
@@ -316,15 +337,18 @@ def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
     assert len(by_step) > 6 and all(len(found) == 1 for found in by_step.values()), by_step
 
 
-def test_min_machines(start: Callable[..., Machine]) -> None:
-    """One machine of two waits for the other one, which has made as many outer steps, with other weights."""
-    a = start("a", least=2)
+@pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
+def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
+    """One machine of two waits for the other one, which has made as many outer steps, with another weight; in a sharded
+    model in the shard of the last rank."""
+    start = functools.partial(start, least=2, **given)
+    a = start("a")
     deadline = time.monotonic() + 60
     while "an outer step needs min_machines=2: waiting for more" not in a.log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not a.rounds
-    b = start("b", least=2, seed=1)
+    b = start("b", shift=1)
     b.round(4)
     a.round(4)
     assert {tuple(line["names"]) for line in a.rounds.values()} == {("a", "b")}

@@ -1,7 +1,8 @@
 """A training on one of several machines that come and go: `python member_job.py JSON`, run by test_members.py.
 
 Prints a line of JSON at the start of each round. `fault`: what happens on the last rank at which exchange or
-confirmation. "before": the process dies before this exchange; "exchanged": it dies after it; "agreed": it dies before
+confirmation. "listed": the process dies before it connects; "unconnected": it seems that it cannot connect; "before":
+the process dies before this exchange; "exchanged": it dies after it; "agreed": it dies before
 the confirmation; "refused": the exchange seems to fail, as if the connection had been lost; "unsure": the confirmation
 seems to fail, though it has ended everywhere. "asked": the process dies while another machine takes its state. `nan`:
 after how many steps a weight of the last rank is not finite. `save`: it saves NAME in the folder when it has taken
@@ -78,6 +79,8 @@ def main(given: dict) -> None:
     if "buffer_bytes" in given:  # several buffers
         flat_weights.BUFFER_BYTES = given["buffer_bytes"]
     model = module = new_model(given.get("seed", 0), given.get("width", 8), given.get("out", 3))
+    with torch.no_grad():
+        module[0].bias[-1] += given.get("shift", 0)
     shards, replicate_group = given.get("shards"), None
     module.register_buffer("seen", torch.zeros(()))
     if world > 1 or shards is not None:
@@ -175,7 +178,7 @@ def sharded_content(module: nn.Module, optimizer: torch.optim.Optimizer, hook: A
 
 def inject(what: str, number: int) -> None:
     exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
-    answer = StateServer._answer
+    answer, connect, connecting = StateServer._answer, Membership.connect, [0]
 
     def new_exchange(held: HeldOuterStep) -> None:
         exchanged[0] += 1
@@ -201,7 +204,16 @@ def inject(what: str, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         answer(server, request)
 
+    def new_connect(membership: Membership, machines: Any) -> None:
+        connecting[0] += 1
+        if what == "listed" and connecting[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "unconnected" and connecting[0] == number:
+            raise RuntimeError("the connection was lost (a test)")
+        connect(membership, machines)
+
     HeldOuterStep.exchange, Membership.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
+    Membership.connect = new_connect
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ class LearnedStateCheckpointer:
             elif state.local_missing or content["residual"] == "none":
                 said = "; residuals: none, they start from zero"
             elif all(entry["residual"] is None for entry in content["parameters"].values()):
-                said = "; nothing is compressed"
+                said = "; no parameter has a residual"
             elif content["residual"] == "per_rank" and ranks == self._world_size:
                 said = "; residuals: each rank's own"
             else:

@@ -216,6 +216,22 @@ def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
     return True
 
 
+def _units_of(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(units: Iterable[FSDPModule]) -> None:
+    for unit in units:
+        unit.reshard()  # after an evaluation the root's parameters may still be unsharded
+
+
+def sharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Reshard the model, and return the parameters that hooks reduce. Raises AttachError if hooks do not support the
+    sharding."""
+    _reshard(_units_of(model))
+    return {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
+
+
 def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
     meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
     if len(meshes) > 1:
@@ -236,8 +252,7 @@ class FullyShardGradients(GradientSource):
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support the sharding."""
         self._module = weakref.ref(model)
-        self.before_weights_change()
-        sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
+        sharded = sharded_parameters(model)
         mesh = common_mesh(sharded)
         super().__init__(group)
         self._shard_group = held_weakly(mesh.get_group())
@@ -285,8 +300,7 @@ class FullyShardGradients(GradientSource):
         return [shard.parameter for shard in self._shards.values()]
 
     def before_weights_change(self) -> None:
-        for unit in self._units():
-            unit.reshard()  # after an evaluation the root's parameters may still be unsharded
+        _reshard(self._units())
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}
@@ -344,8 +358,7 @@ class FullyShardGradients(GradientSource):
             self._handles.pop().remove()
 
     def _units(self) -> list[FSDPModule]:
-        model = self.module
-        return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
+        return [] if self.module is None else _units_of(self.module)
 
     # ---- what torch calls --------------------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ def _lines() -> dict[str, list[str]]:
     simple = Run.new(hook="bf16").train(2).save()
     found = {how: _resumed(content, hook_options=OPTIONS)[1] for how, content in saved.items()}
     found |= {"start": _resumed(start, hook_options=OPTIONS)[1], "plain": _resumed(plain, hook_options=OPTIONS)[1]}
+    nothing = {"exclude": ["*"]}
+    without = Run.new(hook="int8", hook_options=nothing).train(2).save(residual="mean")
+    found["without"] = _resumed(without, "int8", hook_options=nothing)[1]
     return found | {"bf16": _resumed(simple, "bf16")[1]}
 
 
@@ -40,6 +43,7 @@ def test_the_line_says_where_it_goes_on(run_ranks: Any) -> None:
         "start": [],
         "plain": ["commhooks: powerSGD resumed at step 2; not yet compressing"],
         "bf16": ["commhooks: bf16_compress resumed at step 2"],
+        "without": ["commhooks: int8_compress resumed at step 2; no parameter has a residual"],
     }
     assert not any(other.values())
 

@@ -12,7 +12,6 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: members -->     as for `ddp`, with a lighthouse of torchft
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
     <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
-    <!-- snippet: accelerate yaml --> the same with settings from outside, as from a YAML file
     <!-- snippet: accelerate sharded --> the same on four ranks, where FSDP2 of Accelerate works
     <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
     <!-- snippet: transformers sharded --> `model`, `train_dataset` and `TrainingArguments`, on such four ranks
@@ -59,7 +58,7 @@ from tests.support.repository import REPOSITORY
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
 RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
-_ACCELERATE_NEEDS = ("accelerate", "accelerate yaml", "accelerate sharded")
+_ACCELERATE_NEEDS = ("accelerate", "accelerate sharded")
 _OTHER_NEEDS = ("transformers", "transformers sharded", "continued", "output", "fabric ranks")
 NEEDS = ("", "ddp", "members", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
 
@@ -265,12 +264,11 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
 
     `chain` holds where each snippet stands and its text.
     """
-    config = str(REPOSITORY / "examples" / "accelerate_config.yaml")
-    outside = {"ACCELERATE_COMM_HOOK_CONFIG": config} if needs == "accelerate yaml" else {}
+    outside = {}
     if needs in ("lightning ranks", "fabric ranks"):
         outside = {"TORCHELASTIC_RUN_ID": "snippets", "GROUP_RANK": "0"}  # as Lightning 2.6 knows torchrun
     sharded = needs.endswith(" sharded")
-    needs = needs.removesuffix(" yaml").removesuffix(" sharded")
+    needs = needs.removesuffix(" sharded")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(_DDP if needs in ("ddp", "members", "attached", "accelerate") else "import torch", namespace)
     lighthouse = None if needs != "members" else _lighthouse()

@@ -14,7 +14,7 @@ from snippets import Snippet, WrongSnippet, check, find_snippets
 
 import commhooks
 from commhooks.compressors.auto import options as candidates
-from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
+from tests.support.features import trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, sources
 from tests.support.workers import RanksFailed
 
@@ -31,7 +31,6 @@ INLINE_COMMANDS = [(page.name, code) for page, text in PAGES.items() for code in
 
 def _marked(snippet: Snippet) -> Any:
     marks = [trainer_resumes_on_cpu] if "resume_from_checkpoint" in snippet.text else []
-    marks += [replicate_with_fsdp] if "replicate_with_fsdp" in snippet.text else []
     return pytest.param(snippet, marks=marks, id=str(snippet))
 
 
@@ -176,7 +175,7 @@ def test_the_pages_show_each_kind():
         kinds.setdefault(snippet.page, set()).add((snippet.language, snippet.needs))
     fronts = ("lightning ranks", "accelerate", "transformers", "ddp")
     assert {("bash", ""), *(("diff", needs) for needs in fronts)} <= kinds["README.md"]
-    assert {("python", "lightning"), ("text", "output"), ("python", "transformers")} <= kinds["docs/index.md"]
+    assert {("python", "lightning"), ("text", "output")} <= kinds["docs/index.md"]
     assert {("python", "attached"), ("python", "continued")} <= kinds["docs/ddp.md"]
     assert ("yaml", "") in kinds["docs/lightning.md"]
     assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds["docs/migrating.md"]

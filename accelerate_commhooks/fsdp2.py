@@ -30,12 +30,10 @@ _WITH_REPLICAS = (
 
 
 def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
-    """Override `prepare` of this one object: shard trained models within replicas, and attach the hook of `handler`.
-    Also attach it to the model of a machine with one process that has other machines as members. A machine that comes
-    takes the state of prepared schedulers from them.
-
-    This is needed because Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
-    """
+    """Override `prepare` of this one object, because Accelerate 1.15 never calls its handler for models that it shards
+    or does not wrap: shard trained models within replicas, and attach the hook of `handler`; also to the model of a
+    machine with one process that has other machines as members. A machine that comes takes the state of prepared
+    schedulers."""
     method, schedulers = type(accelerator).prepare, itertools.count()
 
     @functools.wraps(method)
@@ -75,7 +73,6 @@ def _one_replica(accelerator: Accelerator) -> Iterator[None]:
 
 
 def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
-    """Return the group of ranks that hold the same shard. All ranks must call this, after `check_takes_hook`."""
     if accelerator.parallelism_config.dp_replicate_enabled:
         return accelerator.torch_device_mesh["dp_replicate"].get_group()
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica

@@ -145,11 +145,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def request(self) -> HookRequest:
-        """The checked values of the fields. They are read anew each time, because users may change a handler's fields.
-
-        Raises:
-            HookConfigError: as the constructor.
-        """
+        """The checked values of the fields. They are read anew each time, because users may change a handler's
+        fields."""
         if not isinstance(self.dim, int):
             raise HookConfigError(
                 f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
@@ -173,7 +170,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def off(self) -> bool:
-        """Whether the user requested plain DDP: `hook=None`."""
         return self.request.off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
@@ -252,23 +248,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), and a
         # subclass would raise KeyError. `type()` and `isinstance` still use the real class.
-        self._override_prepare()
-        return DistributedDataParallelKwargs
-
-    def _override_prepare(self) -> None:
-        # Accelerator.__init__ reads `handler.__class__`. Under FSDP and with one process it never calls the handler
-        # again, so this is the only chance to override `prepare`. It has set the environment variable before.
+        # Under FSDP and with one process Accelerator.__init__ never calls the handler again, so this is the only chance
+        # to override `prepare`. It has set the environment variable before.
         shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         if (shards or self.members is not None) and (accelerator := _calling_accelerator()):
             override_prepare(accelerator, self)
+        return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments of `DistributedDataParallel` by name."""
         own = {f.name: getattr(self, f.name) for f in DDP_FIELDS}
         return own | {name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)}
 
     def has_set(self, name: str) -> bool:
-        """Return whether the user has passed or assigned the DDP argument `name`."""
         return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
@@ -319,7 +310,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
 
     def _stock_requests(self) -> list[str]:
-        """Return the stock fields that are set and select one of torch's hooks."""
         return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
 
     def _translated(self) -> dict[str, Any]:
@@ -387,7 +377,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
 
 def _calling_accelerator() -> Accelerator | None:
-    """Return the accelerator that calls the handler: `self` in the nearest frame of an Accelerator's method."""
     frame = sys._getframe(2)
     while frame is not None and not issubclass(type(frame.f_locals.get("self")), Accelerator):  # `__class__` calls this
         frame = frame.f_back  # type: ignore[assignment]

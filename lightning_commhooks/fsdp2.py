@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from commhooks import HookConfigError
+from commhooks import HookConfigError, Torchft
 from commhooks.hook.plugin_api import (
     DCPFolder,
     HookRequest,
@@ -40,6 +40,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
     Args:
         hook: as in `CommHookDDP`, but not a callable; None averages the replicas without compression.
         hook_options, wrapper, strict, check_every: as in `commhooks.attach`.
+        members: as in `CommHookDDP`; every machine trains a replica.
         replicate_size: number of replicas of the model, each sharded over `world size / replicate_size` consecutive
             ranks. "auto": one per machine.
         save_residual: "drop" saves no residuals. None: their mean over the replicas.
@@ -60,6 +61,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
         save_residual: Optional[Literal["drop"]] = None,  # noqa: UP045
         strict: bool = True,
         check_every: Optional[int] = None,  # noqa: UP045
+        members: Union[Torchft, Literal["torchft"], None] = None,  # noqa: UP007
         process_group_backend: Optional[str] = None,  # noqa: UP045
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
@@ -161,7 +163,6 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
-    """Return the sharded module that contains all other sharded modules."""
     roots: dict[str, Any] = {}
     for name, each in module.named_modules():  # parents come before their children
         if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):
@@ -177,7 +178,6 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
 
 
 def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
-    """Check that FSDP and the hook average every trained parameter. Warns about parameters that are not sharded."""
     alone = []
     for name, parameter in module.named_parameters():
         data: object = parameter

@@ -1,9 +1,9 @@
 """Live membership: machines that join and leave a training while it runs, found by a lighthouse of torchft.
 
-Each machine runs a job of its own. Rank 0 of a machine sends heartbeats to the lighthouse, and `Membership.ask` waits
-until the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and rank 0
-connects to rank 0 of the other machines (`connect`). A machine that is behind reads its state from another machine over
-HTTP (`StateServer`, `fetch`).
+Each machine runs a job of its own. Its first rank sends heartbeats to the lighthouse, and `Membership.ask` waits until
+the lighthouse has seen the requests of all machines that are alive. So all of them get the same list, and rank 0, or in
+a sharded model each rank, connects to the same ranks of the other machines (`connect`). A machine that is behind reads
+its state from the same ranks of another machine over HTTP (`StateServer`, `fetch`).
 
 torchft 0.2: `torchft.coordination` is its public low-level interface. Its `Manager` is not used, because it sends the
 state of a machine that joins while the others wait, and gives up the work of a step that failed.
@@ -32,17 +32,19 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import gather_rows, gather_texts
+from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import adopt
 from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid, logger_of
 
 logger = logger_of(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes with what machines send each other, so that another version of commhooks is refused if it must be."""
 VARIABLE = "TORCHFT_LIGHTHOUSE"
 _HEARTBEAT_S = 0.5  # torchft's lighthouse takes a machine for dead after 5 s without
 _LINE_EVERY_S = 10.0
+_ALIVE_EVERY_S = 1.0
+_ALIVE_LIMIT_S = 5.0
 _PIECE_BYTES = 16 * 2**20
 _WHAT = "the list of machines"
 
@@ -95,15 +97,15 @@ class Machine:
     Attributes:
         id: the name with a random number, so that a machine that has restarted is another one.
         step: committed outer steps.
-        record: what else it has passed to `Membership.ask`.
-        store, server: addresses of its `TCPStore` and its `StateServer`.
+        record: what else it has passed to `Membership.ask`, and "servers": the addresses of the `StateServer` of each
+            shard.
+        store: the address of its `TCPStore`.
     """
 
     id: str
     step: int
     record: Mapping[str, Any]
     store: str
-    server: str
 
     @property
     def name(self) -> str:
@@ -114,7 +116,9 @@ class Membership:
     """Connects this machine with the others of a training. All ranks of the machine must call each method together.
 
     Args:
-        local: the ranks of this machine. They have equal weights, so that rank 0 alone connects to other machines.
+        local: the ranks of this machine that have the same weights, or the same shard of them. Rank 0 of them connects
+            to other machines.
+        shards: the ranks of this machine that hold the shards of the model; None: it is not sharded.
         device: of this rank's model.
 
     Attributes:
@@ -128,12 +132,16 @@ class Membership:
         AttachError: the lighthouse cannot be reached within `timeout_s`.
     """
 
-    def __init__(self, options: Torchft, local: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, options: Torchft, local: dist.ProcessGroup, shards: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
         self.options, self.exchanges = options, local.rank() == 0
         self.machines: list[Machine] = []
         self.connected: list[Machine] = []
         self.group: dist.ProcessGroup | None = None
-        self._local, self._device = local, device
+        self._device, self._shards, self._shard = device, shards, 0 if shards is None else shards.rank()
+        # A collective over each of these groups in turn reaches all ranks of the machine.
+        self._inside = [local] if shards is None else [shards, local]
         self._key = ""
         self._torchft_group: Any = None
         self.server: StateServer | None = None  # on the rank that exchanges
@@ -150,17 +158,19 @@ class Membership:
             if self.exchanges:
                 host = _own_address(address)
                 self.server = StateServer(host)
-                self._lighthouse = _Lighthouse(address, options, host)
+                if self._shard == 0:
+                    self._lighthouse = _Lighthouse(address, options, host)
         except (HookConfigError, AttachError) as error:
             failure = json.dumps([type(error).__name__, str(error)])
         except (OSError, RuntimeError) as error:  # of sockets
             failure = json.dumps(["", f"members: this machine cannot listen for the other machines: {error}"])
-        failures = gather_texts(failure, local, device, _WHAT)
-        if found := next(filter(None, failures), ""):
+        if found := self._spread(failure):
             self.close()
             kind, text = json.loads(found)
             raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
-        self.id = gather_texts("" if self._lighthouse is None else self._lighthouse.id, local, device, _WHAT)[0]
+        self.id = self._spread("" if self._lighthouse is None else self._lighthouse.id)
+        own = "" if self.server is None else self.server.address
+        self._servers = [own] if shards is None else gather_texts(own, shards, device, _WHAT)
 
     @property
     def name(self) -> str:
@@ -173,21 +183,19 @@ class Membership:
     def ask(self, step: int, limit_s: float | None = None, **record: Any) -> list[Machine]:
         """Wait until all machines that are alive have asked. Returns them, sorted by name; the same list on all. Raises
         HookRunError after `limit_s` seconds; with None it waits as long as it takes, with a line every 10 s. `step`:
-        committed outer steps. `record`: further content of `Machine.record`, for JSON; rank 0's counts."""
+        committed outer steps. `record`: further content of `Machine.record`, for JSON; the first rank's counts."""
         began, answer, waiting = time.monotonic(), "", None
         while not answer:
             if self._lighthouse is not None:
                 if waiting is None:
-                    waiting = _Waiting(
-                        self._lighthouse, step, {**record, "server": "" if self.server is None else self.server.address}
-                    )
+                    waiting = _Waiting(self._lighthouse, step, {**record, "servers": self._servers})
                 answer = waiting.answer(_LINE_EVERY_S if limit_s is None else min(_LINE_EVERY_S, limit_s))
                 waited = time.monotonic() - began
                 if not answer and limit_s is not None and waited >= limit_s:
                     answer = "[]"
                 elif not answer:
                     logger.warning("members: %s waits for %s since %.0f s", self.name, waiting.reason, waited)
-            answer = gather_texts(answer, self._local, self._device, _WHAT)[0]
+            answer = self._spread(answer)
         found = [Machine(**each) for each in json.loads(answer)]
         if not found:
             raise HookRunError(f"members: no other machine has come within {limit_s:g} s")
@@ -196,7 +204,7 @@ class Membership:
     def connect(self, machines: Sequence[Machine]) -> None:
         """Connect with `machines`, this machine among them, unless the connections exist. They are made anew if a
         machine reports another number of failures in its record than at the latest call. Raises an exception of torchft
-        or torch if a connection fails."""
+        or torch if a connection fails, or OSError as soon as a machine is gone."""
         key = json.dumps([(each.id, each.record.get("failures")) for each in machines])
         self.connected = list(machines)
         if not self.exchanges or key == self._key:
@@ -207,13 +215,39 @@ class Membership:
         rank = [each.id for each in machines].index(self.id)
         # A machine that leaves and comes back: the same machines may connect twice, but not after the same step.
         prefix = hashlib.sha256(f"{key} {machines[0].step}".encode()).hexdigest()[:16]
-        made.configure(f"{machines[0].store}/commhooks/{prefix}", self.id, rank, len(machines))
+        store = f"{machines[0].store}/commhooks/{prefix}/{self._shard}"
+        self._while_alive(machines, lambda: made.configure(store, self.id, rank, len(machines)))
         self._torchft_group, self.group, self._key = made, made.parent, key
         adopt(self.group, "gloo" if self._device.type == "cpu" else dist.get_default_backend_for_device(self._device))
 
+    def _while_alive(self, machines: Sequence[Machine], connect: Callable[[], None]) -> None:
+        """Run `connect`, which waits for `machines` up to `timeout_s`, in a thread, and raise OSError if a process for
+        which it waits listens no longer: it has died since the machines met. The thread is then left to its timeout."""
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                if self._device.type != "cpu":  # NCCL connects the current device of the thread
+                    torch.accelerator.set_device_index(self._device)
+                connect()
+            except Exception as error:  # raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="commhooks connect", daemon=True)
+        thread.start()
+        thread.join(_ALIVE_EVERY_S)
+        while thread.is_alive():
+            for servers in [each.record["servers"] for each in machines]:
+                # The ranks find each other in the store of the first rank of a machine.
+                for address in {servers[0], servers[self._shard]}:
+                    socket.create_connection(_host_and_port(address), _ALIVE_LIMIT_S).close()
+            thread.join(_ALIVE_EVERY_S)
+        if errors:
+            raise errors.pop()  # the list would keep the error, and thereby the connections, in a reference cycle
+
     def confirm(self) -> None:
-        """Tell all connected machines that everything has arrived here. It ends only after all of them have begun it.
-        Raises HookRunError if a machine is gone."""
+        """Tell the connected ranks that everything has arrived on this machine. It ends only after all of them have
+        begun it. Raises HookRunError if one of them is gone."""
         assert self.group is not None
         gather_rows(torch.ones(1, device=self._device), self.group, None, "the confirmation")
 
@@ -225,6 +259,32 @@ class Membership:
             del made
             # gloo closes connections when nothing refers to the group; until then the other machines wait for this one.
             gc.collect()
+
+    def fetch(self, machine: Machine, step: int) -> tuple[bytes, Callable[[int, torch.Tensor], None]]:
+        """Fetch the state of step `step` from the rank of `machine` with the same shard; see `fetch`."""
+        return fetch(machine.record["servers"][self._shard], step, self.options.timeout_s)
+
+    # ---- the ranks of this machine -----------------------------------------------------------------------------------
+
+    def on_all_ranks(self, good: bool) -> bool:
+        """Return whether `good` is true on all ranks of this machine."""
+        for group in self._inside:
+            own = torch.tensor([good], dtype=torch.int32, device=self._device)
+            good = bool(gather_rows(own, group, None, "whether all ranks of the machine have exchanged").all())
+        return good
+
+    def key_of_shards(self, own: int) -> int:
+        """Combine a number below 2**62 of each shard into one, equal on all ranks of this machine."""
+        if self._shards is None:
+            return own
+        keys = gather_rows(torch.tensor([own], device=self._device), self._shards, None, _WHAT)
+        return agreement_key(keys.flatten().tolist())
+
+    def _spread(self, text: str) -> str:
+        """Return the first of the texts of all ranks of this machine that is not empty."""
+        for group in self._inside:
+            text = next(filter(None, gather_texts(text, group, self._device, _WHAT)), "")
+        return text
 
     def close(self) -> None:
         """Leave the training. The other machines then no longer wait for this machine."""
@@ -336,9 +396,8 @@ class _Waiting:
                     {
                         "id": each.replica_id,
                         "step": each.step,
-                        "record": {name: value for name, value in each.data.items() if name != "server"},
+                        "record": each.data,
                         "store": each.store_address,
-                        "server": each.data["server"],
                     }
                     for each in quorum.participants
                 ]
@@ -362,6 +421,11 @@ def _group_class(device: torch.device) -> Any:
 
 
 # ---- the state for a machine that is behind --------------------------------------------------------------------------
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class StateServer:

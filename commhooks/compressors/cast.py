@@ -49,8 +49,6 @@ class Noop(HookConfig):
 
 
 class Stateless(Compressor[ConfigT]):
-    """Base of the compressors that have no learned state and treat all parameters of a bucket alike."""
-
     transactional = False
     computes_from_received = False
 
@@ -64,8 +62,6 @@ class Stateless(Compressor[ConfigT]):
 
 
 class Cast(Stateless[ConfigT]):
-    """Averages in the bucket's dtype or in a narrower dtype."""
-
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         own = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
         super().__init__(config, own if wire_dtype is None else wire_dtype)

@@ -1,8 +1,5 @@
-"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
-
-Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
-them.
-"""
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`. Annotations must be real objects here (no `from
+__future__ import annotations`), because `register_comm_hook` checks them."""
 
 import contextlib
 import dataclasses
@@ -113,7 +110,7 @@ class PowerSGDState:
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. It references this object
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. It refers to this object
         weakly, because this object owns the session that calls it."""
         weak = weakref.ref(self)
 
@@ -229,7 +226,6 @@ class PowerSGDState:
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in this form. All ranks must call this, through the hook functions, in the same order."""
         session = self.session
         if not session.has_run:
             self.use(form)

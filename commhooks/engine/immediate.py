@@ -113,7 +113,6 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
 
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the local variables of an exchange, and of the exchange to which it delegates."""
     while inspect.isgenerator(exchange):
         yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
         exchange = exchange.gi_yieldfrom

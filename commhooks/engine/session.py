@@ -1,8 +1,7 @@
 """Run the backward passes of one model, each as a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass
-therefore leaves the state of the last committed step. Without learned state no bucket depends on another, and each is
-reduced by itself; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass leaves
+the state of the last committed step. Without learned state each bucket is reduced by itself; see `immediate.py`.
 """
 
 import collections
@@ -40,12 +39,8 @@ ABANDONED_LIMIT_S = 5.0
 
 class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients, `FragmentSession`
-    weights.
-
-    Attributes:
-        state: the learned state, changed at commits only; `held` guards it.
-        consensus: what is equal on all ranks: compressor, kernel, reduction.
-    """
+    weights. `state`, the learned state, changes at commits only, and `held` guards it. `consensus` is equal on all
+    ranks."""
 
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
@@ -81,8 +76,6 @@ class WatchedPass:
 
 
 class Session(ExchangeDriver):
-    """Averages the gradients of one model. Runs each backward pass as a transaction over its buckets."""
-
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
@@ -205,7 +198,6 @@ class Session(ExchangeDriver):
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
-        """Run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
         nodes = consensus.reduction.nodes
         if nodes is not None:  # each rank of a node has checked another share of the bucket
@@ -221,7 +213,6 @@ class Session(ExchangeDriver):
         self._pass = None
 
     def _commit(self, current: BackwardPass, verdict: torch.Tensor | bool) -> None:
-        """Write the gradients and, if `verdict` is true, the learned state. Count the step."""
         if current.compressing:
             self.state.local_shared = False
         current.commit(verdict)

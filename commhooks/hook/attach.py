@@ -104,7 +104,8 @@ def attach(
             Without a process group it makes a group of this process alone.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
-            that is, the ranks that hold the same shard, such as `mesh["replicate"]`.
+            that is, the ranks that hold the same shard, such as `mesh["replicate"]`. With `members` it may be None:
+            each machine has one replica.
         loss_scale: a function that returns the current loss scale, e.g. `scaler.get_scale`. The residuals are rescaled
             when it changes.
 
@@ -162,13 +163,12 @@ def attach_request(
         )
     total_steps = request.total_steps if total_steps is None else total_steps
     unwrapped = isinstance(request.config, LocalSteps)
-    if request.members is not None and isinstance(model, FSDPModule):
-        raise HookConfigError(
-            "members with a model sharded by fully_shard: wrap it in DistributedDataParallel on each machine instead"
-        )
-    if request.members is not None and not dist.is_initialized():
+    live = request.members is not None
+    if live and not dist.is_initialized():
         _process_group_of_one(model)
-    source = source_of(model, process_group, replicate_group, unwrapped=unwrapped, accumulates=accumulates)
+    source = source_of(
+        model, process_group, replicate_group, unwrapped=unwrapped, one_replica=live, accumulates=accumulates
+    )
     check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
@@ -243,7 +243,7 @@ def _build_hook(
         membership = None if request.members is None else _membership(request.members, source)
         outer = FragmentSession(compressor, binding, sizes, nodes, membership)
         outer.consensus.compute_with(choice)
-        signature = _signature(request, compressor, source)
+        signature = {} if membership is None else _signature(request, compressor, source, membership)
         driver = LocalStepsDriver(request.name, source, outer, loss_scale, signature)
         return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
@@ -269,24 +269,29 @@ def _process_group_of_one(model: torch.nn.Module) -> None:
 
 def _membership(options: Torchft, source: GradientSource) -> Membership:
     """Let this machine come to the others. All ranks of the model must call this."""
-    machines = members_of(places_of(source.group, source.device))
-    if len(machines) > 1:
-        raise AttachError(
-            f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job of "
-            "its own, such as `torchrun --standalone`, and the hook connects them"
-        )
-    return Membership(options, source.group, source.device)
+    for group in filter(None, (source.group, source.shard_group)):
+        machines = members_of(places_of(group, source.device))
+        if len(machines) > 1:
+            raise AttachError(
+                f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job "
+                "of its own, such as `torchrun --standalone`, and the hook connects them"
+            )
+    return Membership(options, source.group, source.shard_group, source.device)
 
 
-def _signature(request: HookRequest, compressor: Compressor[Any], source: GradientSource) -> dict[str, Any]:
-    """Describe by name what must be equal on all machines."""
-    shapes = source.described()
-    numbers = sum(each.numel() for each in source.names.named_parameters().values())
+def _signature(
+    request: HookRequest, compressor: Compressor[Any], source: GradientSource, membership: Membership
+) -> dict[str, Any]:
+    """Describe by name what must be equal on all machines. All ranks of the model must call this, and get the same."""
+    shapes, whole, shards = source.described(), source.whole.named_parameters(), source.place[1]
+    numbers = sum(each.numel() for each in whole.values())
+    extents, key = [source.extent(name) for name in whole], membership.key_of_shards
     return {
         "protocol between machines": PROTOCOL,
         "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
-        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {agreement_key(shapes):x}",
-        "number of ranks": source.group.size(),
+        "number of ranks": source.group.size() * shards,
+        "sharding": "none" if source.shard_group is None else f"{shards} shards, key {key(agreement_key(extents)):x}",
+        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {key(agreement_key(shapes)):x}",
     }
 
 

@@ -48,5 +48,4 @@ class Hook(Protocol):
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
 
-    def close(self) -> None:
-        """Free the buffers of the backward passes."""
+    def close(self) -> None: ...

@@ -9,9 +9,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collectives import resolve_group
+from commhooks.comm.groups import new_group
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
-from commhooks.gradients.fully_shard import FullyShardGradients
+from commhooks.gradients.fully_shard import FullyShardGradients, common_mesh, local_values, sharded_parameters
 from commhooks.gradients.source import GradientSource, PlainGradients
 from commhooks.gradients.torch_private import compiled_from, ddp_under
 
@@ -22,10 +23,12 @@ def source_of(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     unwrapped: bool = False,
+    one_replica: bool = False,
     accumulates: Callable[[], bool] | None = None,
 ) -> GradientSource:
     """Make the source of a model's gradients; see `attach`. `unwrapped`: whether the hook also takes a module without a
-    wrapper; `accumulates`: then returns whether the current backward pass does not count."""
+    wrapper; `accumulates`: then returns whether the current backward pass does not count. `one_replica`: whether a
+    sharded model without a `replicate_group` has one replica."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise HookConfigError(
             f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
@@ -38,6 +41,10 @@ def source_of(
                 "process_group is for DistributedDataParallel. For a model sharded by fully_shard pass "
                 "replicate_group: the ranks that hold the same shard, such as mesh['replicate']"
             )
+        if one_replica and replicate_group is None:
+            sharded = sharded_parameters(model)
+            mesh, device = common_mesh(sharded), local_values(next(iter(sharded.values()))).device
+            replicate_group = new_group([[rank] for rank in range(mesh.size())], mesh.get_group(), device)
         return FullyShardGradients(model, _replicate_group(replicate_group))
     module = model if isinstance(model, torch.nn.Module) else None
     replicated = None if module is None else ddp_under(module)

@@ -171,12 +171,12 @@ class FragmentSession(ExchangeDriver):
     def _issue(self, group: Any, send: Send) -> Pending:
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
-    def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
+    def held_step(self, weight: float, good: torch.Tensor, *, exchanges: bool) -> "HeldOuterStep":
         """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
-        machine's differences in the mean. If `exchanges` is False, this rank gets the result from rank 0 of its
-        model."""
+        machine's differences in the mean; `good`: `weights_finite`. If `exchanges` is False, this rank gets the result
+        from rank 0 of its model."""
         self.held.settle()  # a save may have written the residuals on another stream
-        return HeldOuterStep(self, self._fragment(0), weight, exchanges)
+        return HeldOuterStep(self, self._fragment(0), weight, good, exchanges)
 
     @torch.no_grad()
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -211,14 +211,16 @@ class FragmentSession(ExchangeDriver):
         write_back(work.layout, exchange.result)
         return good
 
-    def weights_finite(self, buffers: Sequence[OuterStepWorkspace]) -> torch.Tensor:
-        """Return whether all weights are finite here, and on the ranks with other parts of the weights."""
+    def weights_finite(self, buffers: Sequence[OuterStepWorkspace] | None = None) -> torch.Tensor:
+        """Return whether all weights of `buffers` (None: without fragments, all) are finite here, and on the ranks with
+        other parts of the weights."""
+        buffers = self._fragment(0) if buffers is None else buffers
         weights = [each.detach() for work in buffers for each in work.layout.parameters]
         return self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
         with self.held.committing(good.device):
-            # The residual of a machine is that of its rank 0, which alone exchanges.
+            # The residual of a machine is that of the rank that exchanges.
             self.state.local_shared = self.membership is not None
             for each in exchanged:
                 each.advance(_verdict(good))
@@ -283,16 +285,18 @@ class HeldOuterStep:
     written before."""
 
     def __init__(
-        self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
+        self,
+        session: FragmentSession,
+        buffers: Sequence[OuterStepWorkspace],
+        weight: float,
+        good: torch.Tensor,
+        exchanges: bool,
     ) -> None:
         self._session, self._buffers = session, buffers
         self._running: list[RunningExchange] = []
-        if not exchanges:
-            return
-        # To commit all buffers or none, each carries a NaN if any weight is not finite.
-        good = session.weights_finite(buffers)
-        for work in buffers:
+        for work in buffers if exchanges else ():
             work.weight = weight
+            # To commit all buffers or none, each carries a NaN if any weight is not finite.
             self._running.append(session.new_exchange(work, packed(work.layout, good)))
 
     @torch.no_grad()

@@ -14,8 +14,24 @@ If the exchange or the confirmation fails, because a machine has died, nothing i
 and each reports whether everything had arrived there. If it has arrived on all of them, they write the new anchor: a
 machine that is no longer here may have done so, and will have the same one. If something is missing on one of them, no
 machine can have confirmed, so the remaining machines exchange the same differences again.
+
+In a sharded model each rank exchanges its shard with the ranks that hold the same shard, in a group per shard, and
+confirms in this group. The ranks of a machine agree before they confirm and again before they write
+(`Membership.on_all_ranks`), so that a machine still acts as one:
+
+- A rank begins its confirmation only after all ranks of its machine have reported that everything has arrived. So if
+  the confirmation of any shard ends on any machine, everything has arrived on all ranks of all machines.
+- If something is missing on one rank, no rank of its machine confirms. So no confirmation of any shard ends anywhere,
+  and no machine writes before all meet again.
+- A machine writes only if all of its confirmations have ended. If some have failed, all of its ranks keep what has
+  arrived, and the machine reports it as complete: another machine may have written.
+- A machine of which a rank has died does not act any more, because its other ranks wait for that rank in every
+  agreement, until their process group reports an error.
+
+All other decisions follow from the list of machines, which one rank of the machine receives for all.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
@@ -24,8 +40,7 @@ from typing import Any
 import torch
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import gather_rows
-from commhooks.comm.membership import Machine, Membership, fetch
+from commhooks.comm.membership import Machine, Membership
 from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary, logger_of
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
@@ -36,9 +51,8 @@ from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 logger = logger_of(__name__)
 
 _MOST_FAILURES = 5
-_SAME_NAME_S = 10.0
+_SAME_NAME = 10
 _LINE_EVERY_S = 10.0
-_WHAT = "whether all ranks of the machine have exchanged"
 
 
 class MemberSteps:
@@ -130,14 +144,14 @@ class MemberSteps:
 
     def _meet(self, trained: bool, attempt: str | None, complete: bool, limit_s: float | None) -> list[Machine]:
         """Return the machines that match this one, once there are enough of them."""
-        began, said = time.monotonic(), 0.0
-        while True:
+        said = 0.0
+        for attempts in itertools.count():
             state = self._outer.state
             anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
             machines = self.membership.ask(
                 state.step,
                 limit_s,
-                digest=self._common.digest(anchors),
+                digest=self.membership.key_of_shards(self._common.digest(anchors)),
                 trained=trained,
                 attempt=attempt,
                 complete=complete,
@@ -145,7 +159,7 @@ class MemberSteps:
                 joined=self.joined,
                 signature=self._signature,
             )
-            fitting = self._fitting(machines, began)
+            fitting = self._fitting(machines, attempts)
             least = self.membership.options.min_machines
             if fitting is not None and len(fitting) >= least:
                 return fitting
@@ -157,8 +171,9 @@ class MemberSteps:
                     least,
                 )
             time.sleep(1.0)
+        raise AssertionError
 
-    def _fitting(self, machines: Sequence[Machine], began: float) -> list[Machine] | None:
+    def _fitting(self, machines: Sequence[Machine], attempts: int) -> list[Machine] | None:
         """Return the machines with this machine's signature; None: ask again. Raises AttachError if this machine is new
         and does not match."""
         own = next(each for each in machines if each.id == self.membership.id)
@@ -174,7 +189,7 @@ class MemberSteps:
                         )
                 if each.name == own.name:
                     # It may be this machine before a restart: then the lighthouse will soon take it for dead.
-                    if time.monotonic() - began > _SAME_NAME_S:
+                    if attempts > _SAME_NAME:  # not the time, so that all ranks of the machine decide alike
                         raise AttachError(
                             f"members: two machines have the name {own.name}: give each a name of its own "
                             "(commhooks.Torchft(name=...))"
@@ -195,15 +210,17 @@ class MemberSteps:
         failure = ""
         count = sum(each.record["trained"] for each in machines)
         weight = len(machines) / count if machines[here].record["trained"] else 0.0
+        # An error below may occur on one rank of the machine only, so there must be no collective inside the machine.
+        good = self._outer.weights_finite()
         try:
             self.membership.connect(machines)
-            held = self._outer.held_step(weight, exchanges=self.membership.exchanges)
+            held = self._outer.held_step(weight, good, exchanges=self.membership.exchanges)
             held.exchange()
             if self.membership.exchanges:
                 self._common.share(optimizers=False, group=self.membership.group)
         except _ERRORS as error:
             failure = _not_ours(error)
-        if not self._all_ranks(not failure):
+        if not self.membership.on_all_ranks(not failure):
             held, failure = None, failure or "another rank of this machine has failed"
         else:
             try:
@@ -211,15 +228,11 @@ class MemberSteps:
                     self.membership.confirm()
             except _ERRORS as error:
                 failure = _not_ours(error)
-            if not self._all_ranks(not failure):
+            if not self.membership.on_all_ranks(not failure):
                 failure = failure or "another rank of this machine has failed"
         if failure:
             self.membership.disconnect()
         return held, failure
-
-    def _all_ranks(self, good: bool) -> bool:
-        own = torch.tensor([good], dtype=torch.int32, device=self._source.device)
-        return bool(gather_rows(own, self._source.group, None, _WHAT).all())
 
     # ---- machines that are behind ------------------------------------------------------------------------------------
 
@@ -245,11 +258,11 @@ class MemberSteps:
         arrived: Mapping[int, torch.Tensor] = {}
         if self.membership.exchanges:
             try:
-                form, read = fetch(source.server, step, self.membership.options.timeout_s)
+                form, read = self.membership.fetch(source, step)
                 arrived = self._common.read(form, read)
             except (OSError, HTTPException) as error:
                 failure = error
-        if not self._all_ranks(failure is None):
+        if not self.membership.on_all_ranks(failure is None):
             if self.membership.logs:
                 logger.warning("members: the state of machine %s cannot be had: %s", source.name, failure)
             return False

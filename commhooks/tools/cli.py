@@ -184,7 +184,6 @@ def print_hooks() -> None:
 
 
 def explained_options(config: type[Any]) -> dict[str, str]:
-    """Return {option: its first sentence in the docstring of the config class or a base, or ""}."""
     found: dict[str, str] = {}
     for each in config.__mro__:
         section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]

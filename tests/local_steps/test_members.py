@@ -1,6 +1,7 @@
 """Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths everywhere."""
 
 import copy
+import functools
 import os
 import re
 import signal
@@ -13,20 +14,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.engine.state import LearnedState
 from commhooks.local_steps.compressor import DiLoCoCompressor
-from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.machines import Machine, lighthouse
-from tests.support.member_job import new_model, new_optimizer, train_step, weights_of
+from tests.support.member_job import hash_of, new_model, new_optimizer, shard_of, train_step
 from tests.support.simulation import SimulatedRanks
 
 pytestmark = pytest.mark.timeout(120)
 JOB = Path(__file__).parents[1] / "support" / "member_job.py"
 MACHINE = {"every": 5, "wire": "int4", "steps": 10_000}
+SHARDED = {"world": 2, "shards": 2, "width": 7, "out": 1}
+"""A machine with a sharded model: the shards have different sizes, and some are empty."""
 
 
 @pytest.fixture
@@ -46,29 +48,35 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
 
 def assert_equal_weights(*machines: Machine) -> None:
-    """All machines have the same weights after each outer step that they have taken together."""
+    """All machines have the same weights after each outer step that they have taken together, rank by rank."""
     compared = 0
-    for step in {step for each in machines for step in each.rounds}:
-        there = [each.rounds[step] for each in machines if step in each.rounds]
-        together = [line for line in there if line["names"] == there[0]["names"]]
-        assert len({(line["weights"], line["seen"]) for line in there}) == 1, there
-        compared += len(together) > 1
+    for rank in machines[0].ranks:
+        rounds = [each.rounds_of(rank) for each in machines]
+        for step in set().union(*rounds):
+            there = [each[step] for each in rounds if step in each]
+            together = [line for line in there if line["names"] == there[0]["names"]]
+            assert len({(line["weights"], line["seen"]) for line in there}) == 1, there
+            compared += len(together) > 1
     assert compared > 2
 
 
-@pytest.mark.parametrize(("wire", "others"), [("int4", ["b"]), ("float32", [])])
-def test_machines_come_and_go(start: Callable[..., Machine], wire: str, others: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("wire", "others", "given"),
+    [("int4", ["b"], {}), ("float32", [], {}), ("int4", [], SHARDED), ("float32", [], SHARDED)],
+)
+def test_machines_come_and_go(start: Callable[..., Machine], wire: str, others: list[str], given: Any) -> None:
     """Machine a, c that begins with other weights and is killed, and d that comes after it, beside `others`. No step of
     a is lost, and all outer steps are those of an oracle in one process. (gloo adds three float32 in another order than
     the oracle.)"""
-    a = start("a", wire=wire)
+    given = {"wire": wire, "options": {"outer_momentum": 0.5}} | given
+    a = start("a", **given)
     a.round(2)
-    stay, c = [start(name, wire=wire) for name in others], start("c", seed=1, wire=wire)
+    stay, c = [start(name, **given) for name in others], start("c", seed=1, **given)
     a.wait_for(lambda line: line.get("names") == ["a", *others, "c"])
     a.round(max(a.rounds) + 3)
     c.signal(signal.SIGKILL)
     a.wait_for(lambda line: line.get("names") == ["a", *others] and line["step"] > max(c.rounds) + 2)
-    d = start("d", seed=2, wire=wire)
+    d = start("d", seed=2, **given)
     a.wait_for(lambda line: line.get("names") == ["a", *others, "d"])
     a.round(max(a.rounds) + 3)
     for each in (a, *stay, d):
@@ -78,68 +86,82 @@ def test_machines_come_and_go(start: Callable[..., Machine], wire: str, others: 
     # Every round of a is whole: it has lost no step.
     counts = [line["count"] for line in a.rounds.values()]
     assert {later - before for before, later in zip(counts[1:], counts[2:], strict=False)} == {5}
-    compare_with_oracle([a, *stay, c, d], wire)
+    compare_with_oracle([a, *stay, c, d], **given)
 
 
 class _Simulated:
     """A machine in the process of the test. `source`: the machine whose state it takes. `count`: its steps so far."""
 
-    def __init__(self, name: str, fields: Any, source: "_Simulated | None" = None, count: int = 0) -> None:
-        self.name, self.count, self.model = name, count, new_model(0)
-        self.optimizer, self.state = new_optimizer(self.model), LearnedState.of(fields)
-        anchor = {name: each.detach().flatten().clone() for name, each in self.model.named_parameters()}
+    def __init__(self, oracle: "_Oracle", name: str, source: "_Simulated | None" = None, count: int = 0) -> None:
+        self.name, self.count, self.model = name, count, oracle.new_model()
+        self.optimizer, self._ranks = new_optimizer(self.model), range(oracle.world)
+        self.states = []
+        for shard in range(oracle.shards):
+            state = LearnedState.of(oracle.new_compressor().state_fields)
+            if source is None:
+                state[ANCHOR.key].update(
+                    {n: p.detach().flatten().clone() for n, p in self.shard(oracle, shard).items()}
+                )
+            else:
+                for key in (ANCHOR.key, MOMENTUM.key):
+                    state[key].update({n: each.clone() for n, each in source.states[shard][key].items()})
+            self.states.append(state)
         if source is not None:
-            anchor = {name: each.clone() for name, each in source.state[ANCHOR.key].items()}
             self.model.load_state_dict(source.model.state_dict())
             self.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
-        self.state[ANCHOR.key].update(anchor)
+
+    def shard(self, oracle: "_Oracle", shard: int) -> dict[str, torch.Tensor]:
+        return shard_of(dict(self.model.named_parameters()), shard, oracle.shards)
 
     def train(self) -> None:
-        train_step(self.model, self.optimizer, self.name, self.count)
+        train_step(self.model, self.optimizer, self.name, self.count, self._ranks)
         self.count += 1
 
 
 class _Oracle:
     """Machines in the process of the test, with rounds of 5 steps."""
 
-    def __init__(self, wire: str, first: str) -> None:
-        config = commhooks.DiLoCo(sync_every=5, wire=wire)
-        self._new: Callable[[], Any] = lambda: DiLoCoCompressor(config)
-        self.machines = {first: _Simulated(first, self._new().state_fields)}
+    def __init__(
+        self, first: str, wire: str, options: Any = None, world: int = 1, shards: int = 1, **model: int
+    ) -> None:
+        config = commhooks.DiLoCo(sync_every=5, wire=wire, **options or {})
+        self.new_compressor: Callable[[], Any] = lambda: DiLoCoCompressor(config)
+        self.new_model = functools.partial(new_model, 0, **model)
+        self.world, self.shards = world, shards
+        self.machines = {first: _Simulated(self, first)}
 
     def outer_step(self, names: list[str], counts: dict[str, int]) -> None:
         """Train a round, and average. `counts`: the steps of machines after it. A machine that is new takes the state
         from before the round. A machine that has made no step was not sure whether the outer step before was taken, and
         has missed the round."""
-        source, fields = self.machines[min(self.machines)], self._new().state_fields
+        source = self.machines[min(self.machines)]
         newcomers = [name for name in names if name not in self.machines]
-        new = {name: _Simulated(name, fields, source, counts.get(name, 6) - 5) for name in newcomers}
+        new = {name: _Simulated(self, name, source, counts.get(name, 6) - 5) for name in newcomers}
         self.machines = {name: each for name, each in (self.machines | new).items() if name in names}
         missed = [name for name, each in self.machines.items() if name not in new and counts.get(name) == each.count]
         for name, each in self.machines.items():
             for _ in range(0 if name in missed else 5):
                 each.train()
-        there = [self.machines[name] for name in names]
-        parameters = dict(reversed(list(there[0].model.named_parameters())))
-        ranks = SimulatedRanks(self._new, len(names), parameters)
-        ranks.states = [each.state for each in there]
-        for work, name in zip(ranks._works, names, strict=True):
-            work.weight = 0.0 if name in missed else len(names) / (len(names) - len(missed))
-        flats = []
-        for each in there:
-            own = dict(each.model.named_parameters())
-            flats.append(torch.cat([own[name].detach().flatten() for name in parameters]))
+        for shard in range(self.shards):
+            self._average([self.machines[name] for name in names], shard, missed)
+
+    @torch.no_grad()
+    def _average(self, machines: list[_Simulated], shard: int, missed: list[str]) -> None:
+        parts = [dict(reversed(list(each.shard(self, shard).items()))) for each in machines]
+        ranks = SimulatedRanks(self.new_compressor, len(machines), parts[0])
+        ranks.states = [each.states[shard] for each in machines]
+        for work, each in zip(ranks._works, machines, strict=True):
+            work.weight = 0.0 if each.name in missed else len(machines) / (len(machines) - len(missed))
+        flats = [torch.cat([part.flatten() for part in own.values()]) for own in parts]
         assert ranks.step(flats)
-        for each, flat in zip(there, flats, strict=True):
-            parts = flat.split([p.numel() for p in parameters.values()])
-            for name, part in zip(parameters, parts, strict=True):
-                own = each.model.get_parameter(name)
-                own.data.copy_(part.view_as(own))
+        for own, flat in zip(parts, flats, strict=True):
+            for part, new in zip(own.values(), flat.split([part.numel() for part in own.values()]), strict=True):
+                part.copy_(new.view_as(part))
 
 
-def compare_with_oracle(machines: list[Machine], wire: str) -> None:
+def compare_with_oracle(machines: list[Machine], wire: str, **given: Any) -> None:
     """Play the rounds of all machines in one process, and compare the weights after each outer step, bit by bit."""
-    oracle, compared = _Oracle(wire, "a"), 0
+    oracle, compared = _Oracle("a", wire, **given), 0
     for step in sorted({step for each in machines for step in each.rounds}):
         lines = {each.name: each.rounds[step] for each in machines if step in each.rounds}
         if not any(line["part"] for line in lines.values()):
@@ -150,39 +172,70 @@ def compare_with_oracle(machines: list[Machine], wire: str) -> None:
             # A machine that has just come has the weights of the others.
             each = oracle.machines.get(name) or next(iter(oracle.machines.values()))
             assert line["count"] == each.count or name not in oracle.machines
-            assert line["weights"] == weights_of(each.model), (step, name)
-            compared += 1
+        for machine in machines:
+            for rank in machine.ranks:
+                if step in (rounds := machine.rounds_of(rank)):
+                    each = oracle.machines.get(machine.name) or next(iter(oracle.machines.values()))
+                    own = each.shard(oracle, rank % oracle.shards).values()
+                    assert rounds[step]["weights"] == hash_of(own), (step, machine.name, rank)
+                    compared += 1
     assert compared > 20
 
 
-FAULTS = ["before", "exchanged", "unsure", "refused"]
+FAULTS = ["unconnected", "before", "exchanged", "agreed", "unsure", "refused"]
 
 
+@pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_outer_step_fails(start: Callable[..., Machine], fault: str) -> None:
+def test_an_outer_step_fails(start: Callable[..., Machine], fault: str, given: Any) -> None:
     """A machine dies before the exchange or after it, or believes that the confirmation has failed: the others take the
-    same outer step again, or all take the one that has arrived; none loses a step, and the weights stay equal."""
-    a = start("a", timeout_s=3.0)
+    same outer step again, or all take the one that has arrived; none loses a step, and the weights stay equal. Of a
+    machine of two ranks that happens to the second one."""
+    start = functools.partial(start, timeout_s=3.0, **given)
+    a = start("a")
     a.round(1)
-    b = start("b", timeout_s=3.0)
+    b = start("b")
     a.wait_for(lambda line: line.get("part") == ["a", "b"])
-    c = start("c", fault=[fault, 5], timeout_s=3.0)  # all of its exchanges are with both
+    c = start("c", fault=[fault, 5])  # all of its exchanges are with both
     a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
     a.round(max(a.rounds) + 12)
     for each in (a, b):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
     assert_equal_weights(a, b, c)
-    if fault in ("before", "exchanged"):
-        assert c.processes[0].wait(10) == -signal.SIGKILL
+    if fault in ("before", "exchanged", "agreed"):
+        assert c.processes[-1].wait(10) == -signal.SIGKILL
+        assert not given or c.end()["type"] == "HookRunError"
     else:
         assert len(c.rounds) > 8  # it goes on
         assert "failed, and is repeated" in c.log.read_text()
-        assert sum(line["what"] == "took" for line in c.lines) == 1  # only when it has come: nothing was lost
+        # Only when it has come: nothing was lost.
+        assert sum(line["what"] == "took" for line in c.lines) == len(c.ranks)
     counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
     for name, each in counts.items():
         assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {5}, name
-    compare_with_oracle([a, b, c], "int4")
+    compare_with_oracle([a, b, c], "int4", **given)
+
+
+@pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
+def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given: Any) -> None:
+    """The others know its name already, and do not wait for it until the timeout."""
+    start = functools.partial(start, timeout_s=60.0, **given)
+    a = start("a")
+    a.round(1)
+    b = start("b")
+    a.wait_for(lambda line: line.get("part") == ["a", "b"])
+    c = start("c", fault=["listed", 1])
+    assert c.processes[-1].wait(60) == -signal.SIGKILL
+    died = time.monotonic()
+    a.round(max(a.rounds) + 2)
+    assert time.monotonic() - died < 20
+    assert "failed, and is repeated" in a.log.read_text() + b.log.read_text()
+    for each in (a, b):
+        each.signal(signal.SIGTERM)
+        assert each.end()["what"] == "end"
+    assert_equal_weights(a, b)
+    compare_with_oracle([a, b, c], "int4", **given)
 
 
 def test_a_machine_dies_while_another_one_takes_its_state(start: Callable[..., Machine]) -> None:
@@ -243,18 +296,21 @@ def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given, sentence",
+    "common, given, sentence",
     [
-        ({"width": 9}, r"machine b has another model than machine a \(4 parameters, .* and 4 parameters, "),
-        ({"wire": "int8"}, r"machine b has another hook than machine a \(diloco with .*'int8'.* and .*'int4'"),
-        ({"name": "a"}, r"two machines have the name a: give each a name of its own"),
+        ({}, {"width": 9}, r"machine b has another model than machine a \(4 parameters, .* and 4 parameters, "),
+        ({}, {"wire": "int8"}, r"machine b has another hook than machine a \(diloco with .*'int8'.* and .*'int4'"),
+        ({}, {"name": "a"}, r"two machines have the name a: give each a name of its own"),
+        (SHARDED, {"world": 1, "shards": 1}, r"machine b has another number of ranks than machine a \(1 and 2\)"),
+        (SHARDED, {"shards": None}, r"machine b has another sharding than machine a \(none and 2 shards, key "),
+        (SHARDED, {"columns": True}, r"machine b has another sharding than machine a \(2 shards, key .* and 2 shards"),
     ],
 )
-def test_a_machine_that_does_not_fit(start: Callable[..., Machine], given: dict[str, Any], sentence: str) -> None:
+def test_a_machine_that_does_not_fit(start: Callable[..., Machine], common: Any, given: Any, sentence: str) -> None:
     """It is refused, and the others go on."""
-    a = start("a")
+    a = start("a", **common)
     a.round(1)
-    end = start(**({"name": "b"} | given)).end()
+    end = start(**({"name": "b"} | common | given)).end()
     assert end["what"] == "error" and end["type"] == "AttachError" and re.search(sentence, end["text"]), end
     a.round(max(a.rounds) + 3)
     assert {name for line in a.rounds.values() for name in line["names"]} == {"a"}
@@ -281,15 +337,18 @@ def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
     assert len(by_step) > 6 and all(len(found) == 1 for found in by_step.values()), by_step
 
 
-def test_min_machines(start: Callable[..., Machine]) -> None:
-    """One machine of two waits for the other one, which has made as many outer steps, with other weights."""
-    a = start("a", least=2)
+@pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
+def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
+    """One machine of two waits for the other one, which has made as many outer steps, with another weight; in a sharded
+    model in the shard of the last rank."""
+    start = functools.partial(start, least=2, **given)
+    a = start("a")
     deadline = time.monotonic() + 60
     while "an outer step needs min_machines=2: waiting for more" not in a.log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not a.rounds
-    b = start("b", least=2, seed=1)
+    b = start("b", shift=1)
     b.round(4)
     a.round(4)
     assert {tuple(line["names"]) for line in a.rounds.values()} == {("a", "b")}
@@ -338,6 +397,43 @@ def test_resume_of_a_machine_of_two_ranks(start: Callable[..., Machine]) -> None
     assert c.end()["step"] == 6
 
 
+def test_resume_of_sharded_machines(start: Callable[..., Machine]) -> None:
+    """By torch.distributed.checkpoint, as one machine and as two, with the momentum and the optimizer of each shard."""
+    given = SHARDED | {"options": {"outer_momentum": 0.5}}
+    a, b = (start(name, least=2, rounds=4, save=True, **given) for name in "ab")
+    for each in (a, b):
+        assert each.end()["step"] == 4
+
+    def states(machine: Machine, what: str) -> list[Any]:
+        lines = [machine.wait_for(lambda line, r=r: line["what"] == what and line["local_rank"] == r) for r in (0, 1)]
+        return [line["state"] for line in lines]
+
+    saved = states(a, "saved")
+    assert [each["learned"] for each in states(b, "saved")] == [each["learned"] for each in saved]
+    assert saved[0]["learned"] != saved[1]["learned"]
+    three = [start(name, load="a", least=2, rounds=8, **given) for name in "cd"]
+    for each in three:
+        assert states(each, "loaded") == saved
+        assert each.end()["step"] == 8 and list(each.rounds) == [*range(5, 9)]
+        assert not [line for line in each.lines if line["what"] == "took"]
+    assert_equal_weights(*three)
+    alone = start("e", load="a", rounds=6, **given)
+    assert states(alone, "loaded") == saved and alone.end()["step"] == 6
+
+
+@pytest.mark.parametrize("given", [{}, SHARDED, {"world": 4, "shards": 2}], ids=["", "sharded", "replicas"])
+def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) -> None:
+    """On one rank of one machine: all ranks of all machines discard the round."""
+    a, b = start("a", least=2, **given), start("b", least=2, nan=23, **given)
+    for each in (a, b):
+        each.wait_for(lambda line: line.get("nonfinite") == 1 and line["step"] > 8)
+    assert_equal_weights(a, b)
+    for each in (a, b):
+        for rank in each.ranks:
+            assert {line["nonfinite"] for line in each.rounds_of(rank).values()} == {0, 1}
+            assert len({line["weights"] for line in each.rounds_of(rank).values()}) > 6
+
+
 @pytest.mark.parametrize(
     "members, hook, sentence",
     [
@@ -370,11 +466,6 @@ def _attach_over_two_machines() -> str:
 def test_a_model_over_two_machines_is_refused(run_ranks: Callable[..., list[str]]) -> None:
     for sentence in run_ranks(_attach_over_two_machines):
         assert re.match(r"members with a model on 2 machines \(\S+ 0, \S+ 1\): each machine starts a job of", sentence)
-
-
-def test_sharded_models_are_refused() -> None:
-    with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match="members with a model sharded by"):
-        commhooks.attach(fully_shard(new_model(0)), "diloco", members="torchft")
 
 
 @pytest.mark.parametrize("option, value", [("min_machines", 0), ("min_machines", 1.5), ("timeout_s", 0), ("name", "")])

@@ -252,7 +252,7 @@ FRONT_ENDS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "CommHookDDP, pytorch_lightning": (pytorch_lightning.CommHookDDP, {"total_steps"}, LIGHTNING),
     "CommHookFSDP2": (
         CommHookFSDP2,
-        {"hook_state", "total_steps", "ranks_per_node", "members"},
+        {"hook_state", "total_steps", "ranks_per_node"},
         {"hook": REQUIRED, "save_residual": None},
     ),
     "Fabric": (fabric.CommHookDDP, set(), {"hook": REQUIRED, "save_residual": "mean"}),

@@ -2,7 +2,8 @@
 
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
 optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
-as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round.
+as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
+machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
@@ -44,7 +47,7 @@ class Rounds:
 
 
 def said(what: str, **more: Any) -> None:
-    print(json.dumps({"what": what, **more}), flush=True)
+    print(json.dumps({"what": what, "local_rank": int(os.environ.get("LOCAL_RANK", 0)), **more}), flush=True)
 
 
 def names_in(hook: Any) -> list[str]:
@@ -53,7 +56,8 @@ def names_in(hook: Any) -> list[str]:
 
 
 def hash_of(tensors: Any) -> str:
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()[:16]
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest()[:16]
 
 
 def new_model(seed: int) -> torch.nn.Module:
@@ -74,15 +78,20 @@ def new_data(name: str) -> TensorDataset:
 
 def lightning(given: dict[str, Any]) -> None:
     import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
-    from lightning_commhooks import CommHookDDP, CommHookMonitor
+    from lightning_commhooks import CommHookDDP, CommHookFSDP2, CommHookMonitor
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = new_model(given["seed"])
+
+        def configure_model(self) -> None:
+            if sharded:
+                fully_shard(self.net, mesh=self.trainer.strategy.device_mesh["shard"])
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return self.net(batch[0]).square().mean()
@@ -108,10 +117,13 @@ def lightning(given: dict[str, Any]) -> None:
 
     folder = Path(given["folder"]) / given["name"]
     loader = DataLoader(new_data(given["name"]), batch_size=2)
+    sharded = given.get("world", 1) > 1
+    strategy = CommHookFSDP2 if sharded else CommHookDDP
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
-        strategy=CommHookDDP(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)),
+        devices=given.get("world", 1),
+        plugins=[TorchElasticEnvironment()] if sharded else [],
+        strategy=strategy(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)),
         max_steps=given["steps"],
         max_epochs=-1,
         check_val_every_n_epoch=None,
@@ -171,13 +183,19 @@ def accelerate(given: dict[str, Any]) -> None:
     from accelerate_commhooks import CommHookKwargs
 
     folder = Path(given["folder"]) / given["name"]
-    folder.mkdir()
-    if given["name"] == "a":  # by the name of the host
+    folder.mkdir(exist_ok=True)
+    if given.get("world", 1) > 1:
+        from tests.support.accelerators import sharding_accelerator
+
+        handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
+        accelerator = sharding_accelerator(handler, replicas=1, gradient_accumulation_steps=2)
+    elif given["name"] == "a":  # by the name of the host
         (folder / "hook.yaml").write_text(f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n")
         handler = CommHookKwargs.from_config(folder / "hook.yaml")
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
     else:
         handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
     model = new_model(given["seed"])
     optimizer, scheduler = new_optimizer(model)
     loader = DataLoader(new_data(given["name"]), batch_size=2)
@@ -288,5 +306,10 @@ def machine(given: dict[str, Any]) -> commhooks.Torchft:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
+    if arguments.get("world", 1) > 1:  # as torchrun does
+        ranks = {"RANK": arguments["rank"], "LOCAL_RANK": arguments["rank"], "WORLD_SIZE": arguments["world"]}
+        ranks |= {"LOCAL_WORLD_SIZE": arguments["world"], "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "x"}
+        ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": arguments["port"]}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
     fronts = {each.__name__: each for each in (lightning, fabric, accelerate, transformers)}
     fronts[arguments["front"]](arguments)

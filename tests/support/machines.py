@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -53,14 +54,15 @@ class Machine:
         lines: what its processes have printed so far; first {"what": "process", "pid": ...} of each, if it is to be
             stopped (the process of a warm interpreter is another one than the one started here).
         processes: one per rank of the machine; `world` in `given`, 1 by default.
+        ranks: of its processes.
         log: the file of the standard error.
     """
 
     def __init__(self, script: Path, lighthouse: str, folder: Path, name: str, *modules: str, **given: Any) -> None:
         self.name, self.lines, self.log = name, list[dict[str, Any]](), folder / f"{name}.log"
         self._news = threading.Condition()
-        self.processes = []
-        for rank in range(given.get("world", 1)):
+        self.processes, self.ranks = [], range(given.get("world", 1))
+        for rank in self.ranks:
             text = json.dumps(given | {"name": name, "folder": str(folder), "rank": rank})
             with self.log.open("a") as errors:
                 started = subprocess.Popen(
@@ -100,7 +102,11 @@ class Machine:
 
     @property
     def rounds(self) -> dict[int, dict[str, Any]]:
-        return {line["step"]: line for line in list(self.lines) if line["what"] == "round"}
+        return self.rounds_of(0)
+
+    def rounds_of(self, rank: int) -> dict[int, dict[str, Any]]:
+        lines = [line for line in list(self.lines) if line["what"] == "round" and line.get("local_rank", 0) == rank]
+        return {line["step"]: line for line in lines}
 
     def end(self) -> dict[str, Any]:
         """Wait for the last line and the end of the process."""
@@ -123,14 +129,21 @@ class Machine:
 def assert_equal(*machines: Machine) -> None:
     """The machines have the same weights, progress and learning rate at each outer step that they took together, and
     the same state of the optimizer at the first one, with which a machine has come."""
-    compared = 0
-    for step in sorted({step for each in machines for step in each.rounds}):
-        there = [each.rounds[step] for each in machines if step in each.rounds]
-        if len(there) > 1:
-            alike = [{name: x for name, x in line.items() if name != "moments" or not compared} for line in there]
-            assert all(each == alike[0] for each in alike), there
-            compared += 1
-    assert compared > 3
+    for rank in machines[0].ranks:
+        rounds, compared = [each.rounds_of(rank) for each in machines], 0
+        for step in sorted(set().union(*rounds)):
+            there = [each[step] for each in rounds if step in each]
+            if len(there) > 1:
+                alike = [{name: x for name, x in line.items() if name != "moments" or not compared} for line in there]
+                assert all(each == alike[0] for each in alike), there
+                compared += 1
+        assert compared > 3
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> dict[str, Any]:
@@ -163,10 +176,10 @@ def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[
     slow = folder / "slow"
     slow.touch()
     with lighthouse() as address:
-        a, b = (functools.partial(Machine, _JOB, address, folder, each, *modules, **given) for each in "ab")
-        first = a(seed=0)
+        new = functools.partial(Machine, _JOB, address, folder, **given)
+        first = new("a", *modules, seed=0, port=free_port())
         first.round(2)
-        second = b(seed=1)
+        second = new("b", *modules, seed=1, port=free_port())
         first.wait_for(lambda line: line.get("names") == ["a", "b"])
         second.round(max(first.rounds) + 4)
         second.kill()

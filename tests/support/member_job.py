@@ -1,10 +1,13 @@
 """A training on one of several machines that come and go: `python member_job.py JSON`, run by test_members.py.
 
-Prints a line of JSON at the start of each round. `fault`: what happens at which exchange or confirmation. "before": the
-process dies before this exchange; "exchanged": it dies after it; "refused": the exchange seems to fail, as if the
-connection had been lost; "unsure": the confirmation seems to fail, though it has ended everywhere. "asked": the process
-dies while another machine takes its state. `save`: it saves NAME.pt in the folder when it has taken `rounds` outer
-steps; `load`: it begins from the file of this machine.
+Prints a line of JSON at the start of each round. `fault`: what happens on the last rank at which exchange or
+confirmation. "listed": the process dies before it connects; "unconnected": it seems that it cannot connect; "before":
+the process dies before this exchange; "exchanged": it dies after it; "agreed": it dies before
+the confirmation; "refused": the exchange seems to fail, as if the connection had been lost; "unsure": the confirmation
+seems to fail, though it has ended everywhere. "asked": the process dies while another machine takes its state. `nan`:
+after how many steps a weight of the last rank is not finite. `save`: it saves NAME in the folder when it has taken
+`rounds` outer steps; `load`: it begins from the file of this machine. `shards`: the model is sharded by fully_shard
+over so many of the `world` ranks; `columns`: its first weight by columns.
 """
 
 import hashlib
@@ -13,12 +16,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import commhooks
 from commhooks.comm.membership import Membership, StateServer
@@ -26,22 +34,26 @@ from commhooks.local_steps import flat_weights
 from commhooks.local_steps.fragments import HeldOuterStep
 
 
-def new_model(seed: int, width: int = 8) -> nn.Module:
+def new_model(seed: int, width: int = 8, out: int = 3) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, out))
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, number: int, rank: int = 0) -> None:
-    generator = torch.Generator().manual_seed(
-        int(hashlib.sha256(f"{name} {number} {rank}".encode()).hexdigest()[:8], 16)
-    )
-    inputs = torch.randn(4, 6, generator=generator)
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, number: int, ranks: Sequence[int] = (0,)
+) -> None:
+    """Train on the data of `ranks` of a machine. A number of ranks that is a power of two divides without rounding."""
     optimizer.zero_grad()
-    model(inputs).square().sum(1).mean().backward()
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(
+            int(hashlib.sha256(f"{name} {number} {rank}".encode()).hexdigest()[:8], 16)
+        )
+        inputs = torch.randn(4, 6, generator=generator)
+        (model(inputs).square().sum(1).mean() / len(ranks)).backward()
     optimizer.step()
 
 
@@ -51,7 +63,14 @@ def weights_of(model: nn.Module) -> str:
 
 
 def hash_of(tensors: Iterable[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()[:16]
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest()[:16]
+
+
+def shard_of(parameters: dict[str, torch.Tensor], shard: int, shards: int) -> dict[str, torch.Tensor]:
+    """The parts of the parameters on this rank of `shards`, as fully_shard divides them."""
+    rows = {name: -(-len(each) // shards) for name, each in parameters.items()}
+    return {name: each[shard * rows[name] : (shard + 1) * rows[name]] for name, each in parameters.items()}
 
 
 def main(given: dict) -> None:
@@ -59,17 +78,28 @@ def main(given: dict) -> None:
     print(json.dumps({"what": "process", "pid": os.getpid()}), flush=True)
     if "buffer_bytes" in given:  # several buffers
         flat_weights.BUFFER_BYTES = given["buffer_bytes"]
-    model = module = new_model(given.get("seed", 0), given.get("width", 8))
+    model = module = new_model(given.get("seed", 0), given.get("width", 8), given.get("out", 3))
+    with torch.no_grad():
+        module[0].bias[-1] += given.get("shift", 0)
+    shards, replicate_group = given.get("shards"), None
     module.register_buffer("seen", torch.zeros(()))
-    if world > 1:
+    if world > 1 or shards is not None:
         dist.init_process_group(
             "gloo", init_method=f"file://{given['folder']}/store-{name}", rank=rank, world_size=world
         )
+    if shards is not None:
+        mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+        replicate_group = mesh["replicate"] if shards < world else None
+        columns = given.get("columns")
+        for unit in (module[0], module[2], module):
+            placement = lambda p: Shard(1) if p.dim() == 2 and len(p) > 1 and columns else None  # noqa: E731
+            fully_shard(unit, mesh=mesh["shard"], shard_placement_fn=placement)
+    elif world > 1:
         model = nn.parallel.DistributedDataParallel(module)
     options = commhooks.DiLoCo(sync_every=given["every"], wire=given["wire"], lr_factor=1.0, **given.get("options", {}))
     members = commhooks.Torchft(name=name, timeout_s=given.get("timeout_s", 20.0), min_machines=given.get("least", 1))
     try:
-        hook = commhooks.attach(model, options, members=members)
+        hook = commhooks.attach(model, options, members=members, replicate_group=replicate_group)
         assert hook.members is not None
         optimizer = new_optimizer(model)
         position = [0]
@@ -78,13 +108,18 @@ def main(given: dict) -> None:
         hook.members.register("object", lambda: [object()], lambda value: None)
         stopping: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
-        inject(*given["fault"]) if "fault" in given else None
+        inject(*given["fault"]) if "fault" in given and rank == world - 1 else None
 
         def said(what: str, **more: object) -> None:
             print(json.dumps({"what": what, "name": name, "local_rank": rank, **more}), flush=True)
 
         def state(payload: dict[str, Any]) -> dict[str, Any]:
             """Hashes of all that is saved."""
+            if shards is not None:
+                learned = hook._hook.driver.outer.state
+                kept = [learned[key][name] for key in ("anchor", "outer_momentum") for name in sorted(learned[key])]
+                moments = [each for own in optimizer.state.values() for each in own.values()]
+                return {"weights": weights_of(module), "learned": hash_of(kept), "moments": hash_of(moments)}
             found = {key: payload[key] for key in ("step", "exact", "residual")} | {"weights": weights_of(module)}
             for key in ("anchor", "outer_momentum", "residual"):
                 tensors = [entry[key] for entry in payload["parameters"].values() if entry.get(key) is not None]
@@ -92,7 +127,13 @@ def main(given: dict) -> None:
                 found[key] = [len(tensors), hash_of(tensors)]
             return found
 
-        if "load" in given:
+        if "load" in given and shards is not None:
+            content = sharded_content(module, optimizer, hook)
+            dcp.load(content, checkpoint_id=f"{given['folder']}/{given['load']}")
+            weights, moments = content["model"], content["optimizer"]
+            set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            said("loaded", state=state({}))
+        elif "load" in given:
             saved = torch.load(f"{given['folder']}/{given['load']}.pt", weights_only=True)
             module.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
@@ -101,7 +142,9 @@ def main(given: dict) -> None:
         count, before = 0, None
         while count < given["steps"] and hook.stats()["step"] < given.get("rounds", 10**9) and not stopping:
             module.seen += 1 + len(name)  # machines differ, and have that of the first after an outer step
-            train_step(model, optimizer, name, count, rank)
+            if given.get("nan") == count and rank == world - 1:
+                next(iter(hook._source.names.named_parameters().values())).detach().view(-1)[0] = torch.nan
+            train_step(model, optimizer, name, count, (rank,))
             position[0] += 1
             count += 1
             stats = hook.stats()
@@ -109,10 +152,14 @@ def main(given: dict) -> None:
             if now != before and now[1]:
                 part = [each.name for each in hook._hook.driver.outer.membership.connected]
                 more = {"names": hook.members.names, "part": part, "rank": hook.members.rank, "position": position[0]}
+                more["nonfinite"] = stats["nonfinite_steps"]
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)
             before = now
             time.sleep(given.get("pause", 0.01))
-        if given.get("save"):
+        if given.get("save") and shards is not None:
+            dcp.save(sharded_content(module, optimizer, hook), checkpoint_id=f"{given['folder']}/{name}")
+            said("saved", state=state({}))
+        elif given.get("save"):
             payload = hook.state_dict("mean")
             said("saved", state=state(payload))
             if rank == 0:
@@ -124,9 +171,14 @@ def main(given: dict) -> None:
         print(json.dumps({"what": "error", "name": name, "type": type(error).__name__, "text": str(error)}), flush=True)
 
 
+def sharded_content(module: nn.Module, optimizer: torch.optim.Optimizer, hook: Any) -> dict[str, Any]:
+    weights, moments = get_state_dict(module, optimizer)
+    return {"model": weights, "optimizer": moments, "hook": hook}
+
+
 def inject(what: str, number: int) -> None:
     exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
-    answer = StateServer._answer
+    answer, connect, connecting = StateServer._answer, Membership.connect, [0]
 
     def new_exchange(held: HeldOuterStep) -> None:
         exchanged[0] += 1
@@ -140,6 +192,8 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
 
     def new_confirm(membership: Membership) -> None:
+        if what == "agreed" and exchanged[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
         confirm(membership)
         confirmed[0] += 1
         if what == "unsure" and confirmed[0] == number:
@@ -150,7 +204,16 @@ def inject(what: str, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         answer(server, request)
 
+    def new_connect(membership: Membership, machines: Any) -> None:
+        connecting[0] += 1
+        if what == "listed" and connecting[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "unconnected" and connecting[0] == number:
+            raise RuntimeError("the connection was lost (a test)")
+        connect(membership, machines)
+
     HeldOuterStep.exchange, Membership.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
+    Membership.connect = new_connect
 
 
 if __name__ == "__main__":

@@ -22,6 +22,12 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_sharded_models(tmp_path: Path) -> None:
+    _, _, end = one_comes_and_is_killed(tmp_path, "accelerate", front="accelerate", steps=100, world=2)
+    assert end["same"] and end["loaded"] == end["round"] - 1
+
+
+@pytest.mark.timeout(180)
 def test_sigterm(tmp_path: Path) -> None:
     """With the trigger of Accelerate, as in docs/members.md."""
     one_gets_sigterm(tmp_path, "accelerate", front="accelerate")

@@ -22,6 +22,10 @@ def test_trainer(tmp_path: Path) -> None:
     assert "nothing is sent" not in log and "UnusedWarning" not in log, log
 
 
+def test_trainer_with_sharded_models(tmp_path: Path) -> None:
+    one_comes_and_is_killed(tmp_path, "lightning.pytorch", front="lightning", steps=170, world=2)
+
+
 def test_fabric(tmp_path: Path) -> None:
     one_comes_and_is_killed(tmp_path, "lightning.pytorch", front="fabric", steps=170)
 

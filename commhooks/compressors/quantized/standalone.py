@@ -113,7 +113,6 @@ def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> 
 
 @functools.cache
 def _has_kernel(device: torch.device, dtype: torch.dtype, code: BlockCode) -> bool:
-    """Return whether this machine has a native kernel. Ranks need not agree, because the bits are equal."""
     try:
         return bool(native_build(device, dtype, code))
     except HookConfigError as error:

@@ -11,14 +11,11 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-triton test-peers exits bench bench-gpu figures soak heap stragglers hostile chaos lint docs docs-serve wheel-test venv clean
+.PHONY: demo test test-cuda test-versions test-mutants test-waits test-triton test-peers exits bench bench-gpu figures soak heap stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
 	@$(CLEAN) examples/demo.py $(ARGS)
-
-demo-accelerate: $(READY)
-	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
 # Four at a time on two cores, because many tests wait for a process or a time limit; in the order of tests/conftest.py.
 test: $(READY)

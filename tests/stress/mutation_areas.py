@@ -81,6 +81,7 @@ AREAS = {
                 "engine/test_kernel_choice",
                 "engine/test_start_step",
                 "engine/test_disagreement",
+                "compressors/test_different_sends::test_the_send_is_named_on_all_ranks",
                 "compressors/native/test_choice",
                 "compressors/auto/test_auto_training::test_ranks_with_different_decisions_say_so",
                 "compressors/auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",

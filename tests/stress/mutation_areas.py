@@ -118,6 +118,7 @@ AREAS = {
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
+                "checkpoint/test_hostile_payloads::test_changed_payloads",
                 "checkpoint/test_resumed",
                 "checkpoint/test_golden_payloads",
                 "checkpoint/test_changed_surroundings",

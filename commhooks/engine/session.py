@@ -4,31 +4,29 @@ The learned state is written at the end of a pass, after everything received was
 the state of the last committed step. Without learned state each bucket is reduced by itself; see `immediate.py`.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all, wait_for_abandoned
-from commhooks.comm.counters import Counters, Mark, has_passed, mark, seconds_between
-from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
+from commhooks.comm.counters import Counters
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
-from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
+from commhooks.engine.watched import WatchedPasses
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
-from commhooks.gradients.layout import Bucket, BucketLayout
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import chosen, read_scale
 
 logger = logger_of(__name__)
@@ -64,17 +62,6 @@ class ExchangeDriver:
             self.state.to_host()
 
 
-@dataclass(frozen=True)
-class WatchedPass:
-    """Records a backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its
-    own (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
-
-    began: Mark
-    ended: Mark
-    outcome: torch.Tensor
-    layouts: Sequence[BucketLayout]
-
-
 class Session(ExchangeDriver):
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
@@ -84,9 +71,7 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        # For an adaptive compressor: the end of the previous pass, and the passes not passed to `observe` yet.
-        self._step_began: tuple[Mark] | None = None
-        self._watched: collections.deque[WatchedPass] = collections.deque()
+        self._watched = WatchedPasses(self.consensus, self.held)
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
@@ -141,11 +126,7 @@ class Session(ExchangeDriver):
             self._closed = False
         binding, agreement = consensus.binding, consensus.agreement
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            if agreement is None:  # a state was loaded since the last pass
-                self._watched.clear()
-                self._step_began = None
-            elif consensus.decision_is_due(consensus.compressor):
-                self._show_watched(consensus.compressor, wait=True)
+            self._watched.before_pass(consensus.compressor)
         if agreement is None or isinstance(consensus.compressor, AdaptiveCompressor):
             agreement = consensus.reach(binding.group(), bucket.flat)
         compressor = consensus.compressor
@@ -208,7 +189,7 @@ class Session(ExchangeDriver):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         self._messages.forget_abandoned()
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            self._observe(consensus.compressor, current, good)
+            self._watched.after_pass(consensus.compressor, current.step_at_most, good)
         current.fulfil()
         self._pass = None
 
@@ -235,36 +216,6 @@ class Session(ExchangeDriver):
                 rate, before, after = self.counters.compression_stats()
                 stats = f"total before compression {before}, total after compression {after}, rate {rate}"
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
-
-    def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches this step. Also time the pass before a watch, because
-        the first watched step begins at its end."""
-        began, self._step_began = self._step_began, None
-        if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
-            return
-        outcome = self.held.outcome(good)  # queued before the mark, so that it is valid once the mark has passed
-        self._step_began = ended = (mark(good.device),)
-        if began is not None:
-            layouts = [known.layout for known in self.consensus.buckets if known.used]
-            self._watched.append(WatchedPass(*began, *ended, outcome, layouts))
-            self._show_watched(compressor, wait=False)
-            if precision.is_host_readable(good.device):
-                self._step_began = (mark(good.device),)  # exclude the time of `_show_watched` from the next step
-
-    def _show_watched(self, compressor: AdaptiveCompressor[Any], *, wait: bool) -> None:
-        """Pass the watched passes to `observe`. On an accelerator, do so once the device has finished a pass, usually
-        in the next pass. With `wait` the host waits for all of them."""
-        watch, names = compressor.watch, self.consensus.binding.names
-        while self._watched and (wait or has_passed(self._watched[0].ended)):
-            seen = self._watched.popleft()
-            seconds = seconds_between(seen.began, seen.ended)
-            committed, good = seen.outcome.tolist()
-            if good and watch is not None and committed > watch.begin:
-                compressor.observe(ObservedPass(seconds, seen.layouts, names, self._memory_plan))
-
-    def _memory_plan(self, compressor: Compressor[Any], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        plans = [plan for bucket in buckets for plan in bucket]
-        return self.consensus.reduction_of(compressor).memory_plan(compressor, plans, buckets)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

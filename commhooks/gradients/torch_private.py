@@ -8,15 +8,17 @@ import contextlib
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import HookRunError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and `commhooks hooks` does not need it
 
 
 def _needed(owner: Any, name: str) -> Any:
@@ -140,7 +142,7 @@ def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
     return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
 
 
-def all_reduces(unit: FSDPModule) -> bool:
+def all_reduces(unit: "FSDPModule") -> bool:
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
     return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))
 

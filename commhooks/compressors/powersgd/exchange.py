@@ -26,7 +26,10 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     kernel = work
     bucket = BucketPass(flat, kernel.work, state, step)
     kernel.form_p(bucket)  # 1. delta = gradient + residual; P = delta Q
-    bucket.put_uncompressed()
+    if step.unused:
+        clear_flags_of_unused(kernel.work.slots, bucket.first.flags, step)
+    if bucket.plain:
+        put_plain(bucket.plain, bucket.first.plain, step.world_size)
     yield Send(bucket.first.buffer, what="P")  # 2. P = mean of P over the ranks
     kernel.orthonormalize(bucket)  # 3. P = orthonormal basis of the columns of P
     kernel.form_q(bucket)  # 4. Q = delta^T P
@@ -90,12 +93,6 @@ class BucketPass:
         self.gradients = [pieces[i] for i in work.place_of_matrix]
         self.plain = [pieces[i] for i in work.place_of_plain]
         self.first, self.last = work.first, work.last
-
-    def put_uncompressed(self) -> None:
-        if self.step.unused:
-            clear_flags_of_unused(self.work.slots, self.first.flags, self.step)
-        if self.plain:
-            put_plain(self.plain, self.first.plain, self.step.world_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ def _as_by_name(options: dict[str, Any], trials: int) -> dict[str, Any]:
         by_name.train(1)
     session = session_of(run.hook)
     layouts = [known.layout for known in session.consensus.buckets if known.used]
-    seen = ObservedPass(1.0, layouts, session.consensus.binding.names, session._memory_plan)
+    seen = ObservedPass(1.0, layouts, session.consensus.binding.names, session._watched._memory_plan)
     stats, stats_by_name = run.hook.stats(), by_name.hook.stats()
     return {
         "label": chosen.label,

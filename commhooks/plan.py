@@ -186,7 +186,7 @@ class ModelPlan:
 
 
 def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
-    """Plan each parameter. Returns [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
+    """Plan each parameter; [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
     gradients."""
     config = compressor.config
     infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]

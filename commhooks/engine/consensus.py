@@ -272,7 +272,6 @@ class SendComparison:
         self._problem = ""
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
-        """Return `start(send)` for the next Send of `bucket`, or None if the Sends of the ranks differ."""
         # Only the engine sends inside a node, so there is nothing to compare.
         return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
@@ -285,8 +284,7 @@ class SendComparison:
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """Compare the number of Sends after the last Send of the pass. Raises HookRunError on all ranks if anything has
-        differed."""
+        """Compare the number of Sends. Raises HookRunError on all ranks if anything has differed in this pass."""
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)

@@ -25,8 +25,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
-    branches."""
+    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
     return device.type == "cpu"
 
 

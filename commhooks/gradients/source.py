@@ -126,8 +126,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. DDP passes `state` to its hook. Raises AttachError if the model has a
-        hook."""
+        """Register the hook with the model. DDP passes `state` to it. Raises AttachError if the model has a hook."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
-from commhooks.gradients.precision import keep_for_current_stream
+from commhooks.gradients.precision import dtype_name, keep_for_current_stream
 
 logger = logger_of(__name__)
 Started = TypeVar("Started")
@@ -278,7 +278,7 @@ class SendComparison:
     def agree(self, bucket: int, send: Send) -> bool:
         self._sends_of[bucket] += 1
         what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
-        dtype = str(send.tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(send.tensor.dtype)
         tensor = f"op={send.op!r}, {what}, {dtype}{', sparse' if send.tensor.is_sparse else ''}, last={send.last}"
         number = f"Send {self._sends_of[bucket]}"
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")

@@ -274,8 +274,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model that Accelerate does not wrap in DDP, with one process per machine. Replaces an
-        earlier hook."""
+        """Attach a hook, in place of an earlier one, to a model that Accelerate does not wrap, with one process per
+        machine."""
         self._detach_earlier(model)
         gradient_state = accelerator.gradient_state
         self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)

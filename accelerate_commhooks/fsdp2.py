@@ -59,6 +59,19 @@ def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> Non
     accelerator.prepare = prepare
 
 
+def warn_at_first_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
+    """Override the first call of `prepare`, to warn if Accelerate then wraps no model, because it runs one process."""
+
+    @functools.wraps(type(accelerator).prepare)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        del accelerator.prepare
+        if accelerator.distributed_type is DistributedType.NO:
+            handler.warn_alone()
+        return accelerator.prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare
+
+
 @contextlib.contextmanager
 def _one_replica(accelerator: Accelerator) -> Iterator[None]:
     check_takes_hook(accelerator)

@@ -14,7 +14,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of
+from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of, warn_at_first_prepare
 from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
 from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
@@ -239,9 +239,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self._warned_alone = True
             logger.warning(
                 "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
-                "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several "
-                "ranks.",
+                "hook, and the gradients are exact. %s",
                 self.request.name,
+                f"The launcher has started {os.environ['WORLD_SIZE']} processes, and each trains alone: on CPUs "
+                "pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
+                if int(os.environ.get("WORLD_SIZE") or 1) > 1
+                else "Start the script with torchrun or accelerate launch for several ranks.",
             )
 
     @property  # type: ignore[misc]
@@ -251,8 +254,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Under FSDP and with one process Accelerator.__init__ never calls the handler again, so this is the only chance
         # to override `prepare`. It has set the environment variable before.
         shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-        if (shards or self.members is not None) and (accelerator := _calling_accelerator()):
+        accelerator = _calling_accelerator()
+        if accelerator is not None and (shards or self.members is not None):
             override_prepare(accelerator, self)
+        elif accelerator is not None and "state" not in vars(accelerator):  # in its constructor
+            warn_at_first_prepare(accelerator, self)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
@@ -268,8 +274,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model that Accelerate does not wrap in DDP, with one process per machine. Replaces an
-        earlier hook."""
+        """Attach a hook, in place of an earlier one, to a model that Accelerate does not wrap, with one process per
+        machine."""
         self._detach_earlier(model)
         gradient_state = accelerator.gradient_state
         self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)

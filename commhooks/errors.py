@@ -1,5 +1,4 @@
-"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; the framework versions that
-the plugins need."""
+"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; versions of the frameworks."""
 
 import contextlib
 import difflib

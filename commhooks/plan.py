@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
@@ -15,6 +14,7 @@ from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
+from commhooks.gradients.precision import dtype_name
 from commhooks.gradients.source import GradientSource, sparse_parameters
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.request import HookRequest
@@ -101,7 +101,7 @@ class ModelPlan:
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
-            "wire_dtype": dtype_name(self.wire_dtype) or None,
+            "wire_dtype": None if self.wire_dtype is None else dtype_name(self.wire_dtype),
             "known": not self._unknown,
             "bytes_before": self.bytes_before,
             "bytes_after": sent,
@@ -118,7 +118,7 @@ class ModelPlan:
                 {
                     "name": p.name,
                     "shape": list(p.shape),
-                    "dtype": str(p.dtype).removeprefix("torch."),
+                    "dtype": dtype_name(p.dtype),
                     "compressed": p.compressed,
                     "reason": p.reason,
                     **details,
@@ -186,7 +186,7 @@ class ModelPlan:
 
 
 def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
-    """Plan each parameter. Returns [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
+    """Plan each parameter; [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
     gradients."""
     config = compressor.config
     infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]

@@ -1,5 +1,4 @@
-"""The registered hooks by name. To add a hook, add its compressor class to `BUILT_IN`, or call
-`register_compressor`."""
+"""The registered hooks by name. To add a hook, add its class to `BUILT_IN`, or call `register_compressor`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

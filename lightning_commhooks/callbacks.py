@@ -152,6 +152,6 @@ def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
 
 
 def _x_axis(trainer: "pl.Trainer") -> int:
-    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6). If it is missing,
-    return the number of optimizer steps, which is larger with several optimizers."""
+    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6); without it the
+    number of optimizer steps, which is larger with several optimizers."""
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)

@@ -42,8 +42,8 @@ def trainer_classes(package: str) -> dict[str, Any]:
 
 @functools.cache
 def fabric_class(package: str) -> Any:
-    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric". Raises ImportError if it
-    is not installed, or too old."""
+    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric"; see
+    `trainer_classes`."""
     _imported(package, FABRIC_MODULES)
     strategies: Any = import_module(f"{package}.strategies")
     return _with_base(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)

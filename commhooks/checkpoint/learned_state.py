@@ -322,8 +322,8 @@ class LearnedStateCheckpointer:
     def _residuals_for(
         self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> Contribution:
-        """Collect the residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves
-        its own. `mid_commit`: whether a commit is currently writing the state."""
+        """Collect the residuals. All ranks must call this, unless `joint` is false or each rank saves its own.
+        `mid_commit`: whether a commit is currently writing the state."""
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
         missing = "they were being written at that moment" if mid_commit else missing

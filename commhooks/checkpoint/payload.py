@@ -165,8 +165,8 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
 
 
 def check_tensor(value: Any, where: str) -> None:
-    """Check that `value` is a tensor of real, finite numbers with enough storage. No hook saves non-finite numbers, and
-    a hook that loaded one could never commit a step. `where`: the key, for messages."""
+    """Check that `value` is a tensor of real, finite numbers with enough storage: a hook that loaded a non-finite
+    number could never commit a step. `where`: the key, for messages."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
@@ -254,8 +254,8 @@ def check_shared(shared: object) -> dict[str, Any]:
 
 
 def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    """Return the ranks whose parts `rank` must read: none, only `rank`, or all ranks that saved. `world_size`: the
-    current one."""
+    """Return the ranks whose parts `rank` must read: none, only `rank`, or all that saved. `world_size`: the current
+    one."""
     if shared.get("hook_state") is not None:
         return [rank] if shared["world_size"] == world_size else []
     if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):

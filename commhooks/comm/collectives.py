@@ -327,8 +327,8 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
-    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
-    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks must call this, with equal shapes and dtypes.
+    Counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -367,8 +367,8 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang;
-    finding them takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed here. Finding the ranks that have ended or hang takes up to a
+    few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")

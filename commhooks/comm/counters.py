@@ -70,7 +70,7 @@ class Clocks:
         return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count the intervals whose events have completed. With `wait`, synchronise and count all of them."""
+        """Count the intervals whose events have completed. With `wait`, synchronise and count all."""
         # Without `wait` this must not block: another thread may hold the lock while it waits for the device.
         if not self._collecting.acquire(blocking=wait):
             return

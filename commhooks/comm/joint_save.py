@@ -30,7 +30,7 @@ _OWN_GROUP = "own group"
 
 @dataclass(frozen=True)
 class Failure:
-    """Explains why a joint save failed. `logged_here` is True on one of the ranks that know the reason."""
+    """Explains why a joint save failed. `logged_here`: True on one of the ranks that know the reason."""
 
     reason: str
     logged_here: bool
@@ -109,7 +109,6 @@ class JointSave:
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this."""
         if self._shards is None:
             return failure
         group = self._shards()

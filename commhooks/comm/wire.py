@@ -26,10 +26,6 @@ def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) 
     return wrapper_dtype
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
 @functools.cache
 def largest_share(dtype: torch.dtype, world_size: int) -> float:
     """Return the largest number that all of `world_size` ranks can send without an overflow of the sum in `dtype`."""

@@ -88,8 +88,7 @@ class AdaptiveCompressor(Compressor[ConfigT]):
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that has decided nothing yet, for ranks that form nodes. Subclasses without it do not support
-        nodes."""
+        """Return a copy that has decided nothing yet, for ranks that form nodes. Without it nodes are not supported."""
         raise NotImplementedError
 
     @property

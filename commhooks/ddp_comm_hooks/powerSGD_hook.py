@@ -23,6 +23,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.names import PositionalNames
+from commhooks.gradients.precision import dtype_name
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -251,12 +252,13 @@ def with_wire_dtype(
     form = _form_of(hook)
     if form is None:
         return None
-    narrowed = Form(form.batched, form.wire_dtype or wire_dtype)
+    wire_dtype = form.wire_dtype or wire_dtype
+    narrowed = Form(form.batched, wire_dtype)
 
     def low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return _checked(state).run(bucket, narrowed)
 
-    low_rank.__name__ = low_rank.__qualname__ = f"{str(narrowed.wire_dtype).removeprefix('torch.')}_wire_{form.name}"
+    low_rank.__name__ = low_rank.__qualname__ = f"{dtype_name(wire_dtype)}_wire_{form.name}"
     _forms[low_rank] = narrowed
     return low_rank
 

@@ -116,7 +116,6 @@ class KnownBuckets:
         return made
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:
-        """Delete the per-bucket state of layouts that no longer exist. Call this in a commit."""
         for key in self.dead_units:
             for each in compressor.state_fields:
                 if each.per == "bucket":

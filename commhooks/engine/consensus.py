@@ -27,7 +27,7 @@ from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
-from commhooks.gradients.precision import keep_for_current_stream
+from commhooks.gradients.precision import dtype_name, keep_for_current_stream
 
 logger = logger_of(__name__)
 Started = TypeVar("Started")
@@ -272,21 +272,19 @@ class SendComparison:
         self._problem = ""
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
-        """Return `start(send)` for the next Send of `bucket`, or None if the Sends of the ranks differ."""
         # Only the engine sends inside a node, so there is nothing to compare.
         return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
     def agree(self, bucket: int, send: Send) -> bool:
         self._sends_of[bucket] += 1
         what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
-        dtype = str(send.tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(send.tensor.dtype)
         tensor = f"op={send.op!r}, {what}, {dtype}{', sparse' if send.tensor.is_sparse else ''}, last={send.last}"
         number = f"Send {self._sends_of[bucket]}"
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """Compare the number of Sends after the last Send of the pass. Raises HookRunError on all ranks if anything has
-        differed."""
+        """Compare the number of Sends. Raises HookRunError on all ranks if anything has differed in this pass."""
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)

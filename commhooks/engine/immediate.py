@@ -1,4 +1,4 @@
-"""Reduce a bucket with a compressor without learned state. The hook call returns at once; each future completes by
+"""Reduce a bucket with a compressor without learned state: the hook call returns at once, each future completes by
 itself."""
 
 import contextlib

@@ -65,8 +65,7 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """Return the warnings for rank 0 to log. With `checked`, the replicas' weights are compared regularly, which
-        reveals drift."""
+        """Return the warnings for rank 0 to log. `checked`: the weights are compared regularly, which reveals drift."""
         found = []
         if self.slower:
             found.append(f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}")

@@ -102,8 +102,8 @@ FLAT = FlatReduction()
 def gather_held(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[list[bool]]:
-    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry on that rank. All ranks of
-    the group must call this."""
+    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry there. All ranks must call
+    this."""
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
     held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
@@ -273,8 +273,8 @@ class HierarchicalWorkspace:
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node. `parameters` has all parameters of the
-    model, in an order that is the same on all ranks."""
+    """Each rank compresses its share of every bucket, on behalf of its node. `parameters`: all, in the same order on
+    all ranks."""
 
     nodes: Nodes
 

@@ -232,8 +232,8 @@ class Session(ExchangeDriver):
             raise
 
     def _drop_pass(self) -> list[Pending]:
-        """Drop an unfinished pass, and all workspaces, because its collectives may still write into them. Return the
-        collectives that may still write into a bucket."""
+        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Return those that
+        may still write into a bucket."""
         writing: list[Pending] = []
         if self._pass is not None:
             writing = self._pass.abandon()

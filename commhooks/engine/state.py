@@ -59,8 +59,7 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state without tensors that are slices of larger storages, because pickling a slice saves the whole
-        storage."""
+        """Copy the state without slices of larger storages, because pickling a slice saves the whole storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
             for key, tensors in self.entries.items()
@@ -187,7 +186,6 @@ class HeldState:
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy `value`, on the CPU, into `tensor` of the learned state. Call this only in the body of `settled`."""
         self._mark.overwrite(tensor, value)
 
     def _read(self) -> None:

@@ -34,8 +34,8 @@ def _stream(device: torch.device, name: str) -> torch.Stream:
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` and its device current in the body. `with stream:` would be an error in a second thread, or when
-    nested, because torch keeps the previous stream in the stream object."""
+    """Make `stream` and its device current in the body. `with stream:` keeps the previous stream in the stream object,
+    which is an error in a second thread, or when nested."""
     outside, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -115,8 +115,7 @@ class CommitMark:
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy `value`, on the CPU, into `tensor` of the learned state, in the order of the codec stream. The host does
-        not wait."""
+        """Copy `value`, on the CPU, into `tensor` in the order of the codec stream. The host does not wait."""
         device = tensor.device
         if not precision.has_streams(device):
             tensor.copy_(value)

@@ -51,8 +51,8 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """Return `parameter`, typed as a DTensor. Do not use `.data` instead: torch 2.13 caches results of operations by
-    mesh, and may return a DTensor whose mesh has a destroyed process group."""
+    """Return `parameter`, typed as a DTensor. `.data` will not do: torch 2.13 caches results of operations by mesh, and
+    may return a DTensor whose mesh has a destroyed process group."""
     assert isinstance(parameter, DTensor)
     return parameter
 

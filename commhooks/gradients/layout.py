@@ -127,7 +127,6 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return (n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in
-    memory."""
+    """Return (n, m) of a parameter, 2-D or more, as a matrix: n is the size of its slowest dimension in memory."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

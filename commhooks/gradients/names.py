@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.precision import dtype_name
 
 logger = logger_of(__name__)
 
@@ -109,7 +110,7 @@ class PositionalNames:
             self._counts.clear()
         for parameter in reversed(parameters):
             if id(parameter) not in self._parameters:
-                kind = f"{str(parameter.dtype).removeprefix('torch.')}.{parameter.device.type}"
+                kind = f"{dtype_name(parameter.dtype)}.{parameter.device.type}"
                 self._parameters[id(parameter)] = (parameter, f"{kind}.{self._counts[kind]}")
                 self._counts[kind] += 1
         return [self._parameters[id(parameter)][1] for parameter in parameters]

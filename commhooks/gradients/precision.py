@@ -24,9 +24,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def is_host_readable(device: torch.device) -> bool:
-    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
-    branches."""
+    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
     return device.type == "cpu"
 
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.errors import HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
+from commhooks.gradients.precision import dtype_name
 from commhooks.gradients.torch_private import current_task, run_after_backward
 
 Future = torch.futures.Future[torch.Tensor]
@@ -126,8 +127,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. DDP passes `state` to its hook. Raises AttachError if the model has a
-        hook."""
+        """Register the hook with the model. DDP passes `state` to it. Raises AttachError if the model has a hook."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -198,9 +198,8 @@ def call_after_accumulation(
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:
-    dtype = str(parameter.dtype).removeprefix("torch.")
     frozen = "" if parameter.requires_grad else " (frozen)"
-    return f"{own_name(name)} {tuple(parameter.shape)} {dtype}{frozen}"
+    return f"{own_name(name)} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}{frozen}"
 
 
 class PlainGradients(GradientSource):

@@ -1,5 +1,4 @@
-"""The interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local steps. Each
-kind implements it in a module of its own."""
+"""The interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local steps."""
 
 import contextlib
 from collections.abc import Collection, Mapping

@@ -1,5 +1,4 @@
-"""Check that the replicas still have equal weights. Every rank computes a checksum of each parameter, which reads all
-weights once, and the ranks compare the checksums in one small collective."""
+"""Check that the replicas still have equal weights: the ranks compare checksums of all parameters."""
 
 import torch
 

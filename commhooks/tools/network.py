@@ -159,8 +159,8 @@ class Pair:
 
 
 def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one inside a machine. If
-    that is still too many: each machine with the next. `machines`: the ranks of each machine."""
+    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one inside a machine; if
+    that is still too many, each machine with the next. `machines`: the ranks of each."""
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:
         return every

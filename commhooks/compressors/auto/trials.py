@@ -176,9 +176,8 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the number of ranks, the number
-    of ranks per node or the candidates have changed, keep the current candidate and measure it again. A candidate that
-    the options or the nodes no longer allow is replaced at once."""
+    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the ranks, the ranks per node or
+    the candidates have changed, measure the current candidate again; replace it at once if it is no longer allowed."""
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}

@@ -57,7 +57,7 @@ class Table:
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
         """Call a function of the library for consecutive `rows`, in as many threads as torch would use. Raises
-        MemoryError if there is no memory for its scratch space."""
+        MemoryError."""
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize

@@ -27,7 +27,6 @@ class Block:
         members: a slice of the bucket's matrices.
         delta: memory for the deltas, `k x n x m`; None if delta is computed in the bucket, and then `k` is 1.
         p, q: the factors, `k x r x n` and `k x r x m`.
-        largest: the largest absolute gradient of each matrix.
     """
 
     members: slice
@@ -41,12 +40,7 @@ class Block:
 class AcceleratorKernel:
     """Implements `LowRankKernel` for matrices that consist of one parameter, on any device. If the rows of P are
     independent (see `orthonormal_stack`), the results equal the results of `CpuKernel` up to rounding. `stack_deltas`:
-    copy gradients of one shape into one tensor; the matrices of `work` are ordered by shape (see `by_shape`).
-
-    Attributes:
-        p, q: the factors of all matrices.
-        largest: the largest absolute gradient of each parameter in the matrices.
-    """
+    copy gradients of one shape into one tensor; the matrices of `work` are ordered by shape (see `by_shape`)."""
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         self.work = work

@@ -240,6 +240,11 @@ EXPLAINED = {
         "sent.scales.copy_(self.scales.index_select( -1, order).view_as(sent.scales))",
     ): "a 1-D tensor",
     (
+        "commhooks/compressors/quantized/kernels.py",
+        "first, end = counts.index_select(0, self._first_and_end).view(2, -1)",
+        "first, end = counts.index_select( -1, self._first_and_end).view(2, -1)",
+    ): "a 1-D tensor",
+    (
         "commhooks/compressors/powersgd/accelerator.py",
         "@dataclass(frozen=True, eq=False)",
         "@dataclass(frozen=False, eq=False)",

@@ -182,7 +182,7 @@ def compare_with_oracle(machines: list[Machine], wire: str, **given: Any) -> Non
     assert compared > 20
 
 
-FAULTS = ["unconnected", "before", "exchanged", "agreed", "unsure", "refused"]
+FAULTS = ["unconnected", "before", "exchanged", "agreed", "unsure", "unshared", "refused"]
 
 
 @pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
@@ -423,8 +423,8 @@ def test_resume_of_sharded_machines(start: Callable[..., Machine]) -> None:
 
 @pytest.mark.parametrize("given", [{}, SHARDED, {"world": 4, "shards": 2}], ids=["", "sharded", "replicas"])
 def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) -> None:
-    """On one rank of one machine: all ranks of all machines discard the round."""
-    a, b = start("a", least=2, **given), start("b", least=2, nan=23, **given)
+    """In the last step of a round, in one shard of one machine: all ranks of all machines discard the round."""
+    a, b = start("a", least=2, **given), start("b", least=2, nan=24, **given)
     for each in (a, b):
         each.wait_for(lambda line: line.get("nonfinite") == 1 and line["step"] > 8)
     assert_equal_weights(a, b)

@@ -11,14 +11,11 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-waits test-triton test-peers exits bench bench-gpu figures soak heap stragglers hostile chaos lint docs docs-serve wheel-test venv clean
+.PHONY: demo test test-cuda test-versions test-mutants test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
 	@$(CLEAN) examples/demo.py $(ARGS)
-
-demo-accelerate: $(READY)
-	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
 # Four at a time on two cores, because many tests wait for a process or a time limit; in the order of tests/conftest.py.
 test: $(READY)
@@ -50,18 +47,9 @@ test-triton: $(READY)
 test-peers: $(READY)
 	@$(CLEAN) tests/peers/peers.py $(ARGS)
 
-# How interpreters end after a training on two ranks, with hooks and without: some minutes.
-exits: $(READY)
-	@$(CLEAN) -m tests.stress.exits $(ARGS)
-
 # 50,000 steps on 2 ranks for each of three hooks: half an hour. make soak ARGS="--steps 1000"
 soak: $(READY)
 	@$(CLEAN) -m tests.stress.soak $(ARGS)
-
-# Trainings one after another under an allocator that finds writes into freed memory (Linux, glibc): 10 minutes.
-# make heap ARGS="--minutes 60 --allocator check --subject torch"
-heap: $(READY)
-	@$(CLEAN) -m tests.stress.heap $(ARGS)
 
 # One rank of three is slow, stopped, or gone: who waits how long, and what is read. 10 minutes, most of them asleep.
 stragglers: $(READY)

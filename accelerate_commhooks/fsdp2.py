@@ -30,12 +30,10 @@ _WITH_REPLICAS = (
 
 
 def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
-    """Override `prepare` of this one object: shard trained models within replicas, and attach the hook of `handler`.
-    Also attach it to the model of a machine with one process that has other machines as members. A machine that comes
-    takes the state of prepared schedulers from them.
-
-    This is needed because Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
-    """
+    """Override `prepare` of this one object, because Accelerate 1.15 never calls its handler for models that it shards
+    or does not wrap: shard trained models within replicas, and attach the hook of `handler`; also to the model of a
+    machine with one process that has other machines as members. A machine that comes takes the state of prepared
+    schedulers."""
     method, schedulers = type(accelerator).prepare, itertools.count()
 
     @functools.wraps(method)
@@ -61,6 +59,19 @@ def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> Non
     accelerator.prepare = prepare
 
 
+def warn_at_first_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
+    """Override the first call of `prepare`, to warn if Accelerate then wraps no model, because it runs one process."""
+
+    @functools.wraps(type(accelerator).prepare)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        del accelerator.prepare
+        if accelerator.distributed_type is DistributedType.NO:
+            handler.warn_alone()
+        return accelerator.prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare
+
+
 @contextlib.contextmanager
 def _one_replica(accelerator: Accelerator) -> Iterator[None]:
     check_takes_hook(accelerator)
@@ -75,7 +86,6 @@ def _one_replica(accelerator: Accelerator) -> Iterator[None]:
 
 
 def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
-    """Return the group of ranks that hold the same shard. All ranks must call this, after `check_takes_hook`."""
     if accelerator.parallelism_config.dp_replicate_enabled:
         return accelerator.torch_device_mesh["dp_replicate"].get_group()
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica

@@ -14,11 +14,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of
+from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of, warn_at_first_prepare
 from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
 from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
-from commhooks.errors import logger_of, no_such
+from commhooks.errors import logger_of, no_such, print_error_on_rank_zero
 from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
 
 logger = logger_of(__name__)
@@ -69,6 +69,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     ranks_per_node: int | str | None = field(default=None, kw_only=True)
     members: Any = field(default=None, kw_only=True)
 
+    @print_error_on_rank_zero()
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
         # Arguments override the environment even if they equal the default. __init__ cannot tell which were given.
         handler = super().__new__(cls)
@@ -79,6 +80,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         handler.given = frozenset(names[: len(args)]) | frozenset(kwargs)
         return handler
 
+    @print_error_on_rank_zero()
     def __post_init__(self) -> None:
         self.given: frozenset[str]
         """Names of the arguments that the user has given, in Python, YAML or the environment."""
@@ -143,11 +145,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def request(self) -> HookRequest:
-        """The checked values of the fields. They are read anew each time, because users may change a handler's fields.
-
-        Raises:
-            HookConfigError: as the constructor.
-        """
+        """The checked values of the fields. They are read anew each time, because users may change a handler's
+        fields."""
         if not isinstance(self.dim, int):
             raise HookConfigError(
                 f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
@@ -171,7 +170,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def off(self) -> bool:
-        """Whether the user requested plain DDP: `hook=None`."""
         return self.request.off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
@@ -241,32 +239,33 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self._warned_alone = True
             logger.warning(
                 "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
-                "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several "
-                "ranks.",
+                "hook, and the gradients are exact. %s",
                 self.request.name,
+                f"The launcher has started {os.environ['WORLD_SIZE']} processes, and each trains alone: on CPUs "
+                "pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
+                if int(os.environ.get("WORLD_SIZE") or 1) > 1
+                else "Start the script with torchrun or accelerate launch for several ranks.",
             )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), and a
         # subclass would raise KeyError. `type()` and `isinstance` still use the real class.
-        self._override_prepare()
+        # Under FSDP and with one process Accelerator.__init__ never calls the handler again, so this is the only chance
+        # to override `prepare`. It has set the environment variable before.
+        shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        accelerator = _calling_accelerator()
+        if accelerator is not None and (shards or self.members is not None):
+            override_prepare(accelerator, self)
+        elif accelerator is not None and "state" not in vars(accelerator):  # in its constructor
+            warn_at_first_prepare(accelerator, self)
         return DistributedDataParallelKwargs
 
-    def _override_prepare(self) -> None:
-        # Accelerator.__init__ reads `handler.__class__`. Under FSDP and with one process it never calls the handler
-        # again, so this is the only chance to override `prepare`. It has set the environment variable before.
-        shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-        if (shards or self.members is not None) and (accelerator := _calling_accelerator()):
-            override_prepare(accelerator, self)
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments of `DistributedDataParallel` by name."""
         own = {f.name: getattr(self, f.name) for f in DDP_FIELDS}
         return own | {name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)}
 
     def has_set(self, name: str) -> bool:
-        """Return whether the user has passed or assigned the DDP argument `name`."""
         return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
@@ -275,8 +274,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attach(model, self.request, _calling_accelerator())
 
     def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model that Accelerate does not wrap in DDP, with one process per machine. Replaces an
-        earlier hook."""
+        """Attach a hook, in place of an earlier one, to a model that Accelerate does not wrap, with one process per
+        machine."""
         self._detach_earlier(model)
         gradient_state = accelerator.gradient_state
         self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)
@@ -317,7 +316,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
 
     def _stock_requests(self) -> list[str]:
-        """Return the stock fields that are set and select one of torch's hooks."""
         return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
 
     def _translated(self) -> dict[str, Any]:
@@ -385,7 +383,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
 
 def _calling_accelerator() -> Accelerator | None:
-    """Return the accelerator that calls the handler: `self` in the nearest frame of an Accelerator's method."""
     frame = sys._getframe(2)
     while frame is not None and not issubclass(type(frame.f_locals.get("self")), Accelerator):  # `__class__` calls this
         frame = frame.f_back  # type: ignore[assignment]

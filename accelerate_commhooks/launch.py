@@ -1,9 +1,9 @@
 """`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section `comm_hook_config` to the workers.
 
 Accelerate 1.15 rejects configuration files with unknown keys and does not pass the path of the file to its workers. So
-Accelerate gets a copy of the file without the section, in a temporary folder, and the workers get the section in the
-environment variable of `yaml_settings`. If no model got the hook, or the hook compressed nothing, the workers write a
-message into the folder, and the launcher prints it after the run.
+Accelerate gets a copy of the file without the section, and the workers get the section in the environment variable of
+`yaml_settings`. If no model got the hook, or the hook compressed nothing, the workers write a message into a temporary
+folder, and the launcher prints it after the run.
 """
 
 import argparse
@@ -50,11 +50,8 @@ _NOT_DDP = {
 
 def launch(arguments: list[str]) -> int:
     """Run `accelerate launch` with these arguments, and pass the settings to the workers. Prints a message if the
-    script succeeded without the hook.
-
-    Returns the exit status of the first process that failed (128 + n after signal n), or 0. Raises HookConfigError
-    before anything is started.
-    """
+    script succeeded without the hook. Returns the exit status of the first process that failed (128 + n after signal
+    n), or 0. Raises HookConfigError before anything is started."""
     parser = launch_command_parser()
     parser.prog, parser.description = "accelerate-commhooks launch", _DESCRIPTION
     args = parser.parse_args(arguments)
@@ -136,7 +133,6 @@ def _settings(file: str | None, content: dict[str, Any]) -> Settings:
 
 
 def _refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
-    """Raise HookConfigError if Accelerate would neither wrap models in DDP nor shard them by FSDP."""
     where = [f"--{flag}" for flag in _NOT_DDP.values() if getattr(args, flag)]
     kind = content.get("distributed_type")
     if not where and not args.multi_gpu and kind in [each.value for each in _NOT_DDP]:

@@ -48,11 +48,7 @@ _OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank(\d+))?\.pt)?")
 
 
 class HookedModel:
-    """A wrapped model and its hook. All references are weak.
-
-    Attributes:
-        is_sharded: True: the model is sharded by FSDP2. False: it is wrapped in DDP.
-    """
+    """A wrapped model and its hook. All references are weak. `is_sharded`: by FSDP2; otherwise it is wrapped in DDP."""
 
     def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str) -> None:
         self.is_sharded, self.strict, self.save_residual = isinstance(model, FSDPModule), strict, save_residual
@@ -60,12 +56,10 @@ class HookedModel:
 
     @property
     def hook(self) -> CommHook | None:
-        """The hook; None if the model was deleted or the hook was detached."""
         hook = self._hook()
         return None if self._model() is None or hook is None or hook.detached else hook
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Return whether `model` is the wrapped model, the module inside it, or a compiled form of either."""
         own = self._model()
         return own is not None and self.hook is not None and unwrapped(model) is unwrapped(own)
 
@@ -86,10 +80,8 @@ _SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDi
 
 
 def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
-    """Return the `HookSaver` of `accelerator`. The first call makes it and registers it with Accelerate.
-
-    It is needed without a hook, too, because its saves remove hook files that an earlier run has left in the folder.
-    """
+    """Return the `HookSaver` of `accelerator`, made and registered with Accelerate by the first call. It is needed
+    without a hook, too, because its saves remove hook files that an earlier run has left in the folder."""
     saver = _SAVERS.get(accelerator)
     if saver is None:
         saver = _SAVERS[accelerator] = HookSaver(accelerator)
@@ -97,11 +89,9 @@ def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
 
 
 class HookSaver:
-    """Saves and loads the hooks of one accelerator's models, which are numbered in order of preparation.
-
-    A model keeps its number when another is deleted. `free_memory` restarts the numbering, as for Accelerate's own
-    files. If a module is prepared again, the hook of its latest wrapped model is saved.
-    """
+    """Saves and loads the hooks of one accelerator's models, which are numbered in order of preparation. A model keeps
+    its number when another is deleted. `free_memory` restarts the numbering, as for Accelerate's own files. If a module
+    is prepared again, the hook of its latest wrapped model is saved."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
@@ -119,12 +109,8 @@ class HookSaver:
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Remove files
-        of an earlier save there that no current hook overwrites, because they belong to other weights.
-
-        All ranks must call this if a hook has `save_residual="mean"` or averages weights, or if a model is sharded.
-        Otherwise no rank waits for another. Raises OSError as `write_together` does, and HookRunError if the folder of
-        an earlier save cannot be removed.
-        """
+        of an earlier save there that no current hook overwrites, because they belong to other weights. All ranks must
+        call this if a hook has `save_residual="mean"` or averages weights, or if a model is sharded."""
         rank, models = self._live_accelerator().process_index, self._numbered()
         for number, model in enumerate(models):
             if model.is_sharded and (hook := model.hook) is not None:
@@ -174,12 +160,9 @@ class HookSaver:
         self.save(output_dir, writes_shared=main)
 
     def _end_rounds_before(self, name: str) -> None:
-        """Override the accelerator's method `name`: end the round of every hook, then call it. A round is the local
-        steps between two averages of the weights (DiLoCo, local SGD).
-
-        Accelerate 1.15 calls no pre-hook in `save_model`, and writes sharded weights before it calls the pre-hooks of
-        `save_state`. So these public methods are overridden, on this one object.
-        """
+        """Override the accelerator's method `name`: end the round of every hook, then call it. Accelerate 1.15 calls no
+        pre-hook in `save_model`, and writes sharded weights before it calls the pre-hooks of `save_state`. So these
+        public methods are overridden, on this one object."""
         accelerator = self._live_accelerator()
         method = getattr(type(accelerator), name)
 
@@ -209,16 +192,13 @@ class HookSaver:
 
     def _numbered(self) -> list[HookedModel]:
         """Return the models with a hook, in order of preparation, without models that `free_memory` has released.
-
-        Accelerate 1.15 has no public list of its models. It passes one to load pre-hooks, but an earlier pre-hook may
-        have emptied it.
-        """
+        Accelerate 1.15 passes a list of its models to load pre-hooks only, which an earlier pre-hook may have
+        emptied."""
         prepared = getattr(self._live_accelerator(), "_models", self._of_modules)
         modules = dict.fromkeys(unwrapped(each) for each in prepared)
         return [self._of_modules[each] for each in modules if each in self._of_modules]
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Return this rank's payload from the shared file `path` and the rank files; None if there is no file."""
         accelerator = self._live_accelerator()
         rank, world_size = accelerator.process_index, accelerator.num_processes
         if not path.exists():
@@ -252,7 +232,6 @@ class HookSaver:
 
 
 def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[Path]:
-    """Yield the files of an earlier save in `folder` that no rank of this save overwrites."""
     kept = {(number, model.is_sharded) for number, model in enumerate(models) if model.hook is not None}
     for path in Path(folder).iterdir():
         if (ours := _OURS.fullmatch(path.name)) is not None:
@@ -263,11 +242,8 @@ def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[P
 
 
 def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the part of `rank`; None, with a warning, if it is unusable.
-
-    Does not raise, because the other ranks would not know of the error. At the next backward pass the ranks exchange
-    whether residuals are missing.
-    """
+    """Return the part of `rank`; None, with a warning, if it is unusable. Does not raise, because the other ranks would
+    not know of the error. At the next backward pass the ranks exchange whether residuals are missing."""
     part: Any = None
     try:
         part = torch.load(path, map_location="cpu", weights_only=True)
@@ -337,7 +313,6 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
 
 @contextlib.contextmanager
 def _os_errors_name(path: Path) -> Iterator[None]:
-    """Context manager: OSErrors in the body name `path` instead of the temporary file."""
     try:
         yield
     except OSError as error:

@@ -135,7 +135,6 @@ class CommHookTrainerMixin(_Base):
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does, with a hook whose learned state is empty or loaded from the checkpoint."""
         if resume_from_checkpoint is True:
             # The Trainer does not expose the checkpoint that it finds, and raises an error if there is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
@@ -148,7 +147,6 @@ class CommHookTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does, with the hook's metrics next to the loss if `report_to` is set."""
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
@@ -159,7 +157,6 @@ class CommHookTrainerMixin(_Base):
         return self._meter.read(self.comm_hook)
 
     def _progress(self) -> dict[str, Any]:
-        """Return the state that a machine that joins takes from another machine."""
         scheduler: Any = self.lr_scheduler
         return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
 
@@ -177,12 +174,9 @@ class CommHookTrainerMixin(_Base):
         return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; if called for a checkpoint, also save the hook.
-
-        transformers 5.23 sets `_internal_call` for checkpoints. The Trainer writes `trainer_state.json` last, so a
-        complete checkpoint includes the hook's shared file. The hook is saved before the model: with
-        `save_residual="mean"` the ranks wait for each other, and only one rank writes the model.
-        """
+        """Save the model; if called for a checkpoint (`_internal_call`, transformers 5.23), save the hook first: with
+        `save_residual="mean"` the ranks wait for each other, and only one rank writes the model. The Trainer writes
+        `trainer_state.json` last, so a complete checkpoint includes the hook's shared file."""
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()  # all ranks have the same weights then
         if _internal_call and output_dir is not None and not self.args.save_only_model:
@@ -197,7 +191,6 @@ class CommHookTrainer(CommHookTrainerMixin, Trainer):
 
 
 def _raise_if_unknown(given: Iterable[str], cls: type, error: TypeError) -> None:
-    """Raise HookConfigError from `error` for an argument that no constructor among the bases of `cls` has."""
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     parameters = [each for function in constructors for each in inspect.signature(function).parameters.values()]
     by_name = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -260,7 +253,6 @@ class HookCallback(TrainerCallback):
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the round before other callbacks read the model."""
         if (hook := self.trainer.comm_hook) is not None:
             hook.synchronize()
 
@@ -311,11 +303,9 @@ def print_no_metrics(trainer: Trainer) -> None:
 
 
 class _BetweenSteps(JITCheckpointCallback):
-    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step.
-
-    transformers 5.23 also saves between the backward pass and the optimizer's step. The hook's residual is then one
-    step ahead of the weights, and a resumed run would repeat the step on it.
-    """
+    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step. transformers 5.23 also saves between the
+    backward pass and the optimizer's step: the hook's residual is then one step ahead of the weights, and a resumed run
+    would repeat the step on it."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Do nothing; `on_step_end` follows and saves."""

@@ -1,10 +1,10 @@
 """The settings of `CommHookKwargs` in YAML: the section `comm_hook_config` of Accelerate's configuration file, or a
-separate file (docs/accelerate.md shows both). The keys are the arguments of `CommHookKwargs`. Hooks and states are
-strings here, and `hook: null` is DDP without a hook.
+separate file. The keys are the arguments of `CommHookKwargs`. Hooks and states are strings here, and `hook: null` is
+DDP without a hook.
 
 The environment variable ACCELERATE_COMM_HOOK_CONFIG holds the path of such a file. `accelerate-commhooks launch` sets
-it to a JSON object, recognised by its first character "{" (a path that begins with it is written `./{...`). The object
-also holds the path of a file for the message that the launcher prints after the run.
+it to a JSON object, recognised by its first character "{" (a path that begins with it is written `./{...`), with the
+settings and the path of a file for the message that the launcher prints after the run.
 """
 
 import contextlib
@@ -55,8 +55,6 @@ TYPES: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings with checked types, and their source."""
-
     values: dict[str, Any]
     """The keys that are set, as plain types. Dotted paths in `hook` and `hook_state` are not imported."""
     source: str
@@ -185,7 +183,6 @@ def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[s
 
 
 def _typed(source: str, values: Any) -> dict[str, Any]:
-    """Convert `values` to the types of the settings; text is converted as in YAML."""
     if not isinstance(values, dict) or not values:
         what = f"is a {type(values).__name__}" if values else "is empty"
         raise HookConfigError(f"{source} {what}; expected at least 'hook: powerSGD' or another hook")

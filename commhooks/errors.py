@@ -1,5 +1,4 @@
-"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; the framework versions that
-the plugins need."""
+"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; versions of the frameworks."""
 
 import contextlib
 import difflib
@@ -77,11 +76,8 @@ def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookCon
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return `" (did you mean 'x'?)"`, or "" if no candidate is similar.
-
-    A candidate is similar if it begins with `name` ("start" for "start_iter"), is spelt similarly, or contains `name`
-    ("rank" for "matrix_approximation_rank", but not for "ranks_per_node").
-    """
+    """Return `" (did you mean 'x'?)"`, or "" if no candidate begins with `name` ("start" for "start_iter"), is spelt
+    similarly, or contains `name` ("rank" for "matrix_approximation_rank", but not for "ranks_per_node")."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     given, long = name.lower(), len(name) > 2
     contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
@@ -155,7 +151,6 @@ OLDEST = {
 
 
 def check_version(framework: ModuleType) -> None:
-    """Raise ImportError if `framework` is older than its version in `OLDEST`."""
     name, version = framework.__name__, framework.__version__
     if _numbers(version) < _numbers(OLDEST[name]):
         raise ImportError(
@@ -179,6 +174,5 @@ def needed(*packages: str, sentence: str) -> Iterator[None]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parse "2.6.0rc1+local" and "2.6" to (2, 6, 0)."""
     found = re.match(r"\d+(\.\d+){0,2}", version)
     return tuple(map(int, f"{found[0]}.0.0".split(".")))[:3] if found else (0, 0, 0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
@@ -15,6 +14,7 @@ from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
+from commhooks.gradients.precision import dtype_name
 from commhooks.gradients.source import GradientSource, sparse_parameters
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.request import HookRequest
@@ -25,8 +25,6 @@ NAMED_SAVE_BYTES = 10**9
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One of DDP's buckets: its parameters in buffer order, and its bytes per step."""
-
     parameters: tuple[str, ...]
     bytes_before: int
     bytes_after: int
@@ -75,7 +73,6 @@ class ModelPlan:
 
     @property
     def unit(self) -> Unit:
-        """The unit of all sizes in the plan's table and summary."""
         return Unit.of(self.bytes_before)
 
     @property
@@ -84,13 +81,11 @@ class ModelPlan:
 
     @property
     def compressed_share(self) -> float:
-        """The compressed share of the gradient bytes, 0 to 1."""
         before = self.bytes_before
         return sum(p.size_bytes() for p in self.compressed) / before if before else 0.0
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
-        """Totals per bucket; empty if the buckets are unknown."""
         before = {p.name: p.size_bytes() for p in self.parameters}
         after = {p.name: self.sent_bytes(p) for p in self.parameters}
         return tuple(
@@ -106,7 +101,7 @@ class ModelPlan:
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
-            "wire_dtype": dtype_name(self.wire_dtype) or None,
+            "wire_dtype": None if self.wire_dtype is None else dtype_name(self.wire_dtype),
             "known": not self._unknown,
             "bytes_before": self.bytes_before,
             "bytes_after": sent,
@@ -123,7 +118,7 @@ class ModelPlan:
                 {
                     "name": p.name,
                     "shape": list(p.shape),
-                    "dtype": str(p.dtype).removeprefix("torch."),
+                    "dtype": dtype_name(p.dtype),
                     "compressed": p.compressed,
                     "reason": p.reason,
                     **details,
@@ -138,8 +133,8 @@ class ModelPlan:
 
     @property
     def _unknown(self) -> bool:
-        """Whether the plan is unknown before the first backward pass. An empty plan means that, because every DDP model
-        has parameters."""
+        """Whether the plan is unknown before the first backward pass. An empty plan means that: every DDP model has
+        parameters."""
         return self.selective and not self.parameters
 
     def sent_bytes(self, parameter: UnitPlan) -> int:
@@ -169,7 +164,6 @@ class ModelPlan:
         return self.summary() if self._unknown else self.table() + self.summary()
 
     def table(self) -> str:
-        """Return the table of parameters, the table of buckets if they are known, and a line about memory."""
         tables = [_parameter_table(self), *([_bucket_table(self)] if self.bucket_names else [])]
         return text_of(*tables) + self._memory_line()
 
@@ -192,7 +186,7 @@ class ModelPlan:
 
 
 def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
-    """Plan each parameter. Returns [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
+    """Plan each parameter; [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
     gradients."""
     config = compressor.config
     infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]
@@ -206,8 +200,6 @@ def whole_plan(
     buckets: Sequence[Sequence[str]] = (),
     reduction: FlatReduction = FLAT,
 ) -> ModelPlan:
-    """Make a `ModelPlan` from `rows`. `buckets`: the parameter names in each bucket; empty if they are unknown, or if
-    the rows are buckets."""
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
@@ -226,13 +218,8 @@ def whole_plan(
 
 @dataclass(frozen=True)
 class SavedBy:
-    """How a hook's residuals are saved.
-
-    Attributes:
-        form: "mean", "per_rank" or "drop".
-        ranks: the number of ranks that save together; with a sharded model, of ranks that hold the same shard.
-        shards: the number of shards of the model.
-    """
+    """How a hook's residuals are saved: `form` ("mean", "per_rank" or "drop"), the number of ranks that save together
+    (with a sharded model, that hold the same shard), and the number of shards of the model."""
 
     form: str
     ranks: int

@@ -1,5 +1,4 @@
-"""The registered hooks by name. To add a hook, add its compressor class to `BUILT_IN`, or call
-`register_compressor`."""
+"""The registered hooks by name. To add a hook, add its class to `BUILT_IN`, or call `register_compressor`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -109,7 +108,6 @@ def available_hooks() -> dict[str, dict[str, Any]]:
 
 
 def _problem(compressor: type[Compressor[Any]]) -> str | None:
-    """Return why a subclass of `Compressor` cannot be registered, or None."""
     config = getattr(compressor, "Config", None)
     if not (isinstance(config, type) and issubclass(config, HookConfig)):
         return f"its Config is {config!r}; expected a dataclass derived from commhooks.HookConfig"
@@ -176,7 +174,6 @@ def aliases() -> dict[str, str]:
 
 
 def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
-    """Return the compressor class of `config`. Raises HookConfigError if none is registered."""
     found = COMPRESSORS.get(config.hook_name)
     if found is None or not isinstance(config, found.Config):
         raise HookConfigError(
@@ -187,5 +184,4 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
 
 
 def names_to_offer() -> list[str]:
-    """Return the hooks that messages may suggest for training."""
     return [*(name for name, each in COMPRESSORS.items() if each.Config.sends), *FACTORIES]

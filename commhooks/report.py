@@ -34,16 +34,14 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Use:
-    """What a hook has done so far.
+    """What a hook has done so far. It begins at step `begins`, or later if `or_later` says so.
 
     Attributes:
         acted: whether the hook has compressed a step or averaged weights.
         plain: whether the latest step was a plain all-reduce because the hook has not begun.
-        begins: the step at which the hook begins.
         acts: the first step at which it compresses or averages; usually equal to `begins`.
         missing: what the hook has not done, for the warning that it had no effect.
         remedy: how to make the hook begin earlier.
-        or_later: " or later" if `begins` is a lower bound.
     """
 
     acted: bool
@@ -60,12 +58,10 @@ class Status:
     """The current state of a hook, read without waiting for an accelerator.
 
     Attributes:
-        options: the current options, as plain types.
         use: None for plain averages, and without a hook.
         counts_bytes: whether the number of sent bytes is known.
         counts_outcomes: whether the numbers of committed and compressed steps are known.
         replicas_agree: whether the weights should now be equal on all ranks.
-        run_number: see `CommHook.run_number`.
     """
 
     options: dict[str, Any]
@@ -78,14 +74,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of the line that rank 0 logs after the first backward pass.
-
-    Attributes:
-        details: the main options, the kernel, the nodes.
-        effect: what the hook compresses and sends.
-        alone: appended if there is a single rank, which sends nothing: what the hook does nevertheless.
-        warnings: warnings about the ranks' machines.
-    """
+    """The parts of the line that rank 0 logs after the first backward pass. `details`: the main options, the kernel,
+    the nodes. `alone`: appended if a single rank sends nothing: what the hook does nevertheless."""
 
     details: Sequence[str] = ()
     effect: str = ""
@@ -121,8 +111,6 @@ class Meter:
         return Meter, ()  # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
 
     def read(self, hook: "CommHook", *, prefix: str = PREFIX) -> dict[str, float]:
-        """Return the metrics that exist for this hook. Synchronises with the accelerator but does not communicate, so a
-        single rank may call it."""
         now, before = hook.stats(), self._before.get(hook, {})
         self._before[hook] = now
         values: dict[str, float | None] = {

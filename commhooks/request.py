@@ -60,14 +60,9 @@ _DROP_INS: dict[Callable[..., Any], str] = {
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument shared by all front ends.
-
-    Attributes:
-        kind: the type in YAML. In Python, `hook` and `hook_state` may be other objects.
-        default: for Lightning `save_residual` defaults to "mean" instead, because it writes one file for all ranks.
-        choices: the valid values; empty: all values of the type.
-        expected: the valid values in words, for messages.
-    """
+    """An argument shared by all front ends. `kind`: the type in YAML; in Python, `hook` and `hook_state` may be other
+    objects. `choices`: the valid values; empty: all values of the type. `expected`: the valid values in words, for
+    messages."""
 
     kind: Any
     default: Any = None
@@ -202,7 +197,6 @@ class HookRequest:
         return request
 
     def __post_init__(self) -> None:
-        """Raise HookConfigError if the hook and the other arguments cannot be combined."""
         compressor = None if self.config is None else compressor_of(self.config)
         hook = f"hook {self.name!r}" if self.function is None else f"the function {self.name}"
         if self.hook_state is not None and self.function is None:
@@ -256,8 +250,6 @@ class HookRequest:
         return self.config is None and self.factory is None and self.function is None
 
     def as_plain_average(self) -> "HookRequest":
-        """Return the request for an exact average, to use instead of no hook: FSDP2 itself would not average over the
-        replicas."""
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
 
     @property
@@ -294,7 +286,6 @@ class HookRequest:
 
 
 def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
-    """Resolve the argument `hook` to a config, a config class, the name of a factory, or a function."""
     if isinstance(hook, type) and issubclass(hook, HookConfig):
         raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
     if isinstance(hook, HookConfig):
@@ -370,7 +361,6 @@ def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
 
 
 def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
-    """Return why a compressor cannot work between nodes only, or "" if it can."""
     if not compressor.Config.sends:
         return "sends nothing"
     if issubclass(compressor, AdaptiveCompressor) and compressor.with_nodes is AdaptiveCompressor.with_nodes:

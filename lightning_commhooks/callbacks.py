@@ -44,11 +44,8 @@ class CommHookCheckpoint(Callback):
 
 
 class CommHookRoundEnd(Callback):
-    """Ends the hook's round before other callbacks read the model.
-
-    A round is the local steps between two averages of the weights (DiLoCo, local SGD). Other hooks have none. The
-    strategies insert this callback as the first in the Trainer's list, and end rounds themselves before a checkpoint.
-    """
+    """Ends the hook's round, the local steps between two averages of the weights, before other callbacks read the
+    model. The strategies insert this callback as the first, and end rounds themselves before a checkpoint."""
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         _end_round(trainer)
@@ -147,7 +144,6 @@ def _end_round(trainer: "pl.Trainer") -> None:
 
 
 def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
-    """Warn with `text` if the Trainer's strategy is not from this package. Returns whether it warned."""
     if hasattr(trainer.strategy, "comm_hook"):
         return False
     strategy = type(trainer.strategy)
@@ -156,6 +152,6 @@ def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
 
 
 def _x_axis(trainer: "pl.Trainer") -> int:
-    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6). If it is missing,
-    return the number of optimizer steps, which is larger with several optimizers."""
+    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6); without it the
+    number of optimizer steps, which is larger with several optimizers."""
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)

@@ -23,7 +23,6 @@ PER_RANK_WARNING_BYTES = 2 * 10**9
 
 
 def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
-    """Return the two arguments that `CommHookDDP` and `CommHookCheckpoint` share, with the default for None."""
     return {
         "save_residual": DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
         "strict": ARGUMENTS["strict"].default if strict is None else strict,
@@ -31,7 +30,6 @@ def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
 
 
 def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
-    """Context manager: PayloadErrors in the body name the checkpoint, and a remedy if the hook's state is damaged."""
     return errors_begin_with(
         f"{path}, key {CHECKPOINT_KEY!r}",
         remedy="Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete "
@@ -42,10 +40,10 @@ def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
 def saves_alone(trainer: "pl.Trainer") -> bool:
     """Whether some ranks might not join this save, so that it must not use collectives.
 
-    After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks' `on_exception`,
-    in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. Lightning has no public flag for a
-    save in a signal handler (SLURM's, or a user's). In all other cases, such as a save inside `if
-    trainer.is_global_zero`, the joint save ends at its time limit and loses only the residuals.
+    After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks that save
+    (`on_exception`). It has no public flag for a save in a signal handler (SLURM's, or a user's). In all other cases,
+    such as a save inside `if trainer.is_global_zero`, the joint save ends at its time limit and loses only the
+    residuals.
     """
     return trainer.interrupted or in_signal_handler()
 

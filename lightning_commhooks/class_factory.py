@@ -1,8 +1,8 @@
 """Makes the strategies and callbacks for each of Lightning's packages.
 
-`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects instances of the other's classes.
-The same holds for `lightning.fabric` and `lightning_fabric`. The other modules here import none of the four packages:
-a strategy or callback gets its base class here, once per package.
+`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects instances of the other's classes; so
+do `lightning.fabric` and `lightning_fabric`. The other modules here import none of the four packages: a strategy or
+callback gets its base class here, once per package.
 """
 
 import functools
@@ -42,15 +42,14 @@ def trainer_classes(package: str) -> dict[str, Any]:
 
 @functools.cache
 def fabric_class(package: str) -> Any:
-    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric". Raises ImportError if it
-    is not installed, or too old."""
+    """Make the strategy for the Fabric of `package`, "lightning.fabric" or "lightning_fabric"; see
+    `trainer_classes`."""
     _imported(package, FABRIC_MODULES)
     strategies: Any = import_module(f"{package}.strategies")
     return _with_base(FABRIC_MODULES[package], FabricCommHookDDP, strategies.DDPStrategy)
 
 
 def _with_base(module: str, cls: type, base: type, **attributes: Any) -> type:
-    """Make the class `cls` with Lightning's `base`. Pickles refer to it by its name and `module`."""
     return type(cls.__name__, (cls, base), {"__module__": module, "__doc__": cls.__doc__, **attributes})
 
 

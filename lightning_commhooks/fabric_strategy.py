@@ -161,7 +161,6 @@ class CommHookDDP(DDPStrategy):
         return {name: hook for name, model in models.items() if (hook := self.hook_of(model)) is not None}
 
     def _load_hooks(self, state: Mapping[str, Any], saved: object, *, strict: bool) -> None:
-        """Check all saved states for the models in `state`, then load them."""
         if not isinstance(saved, dict):
             raise PayloadError(f"the checkpoint's {CHECKPOINT_KEY!r} is a {type(saved).__name__}, not a dict by models")
         hooks = self._hooks_in(state)

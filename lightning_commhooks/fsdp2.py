@@ -163,7 +163,6 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
-    """Return the sharded module that contains all other sharded modules."""
     roots: dict[str, Any] = {}
     for name, each in module.named_modules():  # parents come before their children
         if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):
@@ -179,7 +178,6 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
 
 
 def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
-    """Check that FSDP and the hook average every trained parameter. Warns about parameters that are not sharded."""
     alone = []
     for name, parameter in module.named_parameters():
         data: object = parameter

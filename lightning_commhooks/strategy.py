@@ -61,8 +61,6 @@ _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
 class HookedStrategy(ParallelStrategy):
-    """Base class of the strategies with a hook: attaches the hook, closes it, and checks the callbacks."""
-
     # Set by `class_factory`: the Trainer's package, and the classes `CommHookCheckpoint` and `CommHookRoundEnd` for it.
     package: ClassVar[str]
     checkpoint_callback: "ClassVar[type[pl.Callback]]"
@@ -156,7 +154,6 @@ class HookedStrategy(ParallelStrategy):
         return self._comm_hook
 
     def _attach(self, model: Any, **groups: Any) -> None:
-        """Attach the hook to the wrapped LightningModule, or to a sharded module in it. Every rank must call this."""
         assert self.lightning_module is not None
         self._hooked_module = weakref.ref(self.lightning_module)
         request = _with_start(self._request, self._trainer)
@@ -167,7 +164,6 @@ class HookedStrategy(ParallelStrategy):
             members.register("lightning", progress.state_dict, progress.load_state_dict)
 
     def _prepare_callbacks(self, trainer: Any) -> None:
-        """Check the callbacks and loggers, and insert the callback that ends rounds as the first."""
         if trainer.state.fn == "fit":
             self._check_packages([*trainer.callbacks, *trainer.loggers])
         # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
@@ -175,7 +171,6 @@ class HookedStrategy(ParallelStrategy):
             trainer.callbacks.insert(0, self.round_end_callback())
 
     def _check_packages(self, objects: list[object]) -> None:
-        """Warn about callbacks and loggers of the other package, which this Trainer does not recognise."""
         here, other = self.package, self._other_package()
         root = other.partition(".")[0]
         strangers = [
@@ -195,8 +190,6 @@ class HookedStrategy(ParallelStrategy):
             )
 
     def _not_for_the_other_trainer(self) -> str:
-        """Return a part of the `repr` for when both packages are imported: the other package's Trainer shows only the
-        `repr` in its error."""
         other = self._other_package()
         if other.partition(".")[0] not in sys.modules:
             return ""
@@ -395,8 +388,8 @@ def warn(text: str, stacklevel: int = 5) -> None:
 
 
 def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
-    """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` (the constructors of the
-    strategy and of `DDPStrategy`) has, or that sets another hook."""
+    """Raise HookConfigError for an argument in `given` that neither DDP nor one of the constructors `takers` has, or
+    that sets another hook."""
     for name in _OF_ANOTHER_HOOK:
         if given.get(name) is not None:
             raise HookConfigError(
@@ -415,14 +408,12 @@ def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) 
 
 
 def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | None:
-    """Return a function for the current scale of a precision plugin's GradScaler; None without a GradScaler."""
     if getattr(plugin, "scaler", None) is None:
         return None
     return ScaleOf(lambda: plugin.scaler, device)
 
 
 def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
-    """Return `request` with the start of the compression as a number of steps, not a fraction."""
     config = request.config
     if config is None or isinstance(config.configured_start, int):
         return request
@@ -439,11 +430,8 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
 
 
 def _steps_left(trainer: "pl.Trainer") -> int | None:
-    """Return the number of backward passes with communication until the end of the run; None if unknown.
-
-    With automatic optimization there is one per optimizer step, also with gradient accumulation. With manual
-    optimization the user's code decides.
-    """
+    """Return the number of backward passes with communication until the end of the run, one per optimizer step; None if
+    unknown, as with manual optimization, where the user's code decides."""
     if not trainer.lightning_module.automatic_optimization:
         return None
     # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are subtracted.

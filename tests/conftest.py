@@ -1,6 +1,7 @@
 """Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked process groups."""
 
 import atexit
+import gc
 import multiprocessing.spawn
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import clean_env  # of examples/, where the demo has it from too
 import pytest
 
+gc.disable()  # until everything is imported and collected, where it only takes time
 KEEP_CUDA = os.environ.get("COMMHOOKS_TEST_CUDA") == "1"
 
 
@@ -132,6 +134,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("cuda") is not None:  # not its keywords: a folder has that name
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay: no later collection needs to look at them
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

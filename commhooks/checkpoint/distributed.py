@@ -7,9 +7,8 @@ the same keys on every rank, at every step and for every number of shards:
 
 `residual` holds the mean over the replicas, with the shape and placement of the parameter, for every parameter that
 would have a residual in an unsharded model. Hooks that average weights save `anchor` and `outer_momentum` in the same
-form. Everything else is small and differs between shards, such as Q, or the residual of a shard that is compressed
-although the whole parameter would not be. `commhooks` holds the payloads of all shards (`payload.py`), without the
-tensors above, as bytes.
+form. `commhooks` holds the rest of the payloads of all shards (`payload.py`) as bytes: it is small and differs between
+shards, such as Q, or the residual of a shard that is compressed although the whole parameter would not be.
 
 If the number of shards has changed, a shard gets its piece of the residual from DCP, and continues with the Q of the
 saved shard that held its first row, which is a good start. Everything else begins afresh.
@@ -29,7 +28,6 @@ from commhooks.gradients.source import Extent, GradientSource
 
 
 def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) -> dict[str, Any]:
-    """Make the payload of this rank's shard from the checked payloads of all saved shards."""
     index, count = source.place
     if len(payloads) == count and not _turned(payloads, source):
         return payloads[index]
@@ -48,7 +46,6 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 
 def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
-    """Whether a parameter is sharded along another dimension than at the save."""
     for name in source.names.named_parameters():
         found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
         if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):

@@ -30,7 +30,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True)
 class Contribution:
-    """The residuals for a payload. No other part of a payload differs between ranks.
+    """The residuals for a payload, which alone differ between ranks.
 
     Attributes:
         kind: "mean", "per_rank" or "none".
@@ -73,7 +73,6 @@ class LearnedStateCheckpointer:
         self._first_start = session.compressor.start_step
 
     def begin_anew(self) -> None:
-        """Reset the learned state and the start step, which a load may have changed."""
         compressor = self._session.compressor.with_start(self._first_start)
         self._take_over(LearnedState.of(compressor.state_fields), compressor)
 
@@ -82,7 +81,6 @@ class LearnedStateCheckpointer:
         return self._session.state.step
 
     def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        """Return the payload; see `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:
             # A signal handler may interrupt a commit of the same thread, which holds this reentrant lock.
@@ -170,8 +168,6 @@ class LearnedStateCheckpointer:
         return take_over
 
     def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
-        """Make new learned state from a payload with a checked header. Changes nothing, but may warn. Raises
-        PayloadError as `prepare_load` does."""
         check_learned(payload)
         parameters = payload["parameters"]
         fitting = self._compare(parameters, strict)
@@ -226,8 +222,6 @@ class LearnedStateCheckpointer:
         return state
 
     def _compare(self, parameters: dict[str, Any], strict: bool) -> list[str]:
-        """Return the saved names whose shapes match the model. If there are others, raise PayloadError with `strict`,
-        else warn."""
         problems, known = {}, self._parameters
         for name in parameters:
             if name not in known:
@@ -267,7 +261,6 @@ class LearnedStateCheckpointer:
         return payload["world_size"] == self._world_size and self._rank in payload["residual_ranks"]
 
     def resumed(self, content: dict[str, Any]) -> str:
-        """Return the end of the log line about a load of `content`, about residuals and start step."""
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
             if not content[COUNTERS]["compressed_steps"]:
@@ -329,8 +322,8 @@ class LearnedStateCheckpointer:
     def _residuals_for(
         self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> Contribution:
-        """Collect the residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves
-        its own. `mid_commit`: whether a commit is currently writing the state."""
+        """Collect the residuals. All ranks must call this, unless `joint` is false or each rank saves its own.
+        `mid_commit`: whether a commit is currently writing the state."""
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
         missing = "they were being written at that moment" if mid_commit else missing
@@ -450,8 +443,8 @@ def _fitted(
     plan: UnitPlan | None,
     compressor: Compressor[Any],
 ) -> torch.Tensor | None:
-    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or if the
-    tensor cannot be used. Raises PayloadError if the tensor cannot belong to this parameter."""
+    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or the
+    tensor cannot be used. Raises PayloadError if it cannot belong to this parameter."""
     if plan is None:
         return None
     try:

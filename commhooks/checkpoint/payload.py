@@ -1,12 +1,11 @@
 """Checks checkpoint payloads, and splits them into files per rank. docs/checkpoint_format.md documents their form.
 
-A payload has plain types and tensors only, so that `torch.load(weights_only=True)` reads it. It may be damaged or come
-from an untrusted source, so everything is checked before any of it is used, and every defect raises a `PayloadError`
-that names the key.
+A payload has plain types and tensors only, so that `torch.load(weights_only=True)` reads it. It may come from an
+untrusted source, so everything is checked before any of it is used, and every defect is a `PayloadError` with the key.
 
 A split payload has a shared part, and a part per rank with the rank's residuals or its state of a user's hook. All
-parts contain the same fingerprint, a hash of the data that are equal on every rank. It identifies the parts of one save
-without communication.
+parts contain the same fingerprint, a hash of the data that are equal on every rank, which identifies the parts of one
+save without communication.
 """
 
 import hashlib
@@ -36,7 +35,6 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
-    """Check the keys that the payloads of all hooks have, and return `payload`."""
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
             f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
@@ -91,11 +89,8 @@ def check_learned(payload: dict[str, Any]) -> None:
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
-    """Check that the numbers of a checked entry are small enough for a step in `dtype`.
-
-    It is not enough that they are finite: with numbers near the largest, the sum of a row or a change of the loss scale
-    yields inf, and no step would ever be committed again.
-    """
+    """Check that the numbers of a checked entry are small enough for a step in `dtype`: with numbers near the largest,
+    the sum of a row or a change of the loss scale yields inf, and no step would ever be committed again."""
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
     if entry["q"] is not None and _largest(entry["q"]) > largest:
@@ -170,8 +165,8 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
 
 
 def check_tensor(value: Any, where: str) -> None:
-    """Check that `value` is a tensor of real, finite numbers with enough storage. No hook saves non-finite numbers, and
-    a hook that loaded one could never commit a step. `where`: the key, for messages."""
+    """Check that `value` is a tensor of real, finite numbers with enough storage: a hook that loaded a non-finite
+    number could never commit a step. `where`: the key, for messages."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
@@ -198,11 +193,8 @@ PART_FORMAT = "commhooks rank part"
 
 def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty). `run`: a
-    number that only the ranks of this run know; see `CommHook.run_number`.
-
-    If each rank has residuals for a share of the parameters only, every rank has a part, and the shared part marks the
-    residuals as split even if the rank that makes it has none.
-    """
+    number that only the ranks of this run know; see `CommHook.run_number`. If each rank has residuals for a share of
+    the parameters only, every rank has a part, and the shared part marks the residuals as split."""
     saved = saved if run is None else {**saved, "run": f"{run:016x}"}
     shared = {**saved, "fingerprint": save_id(saved)}
     shares = shared.pop("residual_shares", False)
@@ -229,7 +221,6 @@ def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dic
 
 
 def save_id(saved: dict[str, Any]) -> str:
-    """Hash the data of a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
     digest.update(repr((head, sorted(saved["options"].items()))).encode())
@@ -248,7 +239,6 @@ def save_id(saved: dict[str, Any]) -> str:
 
 
 def check_shared(shared: object) -> dict[str, Any]:
-    """Check a shared part, and return it. Raises PayloadError if it is incomplete or damaged."""
     checked = check_header(shared)
     if "parameters" in checked:
         check_learned(checked)
@@ -264,8 +254,8 @@ def check_shared(shared: object) -> dict[str, Any]:
 
 
 def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    """Return the ranks whose parts `rank` must read: none, only `rank`, or all ranks that saved. `world_size`: the
-    current one."""
+    """Return the ranks whose parts `rank` must read: none, only `rank`, or all that saved. `world_size`: the current
+    one."""
     if shared.get("hook_state") is not None:
         return [rank] if shared["world_size"] == world_size else []
     if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
@@ -274,7 +264,6 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
-    """Return why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
     if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
@@ -302,9 +291,9 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
 
 
 def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
-    """Join the parts to the payload that `rank` loads. `world_size`: the current one. `parts`: in the order of
-    `ranks_needed`, checked by `problem_of_part`; None for a missing part. An iterator is read part by part, so that
-    only one model-sized copy is in memory.
+    """Join the parts to the payload that `rank` loads. `parts`: in the order of `ranks_needed`, checked by
+    `problem_of_part`; None for a missing part. An iterator is read part by part, so that only one model-sized copy is
+    in memory.
 
     The payload has the rank's own residuals if the world size is unchanged, else the mean of all residuals. If a part
     is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.

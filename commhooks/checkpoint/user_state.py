@@ -40,7 +40,6 @@ class UserStateCheckpointer:
         self._passes_before = 0
 
     def begin_anew(self) -> None:
-        """Reset the step to 0. The user's state stays, because there is no general way to reset it."""
         self._passes_before = -self._counters.backward_passes
 
     @property
@@ -57,7 +56,6 @@ class UserStateCheckpointer:
         return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def save(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return the payload; see `CommHook.state_dict`. There are no residuals, so all arguments are ignored."""
         return {
             "format": "commhooks",
             "version": VERSION,
@@ -71,8 +69,6 @@ class UserStateCheckpointer:
         }
 
     def _own_state(self) -> Any:
-        """Return the result of the user's `state_dict`; None, with a warning, if `torch.load` would reject its
-        types."""
         saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
@@ -86,8 +82,6 @@ class UserStateCheckpointer:
         return None
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check the keys of `content` that commhooks defines, and return a function that applies it. Raises
-        PayloadError if `content` does not fit this hook."""
         check_world_size(content)
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")
@@ -137,11 +131,9 @@ _MAPPINGS = (dict, collections.OrderedDict)
 
 
 def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
-    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None.
-
-    A single such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass
-    of float, but its pickle is rejected.
-    """
+    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None. A
+    single such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass of
+    float, but its pickle is rejected."""
     kind = type(value)
     if kind in _LEAVES:
         return None

@@ -65,7 +65,6 @@ class Send:
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
-        """Return the bytes that `Counters` adds for this collective."""
         sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
         size = sent.numel() * sent.element_size()
         if self.reduces:
@@ -98,13 +97,12 @@ class PointToPoint:
     """Runs all-to-all and all-gather on gloo as messages between each pair of ranks, and posts the receives first.
 
     gloo sends a message only when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather
-    post the send first, so on a busy link the announcement queues behind the rank's own message. With the receives
-    first, both directions stay busy.
+    post the send first, so on a busy link the announcement queues behind the rank's own message.
 
-    torch's `Work` owns the memory of a message. If the `Work` is deleted too early, gloo no longer touches the memory,
-    but the connection stays in the middle of the message, and every later message on it hangs. So each group holds its
-    messages until `wait` has returned, even if their pass, session or exchange has failed. `forget_abandoned` and the
-    end of the group release them.
+    torch's `Work` owns the memory of a message. If it is deleted too early, gloo no longer touches the memory, but the
+    connection stays in the middle of the message, and every later message on it hangs. So each group holds its messages
+    until `wait` has returned, even if their pass or exchange has failed. `forget_abandoned` and the end of the group
+    release them.
     """
 
     _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = weakref.WeakKeyDictionary()
@@ -178,16 +176,15 @@ class Pending:
         return self._work.get_future()
 
     def writes(self, buffer: torch.Tensor) -> bool:
-        """Return whether the collective may write into `buffer` when it ends."""
         if buffer.is_sparse or self.answer.is_sparse:
             return self.answer is buffer
         return self.answer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
-    """Wait for collectives whose results nobody needs, before their buffers are used again. With NCCL the current
-    stream waits, not the host. With gloo the host waits, at most `limit_s` seconds in all, and then logs one warning.
-    Raise nothing, because the caller already has an error to raise."""
+    """Wait for collectives whose results nobody needs, before their buffers are used again: with NCCL the current
+    stream waits, with gloo the host, at most `limit_s` seconds in all, and then logs one warning. Raise nothing,
+    because the caller already has an error to raise."""
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
@@ -218,12 +215,8 @@ def start(
     messages: PointToPoint | None = None,
 ) -> Pending:
     """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises HookRunError if the
-    backend refuses the collective.
-
-    Args:
-        where: the bucket and the step, for error messages and `counters.last_issued`.
-        messages: the session's messages; None for a caller that needs the collective's future.
-    """
+    backend refuses the collective. `where`: the bucket and the step, for messages. `messages`: the session's messages;
+    None for a caller that needs the collective's future."""
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
         counters.last_issued = what
@@ -334,8 +327,8 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
 
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
-    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks of `group` must call this, with equal shapes
-    and dtypes. It is counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks must call this, with equal shapes and dtypes.
+    Counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -352,9 +345,8 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order. Integer
-    arithmetic modulo 2**64 is exact and equal in all processes. Tensors that differ in exactly one element have
-    different checksums."""
+    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order, equal in all
+    processes. Tensors that differ in exactly one element have different checksums."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -375,8 +367,8 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed on this rank. It names the ranks that have ended or hang;
-    finding them takes up to a few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed here. Finding the ranks that have ended or hang takes up to a
+    few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
@@ -416,8 +408,8 @@ def on_all_shards(
     raise. All must call this. Returns the result of `work` on this rank, and the `numbers` of all ranks. If `work`
     raises CommHookError on another rank, this rank raises `otherwise`.
 
-    The hook of a sharded model averages over the ranks with the same shard. Each of these replicate groups determines
-    on its own whether it can attach and which step it has reached. Here the groups exchange the results.
+    The ranks with the same shard determine on their own whether they can attach and which step they have reached. Here
+    these replicate groups exchange the results.
     """
     if shard_group is None:
         return work(), [numbers]

@@ -1,7 +1,7 @@
 """Count and time a hook's work for `CommHook.stats()`.
 
-On the CPU the host measures times. On CUDA, events on the stream measure them without synchronising: an event is read
-once it has completed, or when `collect(wait=True)` is called.
+On the CPU the host measures times. On CUDA, events measure them without synchronising: an event is read once it has
+completed, or by `collect(wait=True)`.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Clocks:
         return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count the intervals whose events have completed. With `wait`, synchronise and count all of them."""
+        """Count the intervals whose events have completed. With `wait`, synchronise and count all."""
         # Without `wait` this must not block: another thread may hold the lock while it waits for the device.
         if not self._collecting.acquire(blocking=wait):
             return
@@ -106,7 +106,6 @@ def has_clock(device: torch.device) -> bool:
 
 
 def mark(device: torch.device) -> Mark:
-    """Record the present time, on the current stream of `device`."""
     if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
@@ -124,7 +123,6 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def has_passed(point: Mark) -> bool:
-    """Return whether the device has reached a mark, so that reading it does not wait."""
     return point is None or isinstance(point, float) or bool(point.query())
 
 
@@ -179,15 +177,12 @@ class Counters:
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
-        """Return the `CONTINUED` counters of this run plus the earlier runs."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (compression rate, elements before, elements after) over all compressed backward passes, as torch's
-        `PowerSGDState.compression_stats` does."""
         before, after = self.numel_before, self.numel_after
         return before / after if after else 0, before, after
 

@@ -3,8 +3,7 @@
 gloo closes the connection to a rank that has ended. After a timeout it closes all connections of this rank at both
 ends, so that the other ranks fail in turn. To find the cause, each rank that has failed leaves a note in the store of
 the default group. A rank whose connection is closed and that has left no note has ended or hangs. A note also names the
-ranks that its author has found to be the cause, because other ranks may communicate only with ranks that failed in
-turn.
+lost ranks that its author has found, because other ranks may communicate only with ranks that failed in turn.
 """
 
 import contextlib
@@ -131,12 +130,10 @@ rank's collective timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
-    """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`.
-
-    Returns their ranks in the default group; empty if they are unknown, as on a rank that has continued after an
-    earlier failure. Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or three
-    times `TIMED_OUT_LIMIT_S` after a timeout.
-    """
+    """Find the ranks that have ended or hang, after a collective of `group` has failed with `error`. Returns their
+    ranks in the default group; empty if they are unknown, as on a rank that has continued after an earlier failure.
+    Afterwards `group` cannot be used any more. Takes up to three times `CLOSED_LIMIT_S`, or `TIMED_OUT_LIMIT_S` after a
+    timeout."""
     if group.size() == 1 or group in _ADOPTED or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
     if group in _LOST:
@@ -167,7 +164,6 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
 
 
 def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
-    """Return whether the connection to rank `other` of `group` is closed: gloo then refuses even to post a receive."""
     try:
         dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=TAG + 1)
     except RuntimeError:
@@ -211,5 +207,4 @@ class _Notes:
 
 
 def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
-    """Return whether this rank logs the messages that concern all ranks of the model."""
     return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)

@@ -1,11 +1,10 @@
 """Run joint saves: collectives that can neither hang nor interfere with the collectives of the training.
 
-Each save makes a gloo group and sends CPU copies in pieces. If all ranks request it, the save uses the process group of
-the ranks instead. The ranks meet twice through the store of their process group: before the first collective, and after
-the last. At each meeting the first rank to write a decision (an atomic compare-and-set) decides for all ranks. That is
-rank 0 when all ranks are there, or any rank that has waited for its time limit, has failed, or refuses to take part. So
-a save that not every rank joins ends before any collective starts, and all ranks succeed or all report the same
-failure.
+Each save makes a gloo group and sends CPU copies in pieces; if all ranks request it, it uses their own process group.
+The ranks meet twice through the store of their process group: before the first collective, and after the last. At each
+meeting the first rank to write a decision (an atomic compare-and-set) decides for all: rank 0 when all ranks are there,
+or any rank that has waited for its time limit, has failed, or refuses to take part. So a save that not every rank joins
+ends before any collective starts, and all ranks succeed or all report the same failure.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ _OWN_GROUP = "own group"
 
 @dataclass(frozen=True)
 class Failure:
-    """Explains why a joint save failed. `logged_here` is True on one of the ranks that know the reason."""
+    """Explains why a joint save failed. `logged_here`: True on one of the ranks that know the reason."""
 
     reason: str
     logged_here: bool
@@ -84,9 +83,9 @@ class JointSave:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece of a collective.
             passes: the number of backward passes on this rank, if ranks with different numbers must not save together.
-            own_group: if all ranks pass True, the save uses the ranks' process group instead of a new gloo group, and
-                `mean` the device of the model. Nothing else may use that group meanwhile, and a rank waits for a rank
-                that fails up to the timeout of the group. `gather` cannot be called.
+            own_group: use the ranks' process group instead of a new gloo group, if all ranks pass True, and in `mean`
+                the device of the model. Nothing else may use that group meanwhile, and a rank waits for a rank that
+                fails up to the timeout of the group. `gather` cannot be called.
             refusal: why this rank cannot take part. It does not wait, and no other rank waits for it.
             others_may_be_ahead: with `refusal`, whether the other ranks may be one step ahead of this rank.
 
@@ -110,7 +109,6 @@ class JointSave:
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of the first shard that has failed. All ranks of a sharded model must call this."""
         if self._shards is None:
             return failure
         group = self._shards()
@@ -202,7 +200,6 @@ class JointSave:
         return self._failure(decision), decision.decode() == _OWN_GROUP
 
     def _refuse(self, place: str, reason: str) -> Failure:
-        """Let all ranks fail at this meeting, for this reason unless another rank has decided before."""
         store = self._store_at(place)
         try:
             decision = store.compare_set("decision", "", f"{self._rank} {reason}")

@@ -32,7 +32,6 @@ class Nodes:
 
     @property
     def intra_node(self) -> dist.ProcessGroup:
-        """The ranks of this node."""
         return self._intra_node()
 
     @property

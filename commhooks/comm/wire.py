@@ -1,8 +1,8 @@
 """Pack numbers into messages: convert them from the compute dtype to the wire dtype, in which they are sent, and back.
 
 Packing divides by the world size, so that the sum over the ranks is the mean. A narrower wire dtype must not turn a
-large number into inf, nor an inf into a large number. Finite numbers are clamped if error feedback compensates for the
-loss. Non-finite numbers become NaN, which survives every reduction.
+large number into inf, nor an inf into a large number: finite numbers are clamped if error feedback compensates for the
+loss, and non-finite numbers become NaN, which survives every reduction.
 """
 
 import functools
@@ -24,11 +24,6 @@ def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) 
     if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
         return bucket_dtype
     return wrapper_dtype
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return "float16" for torch.float16 and so on, and "" for None."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -63,12 +58,11 @@ def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
 
 def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, rank: int) -> None:
     """Write Q, of rank `rank`, divided by the world size to `out`. Replace `factor` by the sent values times the world
-    size.
+    size, so that the residual includes rounding and clamping.
 
-    The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf here is an
-    overflow of the product that computed Q, because an inf in the gradient shows in P; it is clamped, too. The limit is
-    the largest share divided by sqrt(rank), so that an element of P Q^T, a sum of `rank` products, fits into a bucket
-    of the wire dtype.
+    An inf here is an overflow of the product that computed Q, because an inf in the gradient shows in P; it is clamped,
+    too. The limit is the largest share divided by sqrt(rank), so that an element of P Q^T, a sum of `rank` products,
+    fits into a bucket of the wire dtype.
     """
     limit = largest_share(out.dtype, world_size) / math.sqrt(rank)
     share = _share(factor, out, world_size).clamp_(-limit, limit)
@@ -79,9 +73,8 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
 
 
 def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
-    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. Do not
-    clamp them, because no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression, and
-    the step is skipped."""
+    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. They
+    are not clamped, because no error feedback would compensate: an overflow becomes inf, and the step is skipped."""
     if len(gradients) == 1:
         whole = gradients[0]
     elif out.dtype == gradients[0].dtype:
@@ -103,7 +96,6 @@ def put_flags(gradients: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return `numbers / world_size`, in `out` if `out` has the same dtype, else in a new tensor."""
     return torch.div(numbers, world_size, out=out if out.dtype == numbers.dtype else None)
 
 

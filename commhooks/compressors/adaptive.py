@@ -1,7 +1,7 @@
 """Define the base of compressors that measure training and decide what to do, such as `auto`.
 
 The engine times the steps in `AdaptiveCompressor.watch` and passes each measurement to `observe`. Before the step at
-the end of the watch it calls `reconsidered` on all ranks, and continues with the compressor that this returns.
+the end of the watch it calls `reconsidered` on all ranks, and continues with the result.
 """
 
 from abc import abstractmethod
@@ -23,21 +23,15 @@ from commhooks.options import ConfigT
 
 @dataclass(frozen=True)
 class Watch:
-    """Selects the committed steps to measure: `begin` to `end - 1`. The engine calls `reconsidered` before step
-    `end`."""
-
     begin: int
     end: int
 
 
 @dataclass
 class ObservedPass:
-    """Holds one committed backward pass of this rank, with its measurement.
-
-    Attributes:
-        step_s: seconds from the end of the previous pass to the end of this one; NaN on a device without a clock.
-        memory_plan: returns the bytes that a compressor needs on this rank, given its plans by bucket.
-    """
+    """Holds one committed backward pass of this rank. `step_s`: seconds from the end of the previous pass to the end of
+    this one; NaN on a device without a clock. `memory_plan`: returns the bytes that a compressor needs, given its plans
+    by bucket."""
 
     step_s: float
     layouts: Sequence[BucketLayout]
@@ -58,8 +52,8 @@ class ObservedPass:
 
 
 class Ranks:
-    """Exchanges numbers between the ranks that average their gradients (`group`) and, if a replica is sharded, between
-    its shards (`shards`). `device` holds the tensors in these collectives."""
+    """Exchanges numbers, in tensors on `device`, between the ranks that average their gradients (`group`) and, if a
+    replica is sharded, between its shards (`shards`)."""
 
     def __init__(
         self,
@@ -94,8 +88,7 @@ class AdaptiveCompressor(Compressor[ConfigT]):
         return False
 
     def with_nodes(self, ranks_per_node: int) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that has decided nothing yet, for ranks that form nodes. Subclasses without it do not support
-        nodes."""
+        """Return a copy that has decided nothing yet, for ranks that form nodes. Without it nodes are not supported."""
         raise NotImplementedError
 
     @property
@@ -130,15 +123,8 @@ class AdaptiveCompressor(Compressor[ConfigT]):
 
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
-        """Return a copy that continues with saved `notes`.
-
-        Args:
-            notes: the saved notes, which may be damaged; None: nothing was saved.
-            step: number of committed steps at the save.
-
-        Raises:
-            HookConfigError: the notes cannot be used.
-        """
+        """Return a copy that continues with saved `notes`, which may be damaged (None: nothing was saved). `step`:
+        number of committed steps at the save. Raises HookConfigError if the notes cannot be used."""
 
     @abstractmethod
     def observe(self, seen: ObservedPass) -> None:

@@ -28,11 +28,8 @@ __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Asks whether every bucket of this backward pass is finite on every rank.
-
-    The answer is a bool on the CPU and a 0-dim bool tensor on an accelerator, without synchronisation. An exchange may
-    write learned state only after a true answer.
-    """
+    """Asks whether every bucket of this backward pass is finite on every rank. An exchange may write learned state only
+    after a true answer: a bool on the CPU and a 0-dim bool tensor on an accelerator, without synchronisation."""
 
     finite: torch.Tensor
     """0-dim bool tensor on the bucket's device: whether everything that this exchange received is finite. Compute it
@@ -100,11 +97,8 @@ class Compressor(ABC, Generic[ConfigT]):
             cls.selective = False  # all parameters of a bucket are treated alike
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
-        """
-        Args:
-            config: options whose start is a number of steps (see `config.resolved`).
-            wire_dtype: the dtype to which a wrapper casts messages; None: no wrapper.
-        """
+        """`config`: options whose start is a number of steps (see `config.resolved`). `wire_dtype`: the dtype to which
+        a wrapper casts messages; None: no wrapper."""
         self.config = config
         self.wire_dtype = wire_dtype
 
@@ -157,7 +151,6 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @property
     def start_step(self) -> int:
-        """Number of committed steps before compression begins."""
         start = self.config.configured_start
         assert isinstance(start, int)
         return start
@@ -229,7 +222,6 @@ class Compressor(ABC, Generic[ConfigT]):
         return self.title or self.name
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the wire dtype of a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
@@ -238,7 +230,6 @@ class Compressor(ABC, Generic[ConfigT]):
         return [True] * len(infos) if any(plan.state_name for plan in plans) else [plan.compressed for plan in plans]
 
     def with_start(self, start: int) -> Any:
-        """Return a copy with another start step."""
         made = copy.copy(self)  # a subclass may have a constructor with other arguments
         made.config = self.config.with_start(start)
         return made

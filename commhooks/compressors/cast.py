@@ -14,14 +14,14 @@ from commhooks.options import ConfigT, HookConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(HookConfig):
-    """Options of the hook allreduce, which averages gradients as DDP does without a hook: the baseline."""
+    """Averages gradients as DDP does without a hook: the baseline."""
 
     hook_name: ClassVar[str] = "allreduce"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP16Compress(HookConfig):
-    """Options of the hook fp16_compress, which sends float16. Values beyond 65504 become inf."""
+    """Sends gradients as float16. Values beyond 65504 become inf."""
 
     hook_name: ClassVar[str] = "fp16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("fp16",)
@@ -30,7 +30,7 @@ class FP16Compress(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BF16Compress(HookConfig):
-    """Options of the hook bf16_compress, which sends bfloat16: the range of float32 with 8 bits of precision."""
+    """Sends gradients as bfloat16: the range of float32 with 8 bits of precision."""
 
     hook_name: ClassVar[str] = "bf16_compress"
     aliases: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -39,7 +39,7 @@ class BF16Compress(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Noop(HookConfig):
-    """Options of the hook noop, which does not communicate.
+    """Sends nothing: for measurements only.
 
     It shows how fast training would be without a network. Replicas drift apart.
     """
@@ -49,8 +49,6 @@ class Noop(HookConfig):
 
 
 class Stateless(Compressor[ConfigT]):
-    """Base of the compressors that have no learned state and treat all parameters of a bucket alike."""
-
     transactional = False
     computes_from_received = False
 
@@ -64,8 +62,6 @@ class Stateless(Compressor[ConfigT]):
 
 
 class Cast(Stateless[ConfigT]):
-    """Averages in the bucket's dtype or in a narrower dtype."""
-
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         own = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
         super().__init__(config, own if wire_dtype is None else wire_dtype)

@@ -53,19 +53,14 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
 
 class NamedViews:
     """Views one tensor as a dict of tensors, so that one operator processes the learned state of many parameters.
-
-    Args:
-        names: the name, the offset in `whole` and the shape of each entry.
-        whole: the 1-D memory of the entries.
-    """
+    `names`: the name, the offset in `whole` (1-D) and the shape of each entry."""
 
     def __init__(self, names: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor) -> None:
         self.whole = whole
         self._views = {name: whole[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Copy `entries` into `whole`, and return it. For a missing entry i write `fill(i)`, or zeros without
-        `fill`."""
+        """Copy `entries` into `whole`, and return it. A missing entry i becomes `fill(i)`, or zeros without `fill`."""
         for i, (name, view) in enumerate(self._views.items()):
             known = entries.get(name)
             if known is view:

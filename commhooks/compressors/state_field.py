@@ -21,8 +21,8 @@ class StateField:
 
     Attributes:
         key: its name in the learned state and in the checkpoint.
-        per: "parameter" or "bucket". "bucket": one tensor per compressed unit of a compressor of whole buckets, saved
-            under the unit's name without conversion.
+        per: "parameter" or "bucket": one tensor per compressed unit of a compressor of whole buckets, saved under the
+            unit's name without conversion.
         replicated: True: equal on every rank. False: different on every rank, and only the mean over the ranks matters;
             the option `save_residual` (mean, per_rank or drop) selects what is saved.
         scales_with_loss: whether it is proportional to the loss, and rescaled when the scale of a GradScaler changes.

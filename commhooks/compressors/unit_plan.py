@@ -93,7 +93,6 @@ class UnitPlan:
         return own if wire_dtype is None or not self.lowered else min(own, wire_dtype.itemsize)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
-        """Return the bytes sent per rank and step, without flags."""
         return self.numel_sent * self.wire_itemsize(wire_dtype)
 
     def size_bytes(self) -> int:

@@ -1,8 +1,5 @@
-"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
-
-Annotations must be real objects here (no `from __future__ import annotations`), because `register_comm_hook` checks
-them.
-"""
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`. Annotations must be real objects here (no `from
+__future__ import annotations`), because `register_comm_hook` checks them."""
 
 import contextlib
 import dataclasses
@@ -26,6 +23,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.names import PositionalNames
+from commhooks.gradients.precision import dtype_name
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -113,7 +111,7 @@ class PowerSGDState:
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. It references this object
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. It refers to this object
         weakly, because this object owns the session that calls it."""
         weak = weakref.ref(self)
 
@@ -229,7 +227,6 @@ class PowerSGDState:
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in this form. All ranks must call this, through the hook functions, in the same order."""
         session = self.session
         if not session.has_run:
             self.use(form)
@@ -255,12 +252,13 @@ def with_wire_dtype(
     form = _form_of(hook)
     if form is None:
         return None
-    narrowed = Form(form.batched, form.wire_dtype or wire_dtype)
+    wire_dtype = form.wire_dtype or wire_dtype
+    narrowed = Form(form.batched, wire_dtype)
 
     def low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return _checked(state).run(bucket, narrowed)
 
-    low_rank.__name__ = low_rank.__qualname__ = f"{str(narrowed.wire_dtype).removeprefix('torch.')}_wire_{form.name}"
+    low_rank.__name__ = low_rank.__qualname__ = f"{dtype_name(wire_dtype)}_wire_{form.name}"
     _forms[low_rank] = narrowed
     return low_rank
 

@@ -2,8 +2,7 @@
 
 Collectives are issued only inside hook calls, in bucket order, so that every rank issues the same sequence. The call
 for a bucket starts its exchange. Then each earlier exchange that has another Send advances by one Send: with two Sends,
-P of bucket k, then Q of bucket k - 1. The call returns while its collective is in flight. The call for the last bucket
-runs all remaining Sends.
+P of bucket k, then Q of bucket k - 1. The call for the last bucket runs all remaining Sends.
 """
 
 import contextlib
@@ -23,11 +22,8 @@ Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
-    """Runs the exchange of one bucket, with at most one pending collective.
-
-    Args:
-        issue: starts a collective for this bucket. Returns None if the ranks disagree; the exchange is then not
-            resumed.
+    """Runs the exchange of one bucket, with at most one pending collective. `issue` starts a collective for this
+    bucket; it returns None if the ranks disagree, and the exchange is then not resumed.
 
     Attributes:
         result: the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
@@ -96,7 +92,7 @@ class BackwardPass:
         compressing: whether compression has begun.
         step_at_most: upper bound of the step's number.
         step_label: the number in messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
-        comparison: compares the Sends of all ranks; None if all Sends were compared before.
+        comparison: None if all Sends were compared before.
     """
 
     group: dist.ProcessGroup
@@ -109,7 +105,6 @@ class BackwardPass:
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket, then advance each earlier one that has a Send left."""
         self.running.append(exchange)
         exchange.advance()
         for earlier in self.running[:-1]:
@@ -132,7 +127,6 @@ class BackwardPass:
             each.finish()
 
     def fulfil(self) -> None:
-        """Complete the futures for which DDP waits."""
         for each in self.running:
             each.future.set_result(each.result)
         self.running.clear()  # release the buckets, because DDP may rebuild them now

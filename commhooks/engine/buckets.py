@@ -20,10 +20,9 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """Holds a bucket layout with its plans. `work` and `make_exchange` are None if nothing in the bucket is compressed.
+    """Holds a bucket layout with its plans, one per unit. `work` and `make_exchange` are None if nothing is compressed.
 
     Attributes:
-        plans: one per unit.
         numel_sent: number of elements that a rank sends once compression has begun, without flags.
         make_exchange: returns the exchange for `(flat, work, state, step)`.
         used: whether the layout occurs in the current or the latest backward pass.
@@ -44,7 +43,6 @@ class KnownBucket:
 
     @property
     def is_one_unit(self) -> bool:
-        """Whether the compressor plans the bucket as a whole."""
         return any(plan.state_name for plan in self.plans)
 
 
@@ -118,7 +116,6 @@ class KnownBuckets:
         return made
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:
-        """Delete the per-bucket state of layouts that no longer exist. Call this in a commit."""
         for key in self.dead_units:
             for each in compressor.state_fields:
                 if each.per == "bucket":
@@ -139,9 +136,9 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def _forget_dead(self, new: Bucket) -> None:
-        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
-        and never returns to the old ones. This frees their workspaces before the new one is allocated. Keep other
-        unused layouts, because DDP may merely have skipped their buckets."""
+        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once.
+        This frees their workspaces before the new one is allocated. Other unused layouts stay, because DDP may merely
+        skip a bucket."""
         parameters = {id(p) for p in new.parameters}
         for key, known in list(self._buckets.items()):
             if not known.used and any(id(p) in parameters for p in known.layout.parameters):

@@ -1,7 +1,8 @@
 """Compare the ranks at the start, after a load and after a change of the compressor, before a bucket is reduced.
 
-The step number and the options determine which collectives a step runs. Ranks that disagree on them would pair
-collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or none.
+The step number and the options determine which collectives a step runs: ranks that disagree on them would pair
+collectives of different sizes, so that gloo aborts and NCCL hangs. Error feedback needs the residuals of all ranks, or
+none.
 """
 
 import collections
@@ -26,7 +27,7 @@ from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
-from commhooks.gradients.precision import keep_for_current_stream
+from commhooks.gradients.precision import dtype_name, keep_for_current_stream
 
 logger = logger_of(__name__)
 Started = TypeVar("Started")
@@ -37,8 +38,8 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Agreement:
-    """Holds facts about the compressor that hold from one comparison of the ranks to the next. Compression begins after
-    `start` committed steps."""
+    """Holds what is valid from one comparison of the ranks to the next. Compression begins after `start` committed
+    steps."""
 
     start: int
     exact_step: bool
@@ -52,7 +53,7 @@ class Binding:
         group: returns the process group; called at each backward pass.
         loss_scale: returns the current scale of the GradScaler; None without a scaler.
         shards: returns the group of the ranks with all shards of this replica, which commit a pass together or not at
-            all; None: nothing is sharded.
+            all.
     """
 
     names: ParameterNames
@@ -253,10 +254,9 @@ class SendComparison:
     """Compares each Send of one backward pass across `group` in a small all-gather, before the Send is issued.
 
     gloo ends the process if the ranks of a collective send different sizes, and a rank that sends more often than the
-    others waits for them for ever. Built-in compressors follow their plans; a user's compressor may have a bug.
-
-    If the ranks of `group` differ, none of them issues another collective of the exchange, and `end` raises the error.
-    Until then they take part in the rest of the pass, because ranks of their node, or with other shards, may wait.
+    others waits for ever. Built-in compressors follow their plans; a user's compressor may have a bug. If the ranks
+    differ, none of them issues another collective of the exchange, and `end` raises the error. Until then they take
+    part in the rest of the pass, because ranks of their node, or with other shards, may wait.
     """
 
     def __init__(
@@ -272,22 +272,19 @@ class SendComparison:
         self._problem = ""
 
     def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
-        """Return `start(send)` for the next Send of `bucket`, or None if the Sends of the ranks differ."""
         # Only the engine sends inside a node, so there is nothing to compare.
         return start(send) if send.over == "intra_node" or self.agree(bucket, send) else None
 
     def agree(self, bucket: int, send: Send) -> bool:
-        """Return whether the next Send of `bucket` and all Sends before it are equal on all ranks."""
         self._sends_of[bucket] += 1
         what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"  # splits may differ
-        dtype = str(send.tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(send.tensor.dtype)
         tensor = f"op={send.op!r}, {what}, {dtype}{', sparse' if send.tensor.is_sparse else ''}, last={send.last}"
         number = f"Send {self._sends_of[bucket]}"
         return self._compare(number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}")
 
     def end(self) -> None:
-        """Compare the number of Sends after the last Send of the pass. Raises HookRunError on all ranks if anything has
-        differed."""
+        """Compare the number of Sends. Raises HookRunError on all ranks if anything has differed in this pass."""
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)

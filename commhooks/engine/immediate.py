@@ -1,4 +1,4 @@
-"""Reduce a bucket with a compressor without learned state. The hook call returns at once; each future completes by
+"""Reduce a bucket with a compressor without learned state: the hook call returns at once, each future completes by
 itself."""
 
 import contextlib
@@ -113,7 +113,6 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
 
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the local variables of an exchange, and of the exchange to which it delegates."""
     while inspect.isgenerator(exchange):
         yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
         exchange = exchange.gi_yieldfrom

@@ -1,7 +1,8 @@
 """Choose the kernel of all ranks: the native library if all ranks have the same build of it, otherwise torch.
 
 Every rank computes its own copy of the averaged gradient, so replicas drift apart if the kernels differ in the last
-bits. The ranks compare `KernelSupport.key` in an exchange that they make anyway, and send the rest only if keys differ.
+bits. The ranks compare `KernelSupport.key` in an exchange that they make anyway; only if keys differ do they send the
+rest.
 """
 
 import json
@@ -18,7 +19,7 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 class KernelSupport(NamedTuple):
-    """Describes the kernels that one rank can use. An attribute is "" if it does not apply.
+    """Describes the kernels that one rank can use. A field is "" if it does not apply.
 
     Attributes:
         build: `Compressor.native_build`, if it is the same for all dtypes.
@@ -34,7 +35,6 @@ class KernelSupport(NamedTuple):
 
     @classmethod
     def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
-        """Return what this rank has for gradients of `dtypes`, at least one, on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -53,13 +53,8 @@ class KernelSupport(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """Describes the kernel of all ranks.
-
-    Attributes:
-        native: whether all ranks use the native library.
-        slower: why they do not; "" if no rank lacks it.
-        drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
-    """
+    """Describes the kernel of all ranks. `slower`: why they do not use the native library, "" if no rank lacks it.
+    `drift`: how the arithmetic of the ranks differs, so that replicas may drift apart, or ""."""
 
     native: bool = False
     slower: str = ""
@@ -70,8 +65,7 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """Return the warnings for rank 0 to log. With `checked`, the replicas' weights are compared regularly, which
-        reveals drift."""
+        """Return the warnings for rank 0 to log. `checked`: the weights are compared regularly, which reveals drift."""
         found = []
         if self.slower:
             found.append(f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}")

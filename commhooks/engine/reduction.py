@@ -1,19 +1,19 @@
 """Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically, with nodes.
 
 With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
-each node: the rank with a certain local rank. If the compressor has no learned state, parameters need no owner, and the
-bucket is divided into equal parts instead. For each bucket:
+each node: the rank with a certain local rank. If the compressor has no learned state, the bucket is divided into equal
+parts instead. For each bucket:
 
     1. each rank sends each gradient to its owner in the node, which sums the node's gradients
     2. the owners in all nodes average these sums with the compressor
     3. each owner sends the average, and what the compressor has learned, to the other ranks of its node
 
-So each rank compresses only its share of the bucket, and keeps residuals only for its share.
+So each rank compresses, and keeps residuals for, only its share of the bucket.
 
-If the compressor keeps residuals, an owner works on the sum of its node and not on the mean, and divides the result at
-the end. The residual is then the same as if the other ranks of the node had gradients and residuals of zero. So the
-mean of the residuals over all ranks is the same as without nodes, and checkpoints do not depend on the nodes. A
-compressor without residuals gets the node's mean, which is less likely to overflow in float16.
+If the compressor keeps residuals, an owner works on the sum of its node and divides the result at the end. The residual
+is then the same as if the other ranks of the node had gradients and residuals of zero, so the mean of the residuals
+over all ranks is the same as without nodes, and checkpoints do not depend on the nodes. A compressor without residuals
+gets the node's mean, which is less likely to overflow in float16.
 """
 
 import dataclasses
@@ -46,12 +46,8 @@ WINDOW_NUMEL = 25 * 2**20 // 4
 
 
 class FlatReduction:
-    """Every rank compresses every bucket, and exchanges it with all other ranks.
-
-    Attributes:
-        description: describes the nodes in the summary; "" if there are none.
-        ranks_per_residual: number of ranks whose summed gradient a residual corrects.
-    """
+    """Every rank compresses every bucket, and exchanges it with all other ranks. `description`: the nodes, for the
+    summary. `ranks_per_residual`: number of ranks whose summed gradient a residual corrects."""
 
     nodes: Nodes | None = None
     description: str = ""
@@ -79,7 +75,6 @@ class FlatReduction:
         return compressor.memory_plan(plans, buckets)
 
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
-        """Return the function `(flat, workspace, state, step)` that averages a bucket; see `Compressor.exchange`."""
         return compressor.exchange
 
     def redistribute_residuals(
@@ -107,8 +102,8 @@ FLAT = FlatReduction()
 def gather_held(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[list[bool]]:
-    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry on that rank. All ranks of
-    the group must call this."""
+    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry there. All ranks must call
+    this."""
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
     held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
@@ -121,11 +116,11 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
     """Choose the owner of each parameter, a local rank, so that the ranks have about equal shares of every bucket. The
-    result depends on the model only, because residuals are loaded before the buckets are known.
+    result depends on the model only, because residuals are loaded before the buckets are known. `sizes` must be in the
+    order of registration.
 
-    DDP fills its buckets in about the reverse order of registration. So this function walks the parameters in that
-    order, cuts them into windows of about a bucket, and distributes each window from its largest parameter to its
-    smallest. `sizes` must be in the order of registration.
+    DDP fills its buckets in about the reverse order. So this function walks the parameters in that order, cuts them
+    into windows of about a bucket, and distributes each window from its largest parameter to its smallest.
     """
     windows: list[list[str]] = [[]]
     for name in reversed(list(sizes)):
@@ -230,7 +225,6 @@ class HierarchicalWorkspace:
         self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy the gradients of the bucket into a 1-D message, in the order of their owners."""
         concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
@@ -252,7 +246,6 @@ class HierarchicalWorkspace:
         return self._results
 
     def take(self, flat: torch.Tensor, state: LearnedState) -> None:
-        """Copy the results of all ranks of the node from `averages` into the bucket and into the learned state."""
         size = flat.element_size()
         bucket = flat.view(torch.uint8)
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
@@ -280,8 +273,8 @@ class HierarchicalWorkspace:
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node. `parameters` has all parameters of the
-    model, in an order that is the same on all ranks."""
+    """Each rank compresses its share of every bucket, on behalf of its node. `parameters`: all, in the same order on
+    all ranks."""
 
     nodes: Nodes
 
@@ -443,7 +436,6 @@ class HierarchicalReduction(FlatReduction):
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """Return the slots as intervals, in the order of the bucket. Join adjacent intervals."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot.offset:

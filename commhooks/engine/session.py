@@ -1,35 +1,32 @@
 """Run the backward passes of one model, each as a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass
-therefore leaves the state of the last committed step. Without learned state no bucket depends on another, and each is
-reduced by itself; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass leaves
+the state of the last committed step. Without learned state each bucket is reduced by itself; see `immediate.py`.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all, wait_for_abandoned
-from commhooks.comm.counters import Counters, Mark, has_passed, mark, seconds_between
-from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
+from commhooks.comm.counters import Counters
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
-from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
+from commhooks.engine.watched import WatchedPasses
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
-from commhooks.gradients.layout import Bucket, BucketLayout
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import chosen, read_scale
 
 logger = logger_of(__name__)
@@ -40,12 +37,8 @@ ABANDONED_LIMIT_S = 5.0
 
 class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients, `FragmentSession`
-    weights.
-
-    Attributes:
-        state: the learned state, changed at commits only; `held` guards it.
-        consensus: what is equal on all ranks: compressor, kernel, reduction.
-    """
+    weights. `state`, the learned state, changes at commits only, and `held` guards it. `consensus` is equal on all
+    ranks."""
 
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
@@ -69,20 +62,7 @@ class ExchangeDriver:
             self.state.to_host()
 
 
-@dataclass(frozen=True)
-class WatchedPass:
-    """Records a backward pass that an adaptive compressor watches, from the end of the previous pass (`began`) to its
-    own (`ended`). `outcome` (see `HeldState.outcome`) is valid after `ended`."""
-
-    began: Mark
-    ended: Mark
-    outcome: torch.Tensor
-    layouts: Sequence[BucketLayout]
-
-
 class Session(ExchangeDriver):
-    """Averages the gradients of one model. Runs each backward pass as a transaction over its buckets."""
-
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
@@ -91,9 +71,7 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        # For an adaptive compressor: the end of the previous pass, and the passes not passed to `observe` yet.
-        self._step_began: tuple[Mark] | None = None
-        self._watched: collections.deque[WatchedPass] = collections.deque()
+        self._watched = WatchedPasses(self.consensus, self.held)
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
@@ -148,11 +126,7 @@ class Session(ExchangeDriver):
             self._closed = False
         binding, agreement = consensus.binding, consensus.agreement
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            if agreement is None:  # a state was loaded since the last pass
-                self._watched.clear()
-                self._step_began = None
-            elif consensus.decision_is_due(consensus.compressor):
-                self._show_watched(consensus.compressor, wait=True)
+            self._watched.before_pass(consensus.compressor)
         if agreement is None or isinstance(consensus.compressor, AdaptiveCompressor):
             agreement = consensus.reach(binding.group(), bucket.flat)
         compressor = consensus.compressor
@@ -205,7 +179,6 @@ class Session(ExchangeDriver):
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
-        """Run all remaining Sends, agree on the verdict, commit, and complete the futures."""
         good, consensus = current.drain(), self.consensus
         nodes = consensus.reduction.nodes
         if nodes is not None:  # each rank of a node has checked another share of the bucket
@@ -216,12 +189,11 @@ class Session(ExchangeDriver):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         self._messages.forget_abandoned()
         if isinstance(consensus.compressor, AdaptiveCompressor):
-            self._observe(consensus.compressor, current, good)
+            self._watched.after_pass(consensus.compressor, current.step_at_most, good)
         current.fulfil()
         self._pass = None
 
     def _commit(self, current: BackwardPass, verdict: torch.Tensor | bool) -> None:
-        """Write the gradients and, if `verdict` is true, the learned state. Count the step."""
         if current.compressing:
             self.state.local_shared = False
         current.commit(verdict)
@@ -245,36 +217,6 @@ class Session(ExchangeDriver):
                 stats = f"total before compression {before}, total after compression {after}, rate {rate}"
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
-    def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches this step. Also time the pass before a watch, because
-        the first watched step begins at its end."""
-        began, self._step_began = self._step_began, None
-        if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
-            return
-        outcome = self.held.outcome(good)  # queued before the mark, so that it is valid once the mark has passed
-        self._step_began = ended = (mark(good.device),)
-        if began is not None:
-            layouts = [known.layout for known in self.consensus.buckets if known.used]
-            self._watched.append(WatchedPass(*began, *ended, outcome, layouts))
-            self._show_watched(compressor, wait=False)
-            if precision.is_host_readable(good.device):
-                self._step_began = (mark(good.device),)  # exclude the time of `_show_watched` from the next step
-
-    def _show_watched(self, compressor: AdaptiveCompressor[Any], *, wait: bool) -> None:
-        """Pass the watched passes to `observe`. On an accelerator, do so once the device has finished a pass, usually
-        in the next pass. With `wait` the host waits for all of them."""
-        watch, names = compressor.watch, self.consensus.binding.names
-        while self._watched and (wait or has_passed(self._watched[0].ended)):
-            seen = self._watched.popleft()
-            seconds = seconds_between(seen.began, seen.ended)
-            committed, good = seen.outcome.tolist()
-            if good and watch is not None and committed > watch.begin:
-                compressor.observe(ObservedPass(seconds, seen.layouts, names, self._memory_plan))
-
-    def _memory_plan(self, compressor: Compressor[Any], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        plans = [plan for bucket in buckets for plan in bucket]
-        return self.consensus.reduction_of(compressor).memory_plan(compressor, plans, buckets)
-
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
         """Run the body, a part of a pass, on the codec stream and in full precision. An exception ends the pass: the
@@ -290,8 +232,8 @@ class Session(ExchangeDriver):
             raise
 
     def _drop_pass(self) -> list[Pending]:
-        """Drop an unfinished pass, and all workspaces, because its collectives may still write into them. Return the
-        collectives that may still write into a bucket."""
+        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Return those that
+        may still write into a bucket."""
         writing: list[Pending] = []
         if self._pass is not None:
             writing = self._pass.abandon()

@@ -23,7 +23,6 @@ Entries = dict[str, dict[str, torch.Tensor]]
 @dataclass
 class LearnedState:
     """Holds tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
-
     Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
 
     Attributes:
@@ -50,7 +49,6 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Create the empty state for these fields. Raise HookConfigError if two of them have the same key."""
         fields = list(fields)
         keys = [each.key for each in fields]
         if len(set(keys)) < len(keys):
@@ -61,8 +59,7 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state without tensors that are slices of larger storages, because pickling a slice saves the whole
-        storage."""
+        """Copy the state without slices of larger storages, because pickling a slice saves the whole storage."""
         entries = {
             key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
             for key, tensors in self.entries.items()
@@ -89,7 +86,6 @@ class LearnedState:
         self.local_shared = True
 
     def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
-        """Multiply the tensors of the fields that follow the loss scale by `factor`, except the names in `but`."""
         for each in fields:
             for name, tensor in self[each.key].items() if each.scales_with_loss else ():
                 if name not in but:
@@ -107,7 +103,6 @@ class HeldState:
     """Guards the learned state of a session, and maintains `state.step` and the counters of committed steps.
 
     Attributes:
-        state: the learned state. Only `committing` and `overwrite` change it.
         lock: hold it while writing the learned state, and while reading it from another thread.
         in_commit: whether a commit is writing. A save from a signal handler would then mix two steps.
         commit_failed: whether the latest commit failed on this rank, and no state was loaded since.
@@ -191,7 +186,6 @@ class HeldState:
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy `value`, on the CPU, into `tensor` of the learned state. Call this only in the body of `settled`."""
         self._mark.overwrite(tensor, value)
 
     def _read(self) -> None:

@@ -2,11 +2,10 @@
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block the backward pass.
 The host reads the results on the *reading stream*, which waits only for the latest commit. State in host memory is
-copied on the *copy stream*. An outer step of DiLoCo that runs during training computes on the *background stream*.
+copied on the *copy stream*. An outer step of DiLoCo during training computes on the *background stream*.
 
-A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it never frees. The
-hooks of several models therefore run on a device in the order in which they are called. All ranks must call them in the
-same order, which NCCL requires anyway.
+A process has one stream of each kind per device, because cuBLAS keeps a workspace per stream that it never frees. So
+all ranks must call the hooks of several models in the same order, which NCCL requires anyway.
 """
 
 import contextlib
@@ -35,8 +34,8 @@ def _stream(device: torch.device, name: str) -> torch.Stream:
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` and its device current in the body. `with stream:` would be an error in a second thread, or when
-    nested, because torch keeps the previous stream in the stream object."""
+    """Make `stream` and its device current in the body. `with stream:` keeps the previous stream in the stream object,
+    which is an error in a second thread, or when nested."""
     outside, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -82,12 +81,11 @@ wait_for_codec = functools.partial(_wait_for, "codec")
 
 
 class CommitMark:
-    """Marks the end of the latest commit on the codec stream.
+    """Marks the end of the latest commit on the codec stream. All waiting is done by streams, not by the host. Hold the
+    lock of the learned state while calling these methods.
 
-    Readers of the learned state wait for this mark and not for the whole stream. The stream may already hold
-    collectives of the next pass, and another rank may begin these only after a save in which this rank takes part.
-
-    All waiting is done by streams, not by the host. Hold the lock of the learned state while calling these methods.
+    Readers of the learned state wait for this mark and not for the whole stream, which may already hold collectives of
+    the next pass: another rank may begin these only after a save in which this rank takes part.
     """
 
     def __init__(self) -> None:
@@ -117,8 +115,7 @@ class CommitMark:
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy `value`, on the CPU, into `tensor` of the learned state, in the order of the codec stream. The host does
-        not wait."""
+        """Copy `value`, on the CPU, into `tensor` in the order of the codec stream. The host does not wait."""
         device = tensor.device
         if not precision.has_streams(device):
             tensor.copy_(value)

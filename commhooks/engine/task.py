@@ -11,18 +11,13 @@ from commhooks.errors import HookRunError
 
 @dataclass(frozen=True)
 class Done:
-    """Marks the end of an exchange. `result`, the bucket's buffer or another tensor, holds the averaged gradient."""
-
     result: torch.Tensor
 
 
 class ExchangeTask:
     """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so that errors name the
-    compressor. Raises HookRunError if `exchange` is not a generator.
-
-    Args:
-        expects_verdict: False if the compressor is not transactional.
-    """
+    compressor. Raises HookRunError if `exchange` is not a generator. `expects_verdict`: False if the compressor is not
+    transactional."""
 
     def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
         if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):

@@ -15,7 +15,7 @@ from commhooks.errors import AttachError, HookRunError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
-from commhooks.gradients.source import Future, GradientSource, HookCallbacks, described_parameter, sparse_parameters
+from commhooks.gradients.source import Future, GradientSource, HookCallbacks, keep_with, sparse_parameters
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
@@ -30,11 +30,12 @@ _NO_BUCKET_YET = sys.maxsize
 
 
 class BucketReader:
-    """Converts DDP's buckets, and detects the first and the last bucket of each backward pass.
+    """Converts DDP's buckets, and detects the first and the last bucket of each backward pass. `parameters`: the number
+    of parameters in the model; None: unknown.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass, all with index 0 and
-    none marked as the last (torch 2.13, `delay_all_reduce`). This class numbers them, and detects the last one by
-    counting parameters. `parameters` is the number of parameters in the model; None: unknown.
+    none marked as the last (torch 2.13, `delay_all_reduce`). They are numbered here, and the last one is detected by
+    counting parameters.
     """
 
     def __init__(self, parameters: int | None = None) -> None:
@@ -45,11 +46,8 @@ class BucketReader:
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
         """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass
-        cannot be detected.
-
-        `end_pass` is called at the end of a backward pass whose last bucket never arrives, because DDP skips buckets
-        that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
-        """
+        cannot be detected. `end_pass` is called at the end of a pass whose last bucket never arrives, because DDP skips
+        buckets that no rank uses."""
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
         index, is_last, parameters = found.index(), found.is_last(), found.parameters()
         if index == 0 and not is_last and task != -1:
@@ -105,7 +103,7 @@ class DDPGradients(GradientSource):
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
         super().__init__(ddp_model.process_group if group is None else group)
-        reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
+        reduced = [(own_name(name), p) for name, p in self.weights().items() if p.requires_grad]
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
         self._reader = BucketReader(len(self.names.named_parameters()))
@@ -178,14 +176,13 @@ class DDPGradients(GradientSource):
             "parameter is used give False (to transformers' Trainer as ddp_find_unused_parameters)"
         ]
 
-    def described(self) -> list[str]:
-        return [described_parameter(name, parameter) for name, parameter in self._not_ignored()]
-
     def weights(self) -> Mapping[str, torch.Tensor]:
-        return dict(self._not_ignored())
-
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
+        ddp_model, module = self._ddp_model(), self.module
+        if ddp_model is None or module is None:
+            return {}
+        ignored = ddp_model.parameters_to_ignore
+        own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
+        return {n: p for n, p in module.named_parameters() if id(p) in own}
 
     def _check_join(self) -> None:
         ddp_model = self._ddp_model()
@@ -204,22 +201,11 @@ class DDPGradients(GradientSource):
                 "hook that averages gradients"
             )
 
-    def _not_ignored(self) -> list[tuple[str, torch.Tensor]]:
-        ddp_model, module = self._ddp_model(), self.module
-        if ddp_model is None or module is None:
-            return []
-        ignored = ddp_model.parameters_to_ignore
-        own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
-        return [(n, p) for n, p in module.named_parameters() if id(p) in own]
-
 
 class _Registered(functools.partial[Future]):
     """Wraps the function that is registered with DDP, which shows its `__name__` in logging data.
-
-    `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle this function with the model, but
-    register no hook in the copy (torch 2.13). So its pickle leaves out the hook with its process group and learned
-    state.
-    """
+    `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it, but register no hook in the copy
+    (torch 2.13). So its pickle leaves out the hook with its process group and learned state."""
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
         made = super().__new__(cls, function, *args)
@@ -252,19 +238,10 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
-    """Keep the process group alive until DDP's `Reducer` is destroyed.
-
-    If the `Reducer` were the last owner of the group, it would destroy the group while it holds the GIL (torch 2.13).
-    On gloo that can deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
-    the latest collective. Python releases the GIL when it destroys a group. A finalizer owns the group here, and not
-    the model, because the garbage collector destroys the parts of a model in any order.
-    """
-    finalizer = weakref.finalize(ddp_model.reducer, _release, ddp_model.process_group)
-    finalizer.atexit = False  # at exit the Reducer may still exist
-
-
-def _release(group: dist.ProcessGroup) -> None:
-    """Do nothing: the finalizer drops its reference to the group after this call."""
+    """Keep the process group alive until DDP's `Reducer` is destroyed. As the last owner of the group, the `Reducer`
+    would destroy it while it holds the GIL (torch 2.13). On gloo that can deadlock: the group waits for its threads,
+    and a thread waits for the GIL to free the tensors of the latest collective."""
+    keep_with(ddp_model.reducer, ddp_model.process_group)
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:

@@ -8,9 +8,8 @@ unit (torch 2.13, `foreach_reduce`)
 2. it divides the buffer in place. Then, for each parameter in the order of the buffer, it makes the parameter's piece
    its `.grad` and calls its post-accumulate hooks.
 
-The calls of step 2 reveal which parameters are in the buffer, because parameters without a gradient are missing from
-it. After the last of these calls the bucket is complete and is sent. At the end of the backward pass, when all buckets
-have been found finite, the averages replace the `.grad`.
+The calls of step 2 reveal which parameters are in the buffer: those without a gradient are missing. After the last of
+these calls the bucket is complete and is sent. At the end of the backward pass the averages replace the `.grad`.
 
 After `set_requires_all_reduce(False)` nothing is sent. As FSDP does on a two-dimensional mesh, the reduced gradients of
 this replica are kept apart, and are added to the buffer of the next pass that averages them.
@@ -52,8 +51,8 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """Return `parameter`, typed as a DTensor. Do not use `.data` instead: torch 2.13 caches results of operations by
-    mesh, and may return a DTensor whose mesh has a destroyed process group."""
+    """Return `parameter`, typed as a DTensor. `.data` will not do: torch 2.13 caches results of operations by mesh, and
+    may return a DTensor whose mesh has a destroyed process group."""
     assert isinstance(parameter, DTensor)
     return parameter
 
@@ -64,12 +63,8 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """Describes this rank's shard of a parameter.
-
-    Attributes:
-        local: the values of the shard; represents the parameter in buckets.
-        numel_padded: number of elements in FSDP's buffers, the size of the largest shard.
-    """
+    """Describes this rank's shard of a parameter. `local`: its values, which represent the parameter in buckets.
+    `numel_padded`: number of elements in FSDP's buffers, the size of the largest shard."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -89,7 +84,6 @@ class LocalShard:
         return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
-        """Return `part`, of the shard's shape, as a DTensor with the parameter's placement."""
         sharded = as_dtensor(self.parameter)
         shape, stride = sharded.shape, sharded.stride()
         return DTensor.from_local(
@@ -129,7 +123,6 @@ class UnitBuffer:
         return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
 
     def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
-        """Return each shard with its part of `buffer`, 1-D."""
         found, offset = [], 0
         for shard in self.shards:
             found.append((shard, buffer[offset : offset + shard.local.numel()]))
@@ -180,7 +173,6 @@ class RunningPass:
                 shard.parameter.grad = None
 
     def take_over_averages(self) -> None:
-        """Wait for the averages, and write them to `.grad`, added to accumulated gradients."""
         for unit in self.units:
             for shard, piece in unit.pieces(unit.average.wait(), padded=False):
                 grad = shard.grad
@@ -241,7 +233,6 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
-    """Return the mesh over which all of `parameters` are sharded. Raise AttachError if there are several, or none."""
     meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
     if len(meshes) > 1:
         raise AttachError(
@@ -384,7 +375,6 @@ class FullyShardGradients(GradientSource):
         self._running(within=_refuse_reentrant)
 
     def _on_reduced(self, unit: Callable[[], FSDPModule | None], flat: torch.Tensor) -> None:
-        """Handle the all-reduce hook of every unit."""
         current, module = self._running(), unit()
         current.check_filled()
         if not current.began:
@@ -393,7 +383,6 @@ class FullyShardGradients(GradientSource):
         current.filling = UnitBuffer(flat, averaged=module is None or all_reduces(module))
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        """Handle the post-accumulate hook of every parameter."""
         shard, current = self._of_parameter[id(parameter)], self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(
@@ -488,7 +477,6 @@ def _refuse_reentrant() -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output, through mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -1,8 +1,8 @@
 """Define a bucket of gradients, and the position of each parameter's gradient in it.
 
-DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
-a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted.
-Layouts identify buckets by their parameters and not by index, because DDP rebuilds its buckets after the first step.
+DDP packs gradients in the *memory* order of the parameters. The gradient of a channels_last weight or a transposed
+parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted. Buckets are
+recognised by their parameters and not by index, because DDP rebuilds its buckets after the first step.
 """
 
 import ctypes
@@ -49,8 +49,6 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Locates a parameter in a bucket's buffer: its elements are `offset : offset + numel`."""
-
     name: str
     """Stable name of the parameter, the key of its saved state."""
     parameter: torch.Tensor
@@ -67,8 +65,6 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """Lists the parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
-
     slots: tuple[Slot, ...]
     numel: int
     dtype: torch.dtype
@@ -86,10 +82,7 @@ class BucketLayout:
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
-
-    DDP uses the strides of a parameter in its buckets if the parameter is dense in memory, and packs it contiguously
-    otherwise (torch, reducer.cpp, `initialize_bucket_views`).
-    """
+    DDP packs a parameter contiguously unless it is dense in memory (torch, reducer.cpp, `initialize_bucket_views`)."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     expected = 1
     for dim in reversed(order):
@@ -112,7 +105,6 @@ def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor on the CPU, in logical order; without numpy, which torch does not require."""
     whole = tensor.contiguous()
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
@@ -135,7 +127,6 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return (n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in
-    memory."""
+    """Return (n, m) of a parameter, 2-D or more, as a matrix: n is the size of its slowest dimension in memory."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

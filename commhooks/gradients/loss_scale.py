@@ -16,8 +16,7 @@ LossScale = float | torch.Tensor
 
 
 class ScaleOf:
-    """Returns the current scale of a GradScaler. `scaler()` returns the GradScaler, or None for scale 1; it may be
-    created later."""
+    """Returns the current scale of the GradScaler that `scaler()` returns, which may be created later; 1 for None."""
 
     def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
         self.scaler = scaler
@@ -33,7 +32,6 @@ class ScaleOf:
 
 
 def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
-    """Return the GradScaler of `loss_scale`, a `ScaleOf` or a user's `scaler.get_scale`; None if unknown."""
     if isinstance(loss_scale, ScaleOf):
         return loss_scale.scaler()
     owner = getattr(loss_scale, "__self__", None)

@@ -1,8 +1,8 @@
 """Define stable parameter names, the keys of a hook's saved state, and match the globs of the option `exclude`.
 
-A GradBucket has no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name
-of a parameter is its position among the parameters of its dtype and device type, counted from the last registered
-parameter. The first backward pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
+`attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name of a parameter is its
+position among the parameters of its dtype and device type, counted from the last registered one. The first backward
+pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
 """
 
 import difflib
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.precision import dtype_name
 
 logger = logger_of(__name__)
 
@@ -38,7 +39,6 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    """Log one warning about the patterns that match no parameter of `module`, trainable or frozen."""
     names = [name for found in all_names(module).values() for name in found]
     parts = []
     for pattern in patterns:
@@ -65,8 +65,6 @@ class ParameterNames(Protocol):
 
 
 class ModelNames:
-    """Uses the names in the model. A tied parameter has the first of its names."""
-
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.Tensor]],
@@ -98,8 +96,7 @@ class ModelNames:
 
 
 class PositionalNames:
-    """Names parameters by position: `float32.cpu.0` is the last registered float32 parameter on the CPU,
-    `float32.cpu.1` the second to last."""
+    """Names parameters by position: `float32.cpu.0` is the last registered float32 parameter on the CPU."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
@@ -113,7 +110,7 @@ class PositionalNames:
             self._counts.clear()
         for parameter in reversed(parameters):
             if id(parameter) not in self._parameters:
-                kind = f"{str(parameter.dtype).removeprefix('torch.')}.{parameter.device.type}"
+                kind = f"{dtype_name(parameter.dtype)}.{parameter.device.type}"
                 self._parameters[id(parameter)] = (parameter, f"{kind}.{self._counts[kind]}")
                 self._counts[kind] += 1
         return [self._parameters[id(parameter)][1] for parameter in parameters]

@@ -24,9 +24,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def is_host_readable(device: torch.device) -> bool:
-    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
-    branches."""
+    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
     return device.type == "cpu"
 
 
@@ -50,8 +53,8 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError if there are several devices: all buckets are committed together, and buckets on several
-    devices would have to wait for each other. `what` is the compressor's name in the message."""
+    """Raise HookConfigError, about the compressor `what`, if there are several devices: all buckets are committed
+    together, and buckets on several devices would have to wait for each other."""
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
@@ -64,8 +67,6 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
 
 
 class GlobalSwitch:
-    """Wraps `torch.set_float32_matmul_precision`, which applies to all libraries, as a switch."""
-
     _NAMES = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 
     @property
@@ -140,7 +141,6 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def processor_lines(*beginnings: str) -> list[str]:
-    """Return the lines of /proc/cpuinfo that begin with one of `beginnings`; [] if the system is not Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

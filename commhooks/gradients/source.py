@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.errors import HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
+from commhooks.gradients.precision import dtype_name
 from commhooks.gradients.torch_private import current_task, run_after_backward
 
 Future = torch.futures.Future[torch.Tensor]
@@ -48,7 +49,6 @@ class HookCallbacks:
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
-        """Must be called at the end of every backward pass."""
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -66,12 +66,9 @@ class Extent:
 
 
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
-    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
-
-    A hook that owned the group would keep its threads and its store alive. Moreover, if the garbage collector destroyed
-    the group in a forked process, such as a DataLoader's worker, the process would die, because the group's threads do
-    not exist there.
-    """
+    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`. A hook that owned
+    the group would keep its threads and store alive. If the garbage collector destroyed the group in a forked process,
+    such as a DataLoader's worker, the process would die, because the group's threads do not exist there."""
     weak = weakref.ref(group)
 
     def alive() -> dist.ProcessGroup:
@@ -84,6 +81,12 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
         return found
 
     return alive
+
+
+def keep_with(owner: object, kept: object) -> None:
+    """Keep `kept` alive until `owner` is deleted. A finalizer holds it, because the garbage collector destroys the
+    parts of an object in any order."""
+    weakref.finalize(owner, lambda _: None, kept).atexit = False  # at exit `owner` may still exist
 
 
 class GradientSource(ABC):
@@ -120,29 +123,26 @@ class GradientSource(ABC):
 
     @property
     @abstractmethod
-    def module(self) -> torch.nn.Module | None:
-        """The user's model; None if it was deleted."""
+    def module(self) -> torch.nn.Module | None: ...
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. DDP passes `state` to its hook. Raises AttachError if the model has a
-        hook."""
-
-    @abstractmethod
-    def described(self) -> list[str]:
-        """Return a line per parameter. The lines are equal on two ranks if their models are."""
+        """Register the hook with the model. DDP passes `state` to it. Raises AttachError if the model has a hook."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
 
     @abstractmethod
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """Return the current `.grad` of each entry of `names`."""
-
-    @abstractmethod
     def unregister(self) -> None:
         """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""
+
+    def described(self) -> list[str]:
+        """Return a line per parameter. The lines are equal on two ranks if their models are."""
+        return [described_parameter(name, parameter) for name, parameter in self.weights().items()]
+
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def stepped(self) -> Sequence[torch.Tensor]:
         """Return the parameters that optimizers hold, in the order of `names`."""
@@ -184,11 +184,9 @@ class GradientSource(ABC):
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists.
-
-    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns
-    the parameters, would keep them and the process group alive for ever.
-    """
+    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists. The garbage
+    collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns the
+    parameters, would keep them and the process group alive for ever."""
     weak = weakref.WeakMethod(method)
 
     def call(parameter: torch.Tensor) -> None:
@@ -200,15 +198,14 @@ def call_after_accumulation(
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:
-    dtype = str(parameter.dtype).removeprefix("torch.")
     frozen = "" if parameter.requires_grad else " (frozen)"
-    return f"{own_name(name)} {tuple(parameter.shape)} {dtype}{frozen}"
+    return f"{own_name(name)} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}{frozen}"
 
 
 class PlainGradients(GradientSource):
-    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine. At the
-    end of the backward pass each gradient becomes a bucket. `accumulates` returns whether the running backward pass
-    only accumulates gradients."""
+    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine: at the
+    end of the backward pass each gradient becomes a bucket. `accumulates`: whether the running pass only accumulates
+    gradients."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     gives_grad_buckets = False
@@ -237,7 +234,7 @@ class PlainGradients(GradientSource):
         self._handles = call_after_accumulation(self.names.named_parameters().values(), self._on_accumulated)
         module = self.module
         assert module is not None
-        weakref.finalize(module, _keep, self).atexit = False  # keep this source alive as long as the module
+        keep_with(module, self)
 
     def unregister(self) -> None:
         while self._handles:
@@ -246,14 +243,8 @@ class PlainGradients(GradientSource):
     def close(self) -> None:
         self.unregister()
 
-    def described(self) -> list[str]:
-        return [described_parameter(name, parameter) for name, parameter in self.weights().items()]
-
     def weights(self) -> Mapping[str, torch.Tensor]:
         return {} if self.module is None else dict(self.module.named_parameters())
-
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
     def _on_accumulated(self, _: torch.Tensor) -> None:
         if self._task != current_task() and not (self._accumulates is not None and self._accumulates()):
@@ -279,12 +270,7 @@ class PlainGradients(GradientSource):
         self._callbacks.end_pass()
 
 
-def _keep(source: PlainGradients) -> None:
-    """Do nothing: the module's finalizer owns the source, and drops it after this call."""
-
-
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients will be sparse."""
     return {
         id(each.weight)
         for each in module.modules()

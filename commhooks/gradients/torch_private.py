@@ -8,15 +8,17 @@ import contextlib
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import HookRunError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and `commhooks hooks` does not need it
 
 
 def _needed(owner: Any, name: str) -> Any:
@@ -54,12 +56,10 @@ sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "
 
 
 def run_after_backward(callback: Callable[[], None], within: Callable[[], None] | None = None) -> None:
-    """Call `callback` at the end of the current backward pass unless that ends in an exception.
-
-    Call this at every bucket. Reentrant checkpointing runs backward passes inside the backward pass, and a callback
-    queued in an inner pass is dropped at its end, where `within` is called instead. Outside of a backward pass, where
-    `Join` shadows the collectives of other ranks, this does nothing.
-    """
+    """Call `callback` at the end of the current backward pass unless that ends in an exception. Call this at every
+    bucket: reentrant checkpointing runs backward passes inside the backward pass, and a callback queued in an inner
+    pass is dropped at its end, where `within` is called instead. Outside of a backward pass, where `Join` shadows the
+    collectives of other ranks, this does nothing."""
 
     def at_the_end() -> None:
         if current_autograd_node() is None:
@@ -86,7 +86,6 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout of the collectives of `group` on `device`; None if unknown."""
     backend_on = getattr(group, "_get_backend", None)
     with contextlib.suppress(RuntimeError):  # a backend without options
         return getattr(getattr(backend_on and backend_on(device), "options", None), "_timeout", None)
@@ -94,7 +93,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def is_torchcomms(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend of `group` for `device` is torchcomms; False if unknown."""
     backend_on = getattr(group, "_get_backend", None)
     with contextlib.suppress(RuntimeError):  # no backend for this device
         return type(backend_on and backend_on(device)).__module__.split(".")[0] == "torchcomms"
@@ -144,13 +142,11 @@ def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
     return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
 
 
-def all_reduces(unit: FSDPModule) -> bool:
-    """Return whether `unit` takes part in all-reduces. False after `set_requires_all_reduce(False)`."""
+def all_reduces(unit: "FSDPModule") -> bool:
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
     return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))
 
 
 def compiled_from(model: object) -> nn.Module | None:
-    """Return the module that `torch.compile` wraps in `model`; None if it does not."""
     inner: nn.Module | None = getattr(model, "_orig_mod", None)
     return inner

@@ -90,7 +90,6 @@ class CommHook:
         state: Any,
         on_unused: Callable[[str], None] | None,
     ) -> None:
-        """Register `run` and `finish` with the model; see `HookCallbacks`. `state`: for DDP to pass to its hook."""
         every = self._request.check_every
         check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
         self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
@@ -101,7 +100,6 @@ class CommHook:
             self._unused.watch(self._source.stepped())
 
     def _begun(self) -> None:
-        """Log the summary. Called at the end of the first backward pass."""
         self._unused.called()
         if self._quiet or not self._logs:
             return

@@ -10,7 +10,7 @@ from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.cast import AllReduce, Noop
-from commhooks.compressors.unit_plan import Unit, UnitPlan
+from commhooks.compressors.unit_plan import Unit
 from commhooks.engine.session import Session
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.protocol import Residuals
@@ -20,8 +20,6 @@ from commhooks.request import HookRequest
 
 
 class CompressorHook:
-    """Implements `Hook` for a compressor. A `Session` reduces the buckets."""
-
     def __init__(self, request: HookRequest, source: GradientSource, session: Session) -> None:
         name, config = request.name, session.compressor.config
         self.session, self.counters = session, session.counters
@@ -29,10 +27,11 @@ class CompressorHook:
         self._world_size = source.group.size()
         self._saved_by = SavedBy.of(request, source)
         self.learns = session.compressor.transactional
-        # A bound method would keep this object, and with it the learned state, in a reference cycle.
-        plans = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
+        # `plans_of(compressor)`. A bound method would keep this object, and with it the learned state, in a reference
+        # cycle.
+        self._plans_of = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
         self.checkpointer: LearnedStateCheckpointer | UserStateCheckpointer = (
-            LearnedStateCheckpointer(name, session, source.group, plans)
+            LearnedStateCheckpointer(name, session, source.group, self._plans_of)
             if self.learns
             else UserStateCheckpointer(
                 name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
@@ -105,7 +104,7 @@ class CompressorHook:
         return Summary(details, effect, alone, warnings)
 
     def warnings(self) -> list[str]:
-        compressor, plans = self.session.compressor, self._plans()
+        compressor, plans = self.session.compressor, self._plans_of(self.session.compressor)
         if not plans or not compressor.selective or any(plan.compressed for plan in plans):
             return []
         name = f"{compressor.display_name} ({compressor.summary})" if compressor.summary else compressor.display_name
@@ -114,10 +113,6 @@ class CompressorHook:
     def plan(self) -> ModelPlan:
         return session_plan(self._request.name, self.session, self._source.sparse, self._saved_by)
 
-    def _plans(self) -> list[UnitPlan]:
-        session = self.session
-        return parameter_plans(session.compressor, session.consensus.binding.names, self._source.sparse)
-
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
         session, names = self.session, set(self._source.names.named_parameters())
@@ -125,7 +120,7 @@ class CompressorHook:
         with session.held.lock:
             session.held.settle()
             found = {n: t for key in state.local for n, t in state[key].items()}
-            if self.learns and (plans := self._plans()):
+            if self.learns and (plans := self._plans_of(session.compressor)):
                 names = {plan.name for plan in plans if plan.compressed and reduction.keeps(plan.name)}
             elif self.learns:  # whole buckets
                 names = set(found) or names

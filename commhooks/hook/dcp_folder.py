@@ -19,7 +19,6 @@ _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh
 
 
 def nothing_saved(place: object, why: str, hook: str) -> str:
-    """Return the warning that `place` holds no state for `hook`, with the reason `why`."""
     return (
         f"{place} holds no state of a communication hook ({why}): hook {hook!r} continues with its current state, "
         "which is empty in a new run."
@@ -27,13 +26,8 @@ def nothing_saved(place: object, why: str, hook: str) -> str:
 
 
 class DCPFolder:
-    """Saves and loads one hook. All ranks must call each method.
-
-    Args:
-        path: equal on all ranks, in a shared file system.
-        front_end: the class that users configure, for messages.
-        broadcast: returns rank 0's argument on every rank.
-    """
+    """Saves and loads one hook. All ranks must call each method. `path`: equal on all ranks, in a shared file system.
+    `front_end`: the class that users configure, for messages. `broadcast`: returns rank 0's argument on every rank."""
 
     def __init__(self, path: Path, front_end: str, broadcast: Callable[[Any], Any]) -> None:
         self._path, self._front_end, self._broadcast = path, front_end, broadcast
@@ -59,7 +53,6 @@ class DCPFolder:
             )
 
     def is_complete(self) -> bool:
-        """Whether a save into this folder has completed."""
         return bool(self._broadcast(self.last_file.is_file()))
 
     def save(self, hook: CommHook) -> None:

@@ -1,5 +1,4 @@
-"""The interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local steps. Each
-kind implements it in a module of its own."""
+"""The interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local steps."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -48,5 +47,4 @@ class Hook(Protocol):
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
 
-    def close(self) -> None:
-        """Free the buffers of the backward passes."""
+    def close(self) -> None: ...

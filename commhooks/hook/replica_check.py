@@ -1,5 +1,4 @@
-"""Check that the replicas still have equal weights. Every rank computes a checksum of each parameter, which reads all
-weights once, and the ranks compare the checksums in one small collective."""
+"""Check that the replicas still have equal weights: the ranks compare checksums of all parameters."""
 
 import torch
 
@@ -11,8 +10,9 @@ from commhooks.hook.protocol import Hook
 
 
 class ReplicaCheck:
-    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the first. This includes
-    frozen weights, but not parameters that DDP ignores. All ranks of the model must run it."""
+    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the first: frozen
+    weights, too, but not parameters that DDP ignores. All ranks of the model must run it. Raises HookRunError on all
+    ranks if anything differs; the message names the parameters and the ranks."""
 
     def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
         self._source, self._hook, self._every = source, hook, every
@@ -20,8 +20,6 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """Run before each backward pass. Raises HookRunError on all ranks if anything differs; the message names the
-        parameters and the ranks."""
         if not self._hook.status().replicas_agree:
             return
         self._passes += 1
@@ -57,7 +55,6 @@ class ReplicaCheck:
 
 
 def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[int]]) -> None:
-    """`rows`: rank -> one number per subject."""
     if not rows:
         return
     first = min(rows)

@@ -1,6 +1,5 @@
 """Check in `attach` that all ranks attach the same hook to the same model, and that each rank can run it. Otherwise the
-ranks would issue collectives of different sizes: gloo aborts, and NCCL hangs until its timeout or adds unrelated
-numbers."""
+ranks would issue collectives of different sizes."""
 
 import dataclasses
 import itertools
@@ -81,7 +80,6 @@ def check_on_all_ranks(
 
 
 def kernel_support(request: HookRequest, compressor: Compressor[Any] | None, source: GradientSource) -> KernelSupport:
-    """Determine which kernels this machine can run. Ranks may differ."""
     if compressor is None:
         return KernelSupport()
     parameters, learns = source.names.named_parameters().values(), compressor.transactional
@@ -120,7 +118,6 @@ def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
 
 
 def _different_hooks(lines: list[list[str]]) -> str:
-    """List only what differs: the hooks, or else the settings."""
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
     ranks: dict[str, list[str]] = {}

@@ -50,7 +50,6 @@ class UnusedWarning:
                 other._passes.pop(each, None)
 
     def silence(self) -> None:
-        """Never log the warning."""
         self._silent = True
         self._stop_counting()
 

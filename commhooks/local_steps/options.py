@@ -52,7 +52,8 @@ class LocalSGD(LocalSteps):
 
     Args:
         sync_every: steps (synchronised backward passes) between two averages.
-        start_iter: as in `DiLoCo`.
+        start_iter: number of steps in which gradients are averaged exactly before the first round (int), or a fraction
+            of the run (float between 0 and 1, exclusive).
     """
 
     hook_name: ClassVar[str] = "local_sgd"

@@ -92,7 +92,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     """Return the parser and its subparsers, without abbreviations: `--rank` must not mean `--ranks-per-node`."""
     parser = argparse.ArgumentParser(
         prog="commhooks",
-        description="Communication hooks for DistributedDataParallel: compressed gradients.",
+        description="Communication hooks for DDP and FSDP2: list them, and measure what they gain.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"commhooks {commhooks.__version__}")
@@ -173,18 +173,17 @@ def print_hooks() -> None:
         for option, text in explained.items():  # one option per line, so that each can be copied
             lines += [f"  {option}={hook['options'][option]!r}", f"      {text}".rstrip()]
         table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(filter(None, lines)))
-    unwrapped = " and ".join(name for name, each in COMPRESSORS.items() if not each.wrappers)
+    *first, last = (name for name, each in COMPRESSORS.items() if not each.wrappers)
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table)
     console.print(
         "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook except "
-        f"{unwrapped} takes wrapper={' or '.join(map(repr, WRAPPERS))}, which halves what it sends. Give a hook of "
-        "your own as 'package.module:function'; 'none' is training without a hook."
+        f"{', '.join(first)} and {last} takes wrapper={' or '.join(map(repr, WRAPPERS))}, which halves what it sends. "
+        "Give a hook of your own as 'package.module:function'; 'none' trains without a hook."
     )
 
 
 def explained_options(config: type[Any]) -> dict[str, str]:
-    """Return {option: its first sentence in the docstring of the config class or a base, or ""}."""
     found: dict[str, str] = {}
     for each in config.__mro__:
         section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]

@@ -20,9 +20,9 @@ from commhooks.request import import_path, why_not_called
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
-    """Context manager: run the user's code in the body as `python -m` would without arguments. The current folder is
-    first in `sys.path`, and `sys.argv` does not contain this command's arguments. Raises HookConfigError if the code
-    calls `sys.exit`, as `parse_args()` does if an argument is missing."""
+    """Context manager: run the user's code in the body as `python -m` would without arguments: the current folder is
+    first in `sys.path`. Raises HookConfigError if the code calls `sys.exit`, as `parse_args()` does if an argument is
+    missing."""
     before, folder = sys.argv, os.getcwd()
     sys.argv = [path.partition(":")[0]]
     sys.path.insert(0, folder)
@@ -70,7 +70,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
-    """Context manager: use the existing process group, or make one of the ranks started by torchrun and on GPUs set the
+    """Context manager: use the existing process group, or make one of the ranks started by torchrun, on GPUs with the
     device of LOCAL_RANK. Raises DoctorError if torchrun has started no ranks (`example` is a command that does), or
     `init_process_group` fails. `backend`: nccl, gloo; None: torch's choice."""
     if dist.is_initialized():

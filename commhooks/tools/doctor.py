@@ -73,7 +73,6 @@ _FROZEN = "no parameter of this model requires a gradient: there is nothing to e
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command. All ranks must call this; rank 0 prints."""
     options = parse_options(arguments.options)
     with process_group(arguments.backend, "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"):
         if dist.get_world_size() == 1:
@@ -166,7 +165,6 @@ def _progress(text: str) -> None:
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
-    """Return the hooks to measure. Raises HookConfigError for invalid PowerSGD options."""
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is set by the doctor; see powersgd_ranks")
@@ -189,7 +187,6 @@ def _device_of(ddp_model: DistributedDataParallel) -> torch.device:
 
 
 def wrapped(built: Any) -> tuple[DistributedDataParallel, Any]:
-    """Check the result of the user's `build`, and wrap its model in DDP."""
     if not isinstance(built, tuple) or len(built) != 2:
         raise DoctorError(
             f"build returned a {type(built).__name__}; expected (model, batch_fn), an nn.Module and a function: "
@@ -210,7 +207,6 @@ def wrapped(built: Any) -> tuple[DistributedDataParallel, Any]:
 
 
 def check_model(ddp_model: object) -> None:
-    """Raise DoctorError unless `ddp_model` is a DDP model that can be copied, in a group of several ranks."""
     if not dist.is_initialized():
         raise DoctorError(
             "no process group: the doctor measures on the ranks and the network of a training; start it with torchrun, "
@@ -378,7 +374,6 @@ class Measured:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The measured options, with compression from the first step on."""
         return self.candidate.options_at_once(COMPRESSORS[self.candidate.hook].Config)
 
     @property
@@ -395,8 +390,9 @@ class Measured:
 
 @dataclass
 class Rounds:
-    """Measures the candidates in turn, with one copy of the model at a time; see `doctor`. After `restore_random` every
-    candidate gets the same batches. `local`: this rank's gradients of one batch."""
+    """Measures the candidates in turn, plain all-reduce before compressing ones, with one copy of the model at a time;
+    see `doctor`. All ranks must call `measure`, and get the same result. After `restore_random` every candidate gets
+    the same batches. `local`: this rank's gradients of one batch; `_mean`: their average over the ranks."""
 
     ddp_model: DistributedDataParallel
     batch_fn: BatchFn
@@ -406,11 +402,8 @@ class Rounds:
     seconds: float
     progress: Callable[[str], None]
     _mean: Gradients = field(default=(), init=False)
-    """The average of `local` over the ranks."""
 
     def measure(self, candidates: Sequence[Candidate]) -> dict[str, Measured]:
-        """Measure all candidates, plain all-reduce before compressing ones. All ranks must call this, and get the same
-        result."""
         order = [Measured(candidate) for candidate in candidates]
         rounds = min(ROUNDS, self.steps)
         for turn in range(rounds):
@@ -423,7 +416,6 @@ class Rounds:
         return {each.candidate.label: each for each in order if not each.useless}
 
     def _visit(self, measured: Measured, upto: int) -> None:
-        """Run a copy of the model with one hook until the candidate has `upto` measured steps."""
         self.restore_random()
         ddp_model = copy_of(self.ddp_model)
         parameter = weakref.ref(next(ddp_model.parameters()))
@@ -464,8 +456,6 @@ class Rounds:
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
 
     def _compare(self, ddp_model: DistributedDataParallel, measured: Measured) -> None:
-        """Run a step on the gradients `local`, because `batch_fn` may return other batches, and compare with plain
-        all-reduce."""
         replaced = [
             parameter.register_hook(lambda grad, own=own: own.to(grad.device))
             for parameter, own in zip(ddp_model.module.parameters(), self.local, strict=True)
@@ -510,14 +500,8 @@ def _norm(gradients: Gradients, without: Gradients = ()) -> float:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The result of `commhooks.doctor`, equal on every rank. `print(report)` shows a table.
-
-    Attributes:
-        measured: measurements by label, in display order.
-        world_size: number of ranks.
-        backend: backend of the process group.
-        not_measured: labels of hooks that compress no parameter of this model.
-    """
+    """The result of `commhooks.doctor`, equal on every rank. `print(report)` shows a table. `measured`: measurements by
+    label. `not_measured`: labels of hooks that compress no parameter of this model."""
 
     measured: dict[str, Measured]
     world_size: int

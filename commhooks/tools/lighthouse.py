@@ -10,7 +10,6 @@ from commhooks.errors import DoctorError
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run a lighthouse until Ctrl-C. Raises HookConfigError without torchft, DoctorError if the port cannot be used."""
     os.environ.setdefault("RUST_LOG", "error")
     check_torchft()
     from torchft.coordination import LighthouseServer

@@ -1,8 +1,5 @@
 """`commhooks network`: measure the network between the ranks, and predict the time that a training step spends on it.
-
-docs/commands.md describes the model of the prediction: every message costs a latency, every byte the inverse of the
-bandwidth, and the ranks of a machine share its network card.
-"""
+docs/commands.md describes the model of the prediction."""
 
 import argparse
 import contextlib
@@ -61,7 +58,6 @@ _REPEATS, _PINGS = 3, 5
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command. All ranks must call this; rank 0 prints."""
     sizes = {text: parsed_size(text) for text in arguments.params}
     if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
@@ -74,9 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> "NetworkReport":
-    """Measure the network between the ranks of `group`. All of them must call this, and get the same report. Raises
-    DoctorError if there is one rank. `sizes`: numbers of parameters, by the names that the report shows. `step_ms`: the
-    time of a step without a network, if known."""
+    """Measure the network between the ranks of `group`. All of them must call this, and get the same report. `sizes`:
+    numbers of parameters, by the names that the report shows. `step_ms`: the time of a step without a network, if
+    known."""
     if group.size() == 1:
         raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
     began = time.perf_counter()
@@ -120,8 +116,6 @@ class Link:
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Measure all ranks together. All ranks must call this, and get the same result."""
-
     def all_reduce_s(buffer: torch.Tensor) -> float:
         row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
         return float(gather_rows(row, group, None, "the time of an all-reduce").max())
@@ -143,7 +137,6 @@ def _all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 
 def _enough_s(latency_s: float) -> float:
-    """Return how long a message must take for its time to show the bandwidth and not the latency."""
     return max(_ENOUGH_S, 8 * latency_s)
 
 
@@ -166,8 +159,8 @@ class Pair:
 
 
 def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one inside a machine. If
-    that is still too many: each machine with the next. `machines`: the ranks of each machine."""
+    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one inside a machine; if
+    that is still too many, each machine with the next. `machines`: the ranks of each."""
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:
         return every
@@ -179,8 +172,6 @@ def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]
 
 
 def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device) -> list[Pair]:
-    """Measure one pair after another. All ranks must call this, and get the same result. Raises HookRunError if a rank
-    fails or times out."""
     found = []
     for one, other in pairs:
         row = torch.zeros(2, dtype=torch.float64, device=device)
@@ -198,8 +189,6 @@ def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, de
 
 
 def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Measure a pair, on its first rank. Returns Mbit/s and the latency in ms."""
-
     def there_and_back(size: int) -> None:
         _send(torch.tensor([size]), other, group, device)
         _send(torch.zeros(size // 4), other, group, device)
@@ -219,7 +208,6 @@ def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[fl
 
 
 def _answer(one: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send one number back for each message, on the second rank of a pair."""
     while size := int(_receive(torch.zeros(1, dtype=torch.int64), one, group, device)):
         _receive(torch.zeros(size // 4), one, group, device)
         _send(torch.zeros(1), one, group, device)
@@ -262,8 +250,6 @@ def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
 
 
 def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Interface:
-    """Return the interface that has sent most since `before`, an earlier `sent_bytes`. `others`: whether there are
-    other machines, which the loopback interface does not reach."""
     grown = {name: sent - before.get(name, sent) for name, sent in sent_bytes(system).items()}
     if others:
         grown.pop("lo", None)
@@ -286,13 +272,8 @@ def bandwidth(mbit_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The parameters of the network model.
-
-    Attributes:
-        bandwidth: bit/s per machine, between machines.
-        inside: bit/s per rank, inside a machine.
-        latency: seconds per message, between machines.
-    """
+    """The parameters of the network model: `bandwidth` in bit/s per machine, between machines; `inside` in bit/s per
+    rank, inside a machine; `latency` in seconds per message, between machines."""
 
     machines: int
     ranks_per_machine: int
@@ -325,8 +306,7 @@ def _messages(op: Op, ranks: int, backend: str) -> int:
 def cluster_of(
     machines: Sequence[Sequence[int]], link: Link, inside_mbit_per_s: float, backend: Literal["nccl", "gloo"]
 ) -> Cluster:
-    """Fit the model. If machines have different numbers of ranks, each rank counts as a machine. `machines`: the ranks
-    of each machine."""
+    """Fit the model. If machines have different numbers of ranks, each rank counts as a machine."""
     ranks, sizes = sum(map(len, machines)), {len(each) for each in machines}
     together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
     latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
@@ -344,7 +324,6 @@ class Exchange:
 
 
 def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
-    """Predict the exchanges of `CANDIDATES` for a transformer with `numel` parameters."""
     parameters = [ParameterInfo(*each) for each in transformer(numel).items()]
     return [_exchange(candidate, parameters, cluster) for candidate in CANDIDATES]
 
@@ -371,7 +350,6 @@ def _exchange(candidate: Candidate, parameters: list[ParameterInfo], cluster: Cl
 
 
 def parsed_size(text: str) -> float:
-    """Parse a number of parameters such as "124M". Raises HookConfigError for other texts."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmb]?)", text.strip().lower())
     size = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else 0.0
     if size < 1:
@@ -394,15 +372,8 @@ def transformer(numel: float) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """The result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice.
-
-    Attributes:
-        machines, interfaces: ranks, and interface, by machine.
-        link: all ranks together.
-        exchanges: one per hook, by model size as the user wrote it.
-        step_ms: the time of a step without a network, if known.
-        took_s: duration of the measurement.
-    """
+    """The result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice. `machines` and
+    `interfaces` are by machine; `exchanges` by model size, one per hook."""
 
     machines: dict[str, list[int]]
     interfaces: dict[str, Interface]
@@ -420,7 +391,8 @@ class NetworkReport:
         ranks = sum(map(len, self.machines.values()))
         lines = [f"{ranks} ranks, {self.backend}, measured in {self.took_s:.0f} s"]
         for name, each in self.machines.items():
-            lines.append(f"  {name}: ranks {', '.join(map(str, each))}; {self.interfaces[name].words}")
+            numbers = f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
+            lines.append(f"  {name}: {numbers}; {self.interfaces[name].words}")
         connections = new_table("Connections")
         for column in ("ranks", "Mbit/s", "latency, ms"):
             connections.add_column(column, justify="right")
@@ -436,12 +408,11 @@ class NetworkReport:
         for size in self.exchanges:
             times.add_column(size, justify="right")
         for row in zip(*self.exchanges.values(), strict=True):
-            cells = [f"{each.seconds:.3g}{' *' if each.between_nodes else ''}" for each in row]
+            cells = [f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row]
             times.add_row(row[0].candidate.label, *cells)
         return text_of(*lines, connections, together, times, LEGEND, *self.advice())
 
     def advice(self) -> list[str]:
-        """Return sentences about slow connections and interfaces, and about each model size."""
         hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]
         return [*self._slow_connections(), *self._slow_interfaces(), *hooks]
 
@@ -478,13 +449,13 @@ class NetworkReport:
         ]
 
     def _hook(self, size: str, exchanges: list[Exchange]) -> str:
-        """Recommend the least lossy hook with a small exchange."""
         plain = exchanges[0]
         spends = f"{size} parameters: with plain DDP a step spends {_duration(plain.seconds)} on the network"
         if self.step_ms is None:
             return (
                 f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing is needed. Else "
-                'begin with hook="auto", which measures and chooses; diloco sends the least.'
+                'begin with hook="auto", which measures and chooses; hook="diloco" sends the least. --step-ms names '
+                "one."
             )
         computing, limit = f"beside {self.step_ms:g} ms of computing", SMALL * self.step_ms / 1e3
         if plain.seconds <= limit:
@@ -498,6 +469,11 @@ class NetworkReport:
             f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the last loss with plain "
             "DDP's."
         )
+
+
+def _figures(number: float) -> str:
+    """Return three figures, and all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _duration(seconds: float) -> str:

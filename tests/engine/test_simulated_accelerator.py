@@ -38,7 +38,6 @@ POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
 DILOCO = {"sync_every": 2, "start_iter": 0, "outer_momentum": 0.5}
 HOOKS: dict[str, dict[str, Any]] = {
     "allreduce": {"hook": "allreduce"},
-    "fp16": {"hook": "fp16"},
     "bf16": {"hook": "bf16"},
     "powerSGD": {"hook": "powerSGD", "hook_options": POWERSGD},
     "powerSGD, bf16": {"hook": "powerSGD", "hook_options": POWERSGD, "wrapper": "bf16"},
@@ -46,12 +45,10 @@ HOOKS: dict[str, dict[str, Any]] = {
     "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
     "int8": {"hook": "int8", "hook_options": QUANTIZED},
     "int4": {"hook": "int4", "hook_options": QUANTIZED},
-    "int4, fp16": {"hook": "int4", "hook_options": QUANTIZED, "wrapper": "fp16"},
     "auto": {"hook": "tests.support.prescribed_auto:PrescribedAutoCompressor"},
     "random_k": {"hook": "examples.random_k:RandomKCompressor", "hook_options": {"share": 0.2, "start_iter": 2}},
     "diloco": {"hook": "diloco", "hook_options": DILOCO | {"wire": "float32"}},
     "diloco, int4": {"hook": "diloco", "hook_options": DILOCO | {"fragments": 2}},
-    "local_sgd": {"hook": "local_sgd", "hook_options": {"sync_every": 2, "start_iter": 0}},
 }
 
 
@@ -65,7 +62,6 @@ HOST_WAITS = {
     # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made anew.
     "diloco": {"state.py", "common_state.py"},
     "diloco, int4": {"state.py", "common_state.py", "kernels.py", "mean.py"},
-    "local_sgd": {"state.py", "common_state.py"},
 }
 """The modules in which the host waits for the accelerator in steady state. No other hook makes it wait."""
 
@@ -193,7 +189,7 @@ def test_the_host_does_not_wait_while_a_fragment_is_in_flight(run_ranks: Any) ->
         assert found == [set(), workspace, set(), outcome, set(), workspace, set(), outcome | {"common_state.py"}]
 
 
-@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16", "random_k"])
+@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16"])
 def test_nodes(run_ranks: Any, hook: str) -> None:
     _check_hook(run_ranks(_trained, hook, {"ranks_per_node": 2}, world_size=4), hook)
 
@@ -253,7 +249,7 @@ def _trained_in_shards(hook: str) -> list[str]:
 
 
 @fully_shard_on_gloo
-@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16"])
+@pytest.mark.parametrize("hook", ["powerSGD", "int8"])
 def test_shards(run_ranks: Any, hook: str) -> None:
     _check(run_ranks(_trained_in_shards, hook, world_size=4))
 
@@ -310,6 +306,27 @@ def _trained_with_a_scaler() -> list[str]:
 
 def test_a_grad_scaler(run_ranks: Any) -> None:
     _check(run_ranks(_trained_with_a_scaler))
+
+
+def _averaged_without_a_hook() -> tuple[list[str], list[str]]:
+    waits: list[str] = []
+
+    def average(accelerator: Accelerator) -> list[torch.Tensor]:
+        own, residual = torch.linspace(-1, 1, 600).to(DEVICE), torch.zeros(600, device=DEVICE)
+        for _ in range(2):
+            del accelerator.host_waits[:]
+            commhooks.quantized_all_reduce(own, 4, residual=residual)
+        waits.extend(accelerator.host_waits)
+        return [own, residual]
+
+    return _wrong(average, 1), waits
+
+
+def test_an_average_without_a_hook(run_ranks: Any) -> None:
+    found = run_ranks(_averaged_without_a_hook)
+    _check(wrong for wrong, _ in found)
+    for _, waits in found:
+        assert _modules(waits) == {"kernels.py", "mean.py"}  # each call makes its workspace
 
 
 # ---- in the middle of a backward pass --------------------------------------------------------------------------------

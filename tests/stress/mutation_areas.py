@@ -156,6 +156,7 @@ AREAS = {
                 "compressors/quantized/test_native_bits",
                 "hook/test_plan",
                 "compressors/quantized/test_quantized_cases",
+                "engine/test_simulated_accelerator::test_an_average_without_a_hook",
             ),
         )
     ],

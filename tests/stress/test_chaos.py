@@ -39,27 +39,19 @@ def _dies(run_ranks: Any, folder: Path, combination: str, death: Death, steps: i
     [
         ("powerSGD", 1, 7, "P of bucket 0 at step 7"),  # and of four buckets nothing else
         ("diloco", 1, 8, "outer step 5"),  # half of the weights on its way
-        ("auto", 1, 12, "shares of bucket 0 at step 12"),  # the first pass with what it has chosen
     ],
 )
 def test_one_rank_is_killed_in_mid_backward(
     run_ranks: Any, tmp_path: Path, hook: str, rank: int, step: int, interrupted: str
 ) -> None:
     death = Death("one", "backward", step, rank, issued=interrupted if hook == "diloco" else "")  # a thread sends
-    outcome = _dies(run_ranks, tmp_path, f"plain ddp {hook}", death, steps=15 if step > 10 else 10)
+    outcome = _dies(run_ranks, tmp_path, f"plain ddp {hook}", death)
     assert outcome.last_issued is not None and outcome.last_issued.endswith(interrupted)
     assert (outcome.died_in, outcome.died_at, outcome.resumed_at) == ("backward", step, step - step % 5)
     (survivor,) = outcome.survivors
     assert survivor["type"] == "HookRunError" and survivor["seconds"] < chaos_cases.GROUP_TIMEOUT_S
     if hook == "powerSGD":
         assert "P of bucket" in survivor["text"] and "at step 7" in survivor["text"]
-
-
-@fully_shard_on_gloo
-@pytest.mark.timeout(240)
-def test_all_are_killed(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = _dies(run_ranks, tmp_path, "plain fsdp2 powerSGD", Death("all", "backward", 6, rank=3))
-    assert (outcome.died_in, outcome.resumed_at, outcome.survivors) == ("backward", 5, [])
 
 
 @trainer_resumes_on_cpu

@@ -167,6 +167,7 @@ def test_advice() -> None:
     assert only.startswith(
         "124M parameters: with plain DDP a step spends 6 s on the network. If it computes for 40 s or"
     )
+    assert only.endswith('hook="diloco" sends the least. --step-ms names one.')
     (enough,) = _report(step_ms=120_000.0).advice()
     assert enough.endswith("spends 6 s on the network, beside 120000 ms of computing: nothing needed.")
     (some,) = _report(step_ms=20_000.0).advice()
@@ -178,6 +179,11 @@ def test_advice() -> None:
     assert connection.startswith("Ranks 1 and 3 reach 90 Mbit/s where 920 Mbit/s is usual between machines")
     (interface, _) = _report(interfaces=dict.fromkeys(("one", "two"), Interface("eth0", 10_000.0))).advice()
     assert interface.startswith("one (and 1 more) sends over eth0, rated at 10 Gbit/s, but reaches 1 Gbit/s.")
+
+
+def test_the_report_as_text() -> None:
+    assert "  one: rank 0; " in str(_report(machines={"one": [0], "two": [1, 2, 3]}))
+    assert [network._figures(each) for each in (0.03456, 999.0, 2751.4)] == ["0.0346", "999", "2,751"]
 
 
 def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType
@@ -14,6 +15,7 @@ from accelerate.utils import DDPCommunicationHookType
 from accelerate_commhooks import CommHookKwargs
 from commhooks import BatchedPowerSGD, HookConfigError, PowerSGD
 from tests.support.accelerators import OPTIONS
+from tests.support.ddp_steps import log_lines
 
 
 @pytest.fixture
@@ -27,6 +29,20 @@ def one_process() -> Iterator[None]:
 def test_accepted_by_the_stock_accelerator(one_process: None) -> None:
     handler = CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)
     assert Accelerator(cpu=True, kwargs_handlers=[handler]).ddp_handler is handler
+
+
+@pytest.mark.parametrize(("started", "text"), [("1", "Start the script with"), ("2", "has started 2 processes")])
+def test_a_single_process_is_warned_of(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, started: str, text: str
+) -> None:
+    """Else two processes on CPUs would each train alone, without a word."""
+    monkeypatch.setenv("WORLD_SIZE", started)
+    accelerator = Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
+    with log_lines("accelerate_commhooks") as lines:
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.prepare(torch.optim.SGD(model.parameters()))
+    assert len(lines) == 1 and lines[0].startswith("commhooks: powerSGD: there is one rank") and text in lines[0]
+    assert "prepare" not in vars(accelerator)
 
 
 def test_one_handler_of_ddp_arguments_only(one_process: None) -> None:
@@ -118,9 +134,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: str(refused.kwargs))
-def test_refused_at_construction(refused: Refused) -> None:
-    with pytest.raises(HookConfigError, match=refused.text):
-        CommHookKwargs(**refused.kwargs)
+def test_refused_at_construction(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints the reason in one line, before the tracebacks of all ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(HookConfigError, match=refused.text) as raised:
+            CommHookKwargs(**refused.kwargs)
+        assert capsys.readouterr().err == (f"commhooks: error: {raised.value}\n" if rank == "0" else "")
 
 
 @pytest.mark.parametrize("kind", [DDPCommunicationHookType, str], ids=["enum", "string"])

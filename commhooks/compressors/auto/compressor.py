@@ -1,7 +1,7 @@
 """Define the hook auto, which delegates buckets to the current candidate and decides which candidate is current.
 
-At the end of a phase, before the first bucket of a pass, the ranks exchange their measurements, and every rank decides
-from the same numbers (`trials.py`). The decision is saved; see `Decision`.
+At the end of a phase the ranks exchange their measurements, and every rank decides from the same numbers (`trials.py`).
+The decision is saved; see `Decision`.
 """
 
 import math
@@ -30,8 +30,6 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    """Return the candidate's compressor, which compresses from its first step on. Raise HookConfigError if `auto` does
-    not choose this hook, or if its options are invalid."""
     if candidate.hook not in _CLASSES:
         raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
     made = _CLASSES[candidate.hook]
@@ -42,7 +40,6 @@ def new(candidate: Candidate) -> Compressor[Any]:
 
 
 def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:
-    """Return the counted bytes of a step (see `Counters`), without sparse gradients, which have few rows."""
     wire = compressor.wire_dtype
     return sum(
         plan.sent_bytes(wire) + (plan.flags * plan.wire_itemsize(wire) if plan.compressed else 0)
@@ -181,7 +178,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         )
 
     def with_start(self, start: int) -> "AutoCompressor":
-        """Return a new compressor, because the start step is part of a decision."""
         return self._with(None)
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
@@ -244,8 +240,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        """Return this rank's number of buckets, its number of valid measurements, and their median, which is robust
-        against a jump of the clock."""
         sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
         return [buckets, len(sound), statistics.median(sound) if sound else math.nan]

@@ -38,7 +38,6 @@ class Candidate:
         return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
 
     def of_nodes(self) -> "Candidate":
-        """Return the candidate between nodes. Plain all-reduce stays as it is."""
         return self if self.changes == 0 else replace(self, label=f"{self.label} between nodes", between_nodes=True)
 
 
@@ -61,11 +60,11 @@ of benchmarks/language_model.py ends at a loss at least 6 % higher than with all
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(HookConfig):
-    """Options of the hook auto, which measures all-reduce and other hooks, and continues with the fastest.
+    """Measures all-reduce and other hooks in the first steps, and continues with the fastest.
 
     Args:
-        quality: the candidates. "same": all-reduce, bf16 and int8, which train like all-reduce within its noise.
-            "close": also int4 and PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
+        quality: "same": all-reduce, bf16 and int8, which train like all-reduce within its noise; "close": also int4 and
+            PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
         measure_steps: number of steps of plain all-reduce that are measured before the first decision.
         check_again_every: steps until it measures the current hook again, and all hooks if the time of a step has
             changed by more than a quarter; more steps if the trials would take more than 1 % of the time. None: never.
@@ -97,12 +96,9 @@ class Auto(HookConfig):
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
-    """Return the label of the candidate to use. Equal on all ranks for equal arguments.
-
-    Of the candidates that are faster than the current one (`now`) by `MARGIN` and nearly as fast as the fastest, return
-    the one that changes the gradients least. Without such candidates, return the current one. `times` holds seconds per
-    step by label; candidates without a valid time are left out.
-    """
+    """Return the label of the candidate to use: of those that are faster than the current one (`now`) by `MARGIN` and
+    nearly as fast as the fastest, the one that changes the gradients least; without such candidates, `now`. Equal on
+    all ranks for equal arguments. `times`: seconds per step by label; candidates without a valid time are left out."""
     usable = {label: each for label, each in times.items() if math.isfinite(each) and each > 0}
     if now not in usable:
         return now

@@ -50,7 +50,6 @@ class Decision:
         tried_s: seconds per step in the latest trials, by label; NaN without a valid measurement. The first entry is
             the candidate that was current before the trials.
         counted_bytes: bytes per step, by label, without sparse gradients; see `Counters`.
-        ranks_per_node: the number at the time of the decision; 1 without nodes.
     """
 
     candidate: Candidate
@@ -71,7 +70,6 @@ class Decision:
 
     @property
     def summary(self) -> str:
-        """The text for the summary at the first backward pass; "" before the first decision."""
         if self.phase == "trying":
             return f"trying {self.candidate.label} since step {self.since}"
         if self.since is not None:
@@ -86,7 +84,6 @@ class Decision:
         return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Convert to plain types. NaN becomes None, because JSON has no NaN."""
         return {
             "label": self.candidate.label,
             "candidates": [
@@ -109,8 +106,7 @@ class Decision:
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """Invert `to_plain`. The content may be damaged or hostile: raise HookConfigError if it is not a result of
-        `to_plain`."""
+        """Invert `to_plain`. The content may be hostile: raise HookConfigError if it is not a result of `to_plain`."""
         try:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
             labels = set(known)
@@ -142,7 +138,6 @@ class Decision:
 
 
 def begin(config: Auto, step: int, ranks_per_node: int = 1) -> Decision:
-    """Return the decision of a new training: measure plain all-reduce."""
     return _measuring(Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step)
 
 
@@ -163,7 +158,6 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
 def after_measuring(
     now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
-    """Begin the trials of `candidates`. `sent` has the counted bytes per step by label."""
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
     return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)
@@ -182,9 +176,8 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the number of ranks, the number
-    of ranks per node or the candidates have changed, keep the current candidate and measure it again. A candidate that
-    the options or the nodes no longer allow is replaced at once."""
+    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the ranks, the ranks per node or
+    the candidates have changed, measure the current candidate again; replace it at once if it is no longer allowed."""
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
     usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}
@@ -226,11 +219,11 @@ def resting(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """Return the labels of the candidates to try, ordered by the bytes they send.
+    """Return the labels of the candidates to try, ordered by the bytes they send, without those that send as much as
+    all-reduce, and those whose bytes alone would take longer than the best step so far.
 
-    Leaves out candidates that send as much as all-reduce, and candidates whose bytes alone would take longer than the
-    best step so far. Time per byte is estimated from below: the time that an earlier trial saved, divided by the bytes
-    it saved. The candidate that sends most computes least, so the true time per byte is at least that.
+    Time per byte is estimated from below: the time that an earlier trial saved, divided by the bytes it saved. The
+    candidate that sends most computes least, so the true time per byte is at least that.
     """
     tried = [(now.counted_bytes[label], each) for label, each in now.tried_s.items() if math.isfinite(each)]
     most, most_s = max(tried)
@@ -242,7 +235,6 @@ def worth_trying(now: Decision) -> list[str]:
 
 
 def _sends_as_much(now: Decision, label: str) -> bool:
-    """Return whether the candidate sends as much as all-reduce, such as bf16 for a model in bfloat16."""
     sent = now.counted_bytes
     return label != ALLREDUCE.label and ALLREDUCE.label in sent and sent[label] >= sent[ALLREDUCE.label]
 

@@ -1,7 +1,7 @@
 """Compile the C kernels on this machine, load them, and compare builds.
 
-The first hook that needs them compiles `powersgd.c` and `quantized.c`, for float and for double, into one shared
-library, with the machine's C compiler. The library is kept in the user's cache folder.
+The first hook that needs them compiles all sources, for float and for double, into one shared library, which is kept in
+the user's cache folder.
 """
 
 import contextlib
@@ -51,23 +51,19 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 """The functions in the sources, with the types of their other arguments."""
 
 
-def is_wanted(device: torch.device) -> bool:
-    return device.type == "cpu" and not is_switched_off()
-
-
 def is_switched_off() -> bool:
     return os.environ.get(SWITCH) == "0"
 
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
     """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
-    of results of the kernels; "" if they are turned off. `results_of`: returns the results of the kernels for
-    `fixed_numbers` of a dtype. Raises HookConfigError if the library cannot be loaded; see `load`.
+    of their results for `fixed_numbers` (`results_of`); "" if they are turned off. Raises HookConfigError if the
+    library cannot be loaded; see `load`.
 
     Two builds of the same sources may differ in the last bits: the vector length of the processor determines the order
     of sums, and the compiler decides which multiplications and additions it contracts.
     """
-    if not is_wanted(device):
+    if device.type != "cpu" or is_switched_off():
         return ""
     try:
         return _build(load(), results_of)
@@ -92,8 +88,8 @@ def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a remedy, if there is
-    no C compiler, it fails, or the library cannot be loaded."""
+    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a remedy, if that
+    fails."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(
@@ -174,7 +170,6 @@ def _run(command: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cache_folder() -> Iterator[Path]:
-    """Yield the cache folder, or a temporary folder if other users could write to the cache folder."""
     with contextlib.suppress(RuntimeError):  # there is no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
         if _is_private(folder):

@@ -1,5 +1,4 @@
-"""Define the arguments of the C kernels: tables with a row of 64-bit fields per matrix, factor or piece, laid out as
-the structs in `tables.h`.
+"""Define the arguments of the C kernels: tables with a row of 64-bit fields, laid out as the structs in `tables.h`.
 
 Kernels run in the OpenMP threads of torch's operators if torch's library exports `GOMP_parallel`, as on Linux. A second
 thread pool would compete with them.
@@ -25,10 +24,7 @@ _IMPORTED_IN = os.getpid()
 
 
 class Table:
-    """Base of the tables.
-
-    Args:
-        rows: the values of the first fields in each row; the other fields are 0.
+    """Base of the tables. `rows`: the values of the first fields in each row; the other fields are 0.
 
     Attributes:
         fields: the members of the struct, in order.
@@ -61,7 +57,7 @@ class Table:
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
         """Call a function of the library for consecutive `rows`, in as many threads as torch would use. Raises
-        MemoryError if there is no memory for its scratch space."""
+        MemoryError."""
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
@@ -143,7 +139,7 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`, at most as many
+    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`: at most as many
     as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on either."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))

@@ -2,8 +2,7 @@
 
 The host never synchronises with the device: masks replace branches. Seven kernels run per matrix, or per shape with
 stacked deltas: the maximum of the gradient, the sum with the residual, P, Q, the new residual, its mask, the gradient.
-All other kernels work on the packed factors of the bucket, so that their number depends neither on the number of layers
-nor on the rank.
+All others work on the packed factors of the bucket: their number depends neither on the layers nor on the rank.
 """
 
 import functools
@@ -28,7 +27,6 @@ class Block:
         members: a slice of the bucket's matrices.
         delta: memory for the deltas, `k x n x m`; None if delta is computed in the bucket, and then `k` is 1.
         p, q: the factors, `k x r x n` and `k x r x m`.
-        largest: the largest absolute gradient of each matrix.
     """
 
     members: slice
@@ -41,16 +39,8 @@ class Block:
 
 class AcceleratorKernel:
     """Implements `LowRankKernel` for matrices that consist of one parameter, on any device. If the rows of P are
-    independent (see `orthonormal_stack`), the results equal the results of `CpuKernel` up to rounding.
-
-    Args:
-        work: the workspace, with matrices ordered by shape (see `by_shape`).
-        stack_deltas: copy gradients of one shape into one tensor.
-
-    Attributes:
-        p, q: the factors of all matrices.
-        largest: the largest absolute gradient of each parameter in the matrices.
-    """
+    independent (see `orthonormal_stack`), the results equal the results of `CpuKernel` up to rounding. `stack_deltas`:
+    copy gradients of one shape into one tensor; the matrices of `work` are ordered by shape (see `by_shape`)."""
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         self.work = work
@@ -183,7 +173,6 @@ class AcceleratorKernel:
                 delta.addcmul_(residual, factor)
 
     def bound_residuals(self, bucket: BucketPass) -> list[torch.Tensor]:
-        """Make the residuals the learned state. Return the residuals of each block, in the shape of its delta."""
         assert self._residuals is not None
         self._residuals.bind(bucket.residuals)
         return self._residual_of
@@ -224,7 +213,6 @@ class AcceleratorKernel:
 
 
 def by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """Sort matrices so that matrices of equal shape and rank are adjacent, in the order of their first occurrence."""
     shapes = list(dict.fromkeys(map(_shape, matrices)))
     return sorted(matrices, key=lambda matrix: shapes.index(_shape(matrix)))
 
@@ -311,7 +299,6 @@ class PackedFactors:
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        """Split a 1-D tensor that holds all groups into a view `k x r x length` per group."""
         return [piece.view(x.shape) for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)]
 
     def _pack(self) -> None:

@@ -30,8 +30,7 @@ class BucketQ(FactorField):
 
 
 class BatchedCpuKernel(CpuKernel):
-    """Implements `LowRankKernel` for the single matrix of a bucket. Leaves out parameters without a gradient on any
-    rank."""
+    """Implements `LowRankKernel` for the single matrix of a bucket."""
 
     def __init__(self, work: PowerSGDWorkspace, products: TorchProducts | NativeProducts) -> None:
         super().__init__(work, products)
@@ -60,11 +59,8 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """Implements `LowRankKernel` for the single matrix of a bucket, with a mask value per element.
-
-    Attributes:
-        parts: the number of elements of each parameter, then of the padding.
-    """
+    """Implements `LowRankKernel` for the single matrix of a bucket. `parts`: the number of elements of each parameter,
+    then of the padding."""
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         super().__init__(work, stack_deltas=stack_deltas)

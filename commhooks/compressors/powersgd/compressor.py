@@ -24,8 +24,6 @@ AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """Plans a gradient as an `n x m` matrix compressed at `rank`, or as uncompressed with a reason."""
-
     n: int = 0
     m: int = 0
     rank: int = 0
@@ -46,8 +44,6 @@ class MatrixPlan(UnitPlan):
 
 
 class FactorField(StateField):
-    """Describes the learned Q of a matrix, stored transposed: `r x m`."""
-
     def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
         return plan.rank, plan.m
@@ -148,7 +144,6 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
 
 
 def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
-    """Return the bytes of the messages of one bucket; an upper bound if `rows` belong to several buckets."""
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
@@ -157,8 +152,6 @@ def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
 
 
 class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
-    """Compresses each matrix to low-rank factors P and Q, with error feedback and warm start."""
-
     Config = PowerSGD
     q = ParameterQ("q")
 

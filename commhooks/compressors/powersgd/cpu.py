@@ -19,12 +19,9 @@ Refill = Callable[[int], torch.Tensor]
 
 
 class CpuKernel:
-    """Implements `LowRankKernel` for matrices that consist of one parameter.
-
-    Attributes:
-        own_deltas: memory for each matrix's delta, n x m; None if delta is computed in the bucket.
-        largest: the largest absolute gradient of each parameter; None if the products do not compute it.
-    """
+    """Implements `LowRankKernel` for matrices that consist of one parameter. `own_deltas`: memory for each matrix's
+    delta, n x m; None if delta is computed in the bucket. `largest`: the largest absolute gradient of each parameter,
+    or None."""
 
     def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
         self.work, self.products, self.largest = work, products, products.largest
@@ -97,12 +94,9 @@ class CpuKernel:
     # ---- overridden for batched PowerSGD -------------------------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
-        """Return the residuals for the products to add to the deltas, or add them here and return None."""
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
     def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
-        """Return where the products write the residuals of the matrices at `places`, or write them here and return
-        None."""
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
     # ---- parts of the steps --------------------------------------------------------------------------------------
@@ -116,7 +110,6 @@ class CpuKernel:
             bucket.deltas.append(gradient.view(x.n, x.m) if own is None else own)
 
     def used(self, bucket: BucketPass) -> tuple[list[int], list[Slot]]:
-        """Return the indices of matrices with a gradient on some rank, and the parameters without one on any rank."""
         used = (bucket.first.flags > 0).tolist()
         places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
         return places, [] if all(used) else [slot for slot, has in zip(self.work.slots, used, strict=True) if not has]
@@ -144,14 +137,13 @@ class TorchProducts:
     """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can
     depend on both. `shapes`: n, m and rank of each matrix.
 
-    A factor of rank 1 is padded to two rows with a row of zeros. Otherwise the BLAS would use another algorithm for
-    products with a single row, whose bits depend on the alignment of the memory.
+    A factor of rank 1 is padded with a row of zeros: for products with a single row the BLAS would use another
+    algorithm, whose bits depend on the alignment of the memory.
 
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`.
         pieces: (P, Q, rank) of the factors that are packed into a message in one call.
-        largest: per matrix the largest absolute value of its gradient, float64, ignoring NaN, set by `form_p`; None:
-            not computed.
+        largest: per matrix the largest absolute gradient, float64, ignoring NaN, set by `form_p`; None: not computed.
     """
 
     largest: torch.Tensor | None = None
@@ -181,7 +173,6 @@ class TorchProducts:
             torch.mm(q, delta.t(), out=p)
 
     def form_q(self, deltas: Tensors) -> None:
-        """Compute Q = delta^T P."""
         for p, q, delta in zip(self._p, self._q, deltas, strict=True):
             torch.mm(p, delta, out=q)
 
@@ -281,9 +272,9 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 class NativeProducts:
-    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices. P and Q
-    are packed as they are sent. A call reads each matrix once; torch reads it several times. `refills`: whether the C
-    library also replaces dependent rows of P; otherwise torch does."""
+    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices, which
+    reads each matrix once. P and Q are packed as they are sent. `refills`: whether the C library also replaces
+    dependent rows of P; otherwise torch does."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
         self._dtype, self._refills = dtype, refills
@@ -331,8 +322,6 @@ class NativeProducts:
         table.run("split")
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
-        """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Return the
-        indices of factors with zero or dependent rows that were not replaced."""
         table.point(source=sources)
         table.run("unit_rows", orthogonal, self._least_norm if orthogonal else 0.0)
         missing = table.missing.tolist()
@@ -352,7 +341,6 @@ def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """Return what the C kernel computes from fixed numbers, for `library.build`."""
     # These shapes run every loop of the kernel: odd lengths, each size of a group of rows, and in the last shape
     # several parts (64 rows), sums of Q (96 rows) and tiles of columns (8,192).
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))

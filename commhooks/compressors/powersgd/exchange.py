@@ -26,7 +26,10 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     kernel = work
     bucket = BucketPass(flat, kernel.work, state, step)
     kernel.form_p(bucket)  # 1. delta = gradient + residual; P = delta Q
-    bucket.put_uncompressed()
+    if step.unused:
+        clear_flags_of_unused(kernel.work.slots, bucket.first.flags, step)
+    if bucket.plain:
+        put_plain(bucket.plain, bucket.first.plain, step.world_size)
     yield Send(bucket.first.buffer, what="P")  # 2. P = mean of P over the ranks
     kernel.orthonormalize(bucket)  # 3. P = orthonormal basis of the columns of P
     kernel.form_q(bucket)  # 4. Q = delta^T P
@@ -52,8 +55,7 @@ class LowRankKernel(Protocol):
         """Write P = delta Q into the first message, where delta = gradient + residual. Also write a flag per parameter:
         1 if its gradient is not zero, 0 if it is, NaN if it is too large for the wire dtype."""
 
-    def orthonormalize(self, bucket: "BucketPass") -> None:
-        """Replace P by an orthonormal basis of the mean P."""
+    def orthonormalize(self, bucket: "BucketPass") -> None: ...
 
     def form_q(self, bucket: "BucketPass") -> None:
         """Write Q = delta^T P into the last message. Leave out parameters without a gradient on any rank."""
@@ -62,22 +64,16 @@ class LowRankKernel(Protocol):
         """Compute what does not depend on the mean Q, while Q is being reduced."""
 
     def reconstruct(self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor) -> None:
-        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and
-        residual = delta - P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank.
-
-        A parameter without a gradient on any rank keeps its residual: DDP may discard its result, and with it a
-        residual that was sent.
-        """
+        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and residual = delta -
+        P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank. A parameter without a
+        gradient on any rank keeps its residual, because DDP may discard its result."""
 
 
 class BucketPass:
-    """Holds the tensors of one bucket in one backward pass.
-
-    Args:
-        flat: the bucket's 1-D buffer, changed in place.
-        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
+    """Holds the tensors of one bucket in one backward pass. `flat`, the bucket's 1-D buffer, changes in place.
 
     Attributes:
+        q, residuals: learned state: per matrix, `r x m`; per parameter, flat in memory order.
         gradients: per matrix a 1-D view of the bucket.
         plain: 1-D views of the uncompressed gradients.
         first, last: the message with P, uncompressed gradients and flags; the message with Q.
@@ -98,20 +94,12 @@ class BucketPass:
         self.plain = [pieces[i] for i in work.place_of_plain]
         self.first, self.last = work.first, work.last
 
-    def put_uncompressed(self) -> None:
-        if self.step.unused:
-            clear_flags_of_unused(self.work.slots, self.first.flags, self.step)
-        if self.plain:
-            put_plain(self.plain, self.first.plain, self.step.world_size)
-
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`, adjacent in the
-    bucket.
-
-    PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
-    """
+    bucket. PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a
+    square."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -125,19 +113,11 @@ class Matrix:
 
 
 class Message:
-    """Holds the tensor of one all-reduce: factors, then uncompressed gradients, then flags.
+    """Holds the tensor of one all-reduce (`buffer`): factors (`packed`), then uncompressed gradients (`plain`), then
+    flags. `factors`: the shape of each matrix's factor, `r x length`; the attribute has views of them.
 
-    Args:
-        factors: per matrix the shape of its factor, `r x length`.
-        plain: number of uncompressed elements.
-        flags: number of flags, one per parameter in the matrices; 0 in the message with Q.
-        buffer: memory for the whole message, 1-D.
-
-    Attributes:
-        buffer: before the all-reduce this rank's numbers, divided by the world size; afterwards the means.
-        packed: the factors of all matrices, 1-D; `factors` has views of them, `r x length`.
-        plain: uncompressed gradients, 1-D, in bucket order.
-        flags: per parameter 1 if its gradient is not zero, else 0; after the sum positive if any rank has a gradient.
+    Before the all-reduce the buffer holds this rank's numbers, divided by the world size; afterwards the means. A flag
+    is 1 if its parameter's gradient is not zero, else 0; after the sum it is positive if any rank has a gradient.
     """
 
     def __init__(self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor) -> None:
@@ -188,12 +168,10 @@ class PowerSGDWorkspace:
         self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
-        """Draw the initial Q, `r x m`, on the CPU. See `draw`."""
         purpose = "Q" if self.warm_start else f"Q at step {step}"
         return draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
     def refill(self, side: str, place: int) -> torch.Tensor:
-        """Draw random rows to replace dependent rows of a matrix's P (`r x n`) or Q (`r x m`), on the CPU."""
         matrix = self.matrices[place]
         length = matrix.n if side == "P" else matrix.m
         return draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)

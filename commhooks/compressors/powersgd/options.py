@@ -9,7 +9,7 @@ from commhooks.options import HookConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(HookConfig):
-    """Options of the hook powerSGD: low-rank gradients with error feedback, per parameter.
+    """Sends each matrix of gradients as two thin factors, with error feedback.
 
     Args:
         matrix_approximation_rank: rank of the factors, usually 1 to 4. A higher rank is closer to all-reduce and sends
@@ -63,7 +63,7 @@ class PowerSGD(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedPowerSGD(PowerSGD):
-    """Options of the hook batched_powerSGD, which compresses each bucket as one square matrix padded with zeros.
+    """Compresses each bucket as one square matrix padded with zeros.
 
     It computes fewer and larger products than `PowerSGD`, and is usually much less accurate; try `PowerSGD` first. The
     arguments are the same, except that `min_compression_rate` has no effect and `exclude` must be empty.

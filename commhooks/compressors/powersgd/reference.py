@@ -21,7 +21,6 @@ class ReferenceMatrix:
         self.residuals: list[torch.Tensor] | None = None
 
     def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return the averaged gradient of one step. `gradients` holds one n x m matrix per rank."""
         deltas = [gradient.double() for gradient in gradients]
         if self.error_feedback and self.residuals is not None:
             deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]

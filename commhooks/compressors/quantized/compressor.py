@@ -32,11 +32,9 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
 def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
-    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device.
-
-    A block with a non-finite number becomes NaN on every rank. A parameter without a gradient on any rank keeps its
-    residual, and its averaged gradient is zero. `state`: "residual" per parameter, flat in memory order.
-    """
+    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device. A block
+    with a non-finite number becomes NaN on every rank. A parameter without a gradient on any rank keeps its residual,
+    and its averaged gradient is zero."""
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
     plain = [pieces[place] for place in work.place_of_plain]
@@ -54,12 +52,8 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
 
 
 class QuantizedWorkspace:
-    """Holds the compressed parameters of one bucket layout (`slots`), and their kernel.
-
-    Args:
-        wire_dtype: the dtype in which uncompressed elements are sent.
-        natively: compute with the native kernel: C on the CPU, Triton on CUDA.
-    """
+    """Holds the compressed parameters of one bucket layout (`slots`), and their kernel. `wire_dtype`: for uncompressed
+    elements. `natively`: compute with the native kernel: C on the CPU, Triton on CUDA."""
 
     def __init__(
         self,
@@ -131,11 +125,8 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """Plans a gradient as blocks of `block_size` elements, or as uncompressed with a reason.
-
-    `numel_compressed` counts bytes: codes and scales, with the padding of the last block. A flag, one byte, marks a
-    gradient that is not zero.
-    """
+    """`numel_compressed` counts bytes: codes and scales, with the padding of the last block. A flag, one byte, marks a
+    gradient that is not zero."""
 
     blocks: int = 0
     bits: int = 0
@@ -154,8 +145,6 @@ class BlockPlan(UnitPlan):
 
 
 class QuantizedCompressor(Compressor[AnyQuantized]):
-    """Base of both widths. Runs a quantised all-reduce per bucket, as an all-to-all and an all-gather."""
-
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # the only operation on a received number is code * scale
     exchange = staticmethod(quantised_exchange)

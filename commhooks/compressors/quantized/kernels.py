@@ -1,8 +1,5 @@
 """Compute the quantised mean with torch on any device, and with the C kernel on the CPU (with Triton:
-`triton_kernel.py`).
-
-All kernels perform the same operations in the same order, so their bits are equal.
-"""
+`triton_kernel.py`). All kernels perform the same operations in the same order, so their bits are equal."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -51,7 +48,6 @@ def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: 
 
 
 def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
-    """Add codes * scales to `total` (`n x block_size`)."""
     for at in _pieces(total):
         total[at].add_(_unpack(code, codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1)))
 
@@ -66,7 +62,6 @@ def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torc
 
 
 def _unpack(code: BlockCode, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the codes, integers between -levels and levels, into the floating-point tensor `out` and return it."""
     if code.bits == 8:
         return out.copy_(codes.view(torch.int8))
     low, high = out.unflatten(-1, (2, -1)).unbind(-2)
@@ -114,7 +109,6 @@ class BlockBuffers:
         return self.delta[:-1]
 
     def put_gradients(self, flat: torch.Tensor) -> None:
-        """Write the gradients into `delta`, in two operators for any number of slots."""
         zeros = self._zeros.to(flat.dtype)
         paddings = [zeros[:numel] for numel in self._paddings]
         concat_into(self._with(paddings, flat), self.of_slots.view(-1))

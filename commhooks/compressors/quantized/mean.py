@@ -1,8 +1,5 @@
-"""Compute the quantised mean over the ranks.
-
-Delta, the input plus the residual of earlier steps, is divided into blocks. The owner of a block is the rank that
-averages it.
-"""
+"""Compute the quantised mean over the ranks of delta, the input plus the residual of earlier steps, divided into
+blocks. The owner of a block is the rank that averages it."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -25,11 +22,9 @@ _ALIGNMENT = 8
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
-    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`.
-
-    Afterwards delta is the rounding error of this rank. The mean of the rounding errors over the ranks is the
-    difference between the exact mean and the result.
-    """
+    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`. Afterwards delta is the rounding
+    error of this rank. The mean of these errors over the ranks is the difference between the exact mean and the
+    result."""
     messages = kernel.messages
     kernel.quantise()  # 1. quantise the blocks that other ranks own
     messages.put_plain_and_flags()
@@ -42,8 +37,7 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
 
 class BlockKernel(Protocol):
     """Defines the arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device.
-    `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory. All of them perform the same
-    operations in the same order, so their bits are equal."""
+    `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory, and compute the same bits."""
 
     messages: "ShareMessages"
     rank: int
@@ -63,19 +57,17 @@ class BlockKernel(Protocol):
     def store(
         self, averaged: "Averaged", flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
     ) -> None:
-        """If `good`, store delta as the residuals. Write the averages into the buffer.
-
-        A tensor without a flag on any rank keeps its residual, times the factor if `good`, and its average is zero.
-        """
+        """If `good`, store delta as the residuals. Write the averages into the buffer. A tensor without a flag on any
+        rank keeps its residual, times the factor if `good`, and its average is zero."""
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x| / levels.
+    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x| / levels. If a
+    number is not finite, the scale of its block is NaN, and the whole block decodes to NaN.
 
-    If a number is not finite, the scale of its block is NaN, and the whole block decodes to NaN. Blocks are rows of a
-    tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n` numbers in the dtype
-    of the blocks.
+    Blocks are rows of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n`
+    numbers in the dtype of the blocks.
     """
 
     bits: int
@@ -84,7 +76,6 @@ class BlockCode:
 
     @property
     def levels(self) -> int:
-        """The largest code; codes lie between -levels and levels."""
         return 127 if self.bits == 8 else 7
 
     @property
@@ -101,7 +92,7 @@ class BlockCode:
 
 
 class Piece(NamedTuple):
-    """Describes consecutive blocks of one tensor with the same owner, the rank that averages them."""
+    """Describes consecutive blocks of one tensor with the same owner."""
 
     tensor: int
     first: int
@@ -113,14 +104,10 @@ class Piece(NamedTuple):
 
 
 class Shares:
-    """Divides the blocks of several tensors among the ranks as equally as possible. Each rank averages its share.
+    """Divides the blocks of several tensors (name, number of blocks) among the ranks as equally as possible.
 
     The owner of a block depends only on the tensor's name and the world size, so that bits do not depend on the bucket
-    layout.
-
-    Args:
-        tensors: name and number of blocks. A rank owns `blocks / world_size` of them, rounded up or down. The name
-            selects the first owner, so that small tensors do not all have the same owner.
+    layout. The name selects the first owner, so that small tensors do not all have the same owner.
 
     Attributes:
         counts: number of blocks in each share.
@@ -177,7 +164,6 @@ class ShareMessages:
         mean: uint8, one message for all ranks, with the averages of this rank's share.
         most: the largest scale.
         size: bytes of a message.
-        scales_at, codes_at: the offsets of these sections, in bytes.
     """
 
     def __init__(
@@ -237,12 +223,9 @@ class ShareMessages:
 
 
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the first dimension of `parts`, which is used as scratch memory.
-
-    Adds element by element: one operator adds the second half of the ranks to the first half, whose size is a power of
-    two, then the next operator halves again. `torch.sum` would be a single operator, but on an accelerator its order,
-    and so its bits, would depend on the bucket layout.
-    """
+    """Return the sum over the first dimension of `parts`, which is used as scratch memory. One operator adds the second
+    half of the ranks to the first half, whose size is a power of two, then the next operator halves again. `torch.sum`
+    would be one operator, but on an accelerator its order, and so its bits, would depend on the bucket layout."""
     while len(parts) > 1:
         half = 2 ** ((len(parts) - 1).bit_length() - 1)
         parts[: len(parts) - half].add_(parts[half:])
@@ -251,10 +234,7 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 class Averaged:
-    """Holds the averages of all shares: the same bytes on every rank.
-
-    Args:
-        means: the message `mean` of each rank.
+    """Holds the averages of all shares, the same bytes on every rank, from the messages `mean` of all ranks.
 
     Attributes:
         finite: whether all scales and plain numbers are finite (0-dim bool tensor).

@@ -29,7 +29,7 @@ class Quantized(HookConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Compress(Quantized):
-    """Options of the hook int8_compress, which sends gradients as 8-bit integers with a scale per block.
+    """Sends gradients as 8-bit integers with a scale per block.
 
     It sends about a quarter of the bytes, with error feedback. Vectors and scalars are not quantised.
 
@@ -50,15 +50,16 @@ class Int8Compress(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Compress(Quantized):
-    """Options of the hook int4_compress, which sends gradients as 4-bit integers, two per byte, in smaller blocks.
+    """Sends gradients as 4-bit integers, two per byte, in smaller blocks.
 
     It sends about a seventh of the bytes, and rounds more coarsely than int8_compress.
 
     Args:
         block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of 16.
         use_error_feedback: add the rounding error to the next gradient. Leave it on.
-        start_iter: as in `Int8Compress`.
-        exclude: as in `Int8Compress`.
+        start_iter: number of steps with plain all-reduce before compression begins (int), or a fraction of the run
+            (float between 0 and 1, exclusive). None: as in `Int8Compress`.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are never compressed.
     """
 
     hook_name: ClassVar[str] = "int4_compress"

@@ -18,7 +18,7 @@ from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.errors import HookConfigError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
-from commhooks.gradients.precision import compute_dtype
+from commhooks.gradients.precision import compute_dtype, dtype_name
 
 logger = logger_of(__name__)
 
@@ -97,7 +97,7 @@ def _check(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
             f"{_NAME}: {name} is a DTensor; pass {name}.to_local(), and as group the ranks that hold the same part"
         )
     if given.layout != torch.strided or given.dtype not in dtypes:
-        expected = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+        expected = ", ".join(map(dtype_name, dtypes))
         found = f"{given.dtype}, {given.layout}".replace("torch.", "")
         raise HookConfigError(f"{_NAME}: {name} is {found}; expected a dense tensor in {expected}")
     if any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True)):
@@ -113,7 +113,6 @@ def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> 
 
 @functools.cache
 def _has_kernel(device: torch.device, dtype: torch.dtype, code: BlockCode) -> bool:
-    """Return whether this machine has a native kernel. Ranks need not agree, because the bits are equal."""
     try:
         return bool(native_build(device, dtype, code))
     except HookConfigError as error:

@@ -61,7 +61,6 @@ def _rounded(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return code * scale of element `j` of a block, from the byte that contains its code."""
     if BITS == 8:
         return codes.to(tl.int8, bitcast=True).to(real) * scale
     else:
@@ -163,7 +162,6 @@ def _store(  # type: ignore[no-untyped-def]
     blocks, share, codes_stride, scales_stride,
     BITS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write the averages of all blocks into the bucket, and the rounding errors into the residuals."""
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -219,7 +217,6 @@ class TritonKernel:
         }
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """Load as `BlockKernel.load` does, and quantise in the same kernel."""
         self.messages.flags.zero_()
         buffers = self._buffers
         if buffers.residuals is not None:
@@ -310,7 +307,6 @@ def results_of(
     code: BlockCode,
     ranks: int = 3,
 ) -> bytes:
-    """Return what a kernel computes in two steps on `ranks` simulated ranks, from numbers of all sizes."""
     sizes = (3 * code.block_size + 5, 1, code.block_size, code.block_size - 1, 2 * code.block_size)
     starts = list(itertools.accumulate(sizes, initial=1))  # after an element that is not aligned
     parameter = torch.empty(0, device=device)
@@ -344,7 +340,6 @@ def results_of(
 
 
 def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of very different sizes, with zeros of both signs, denormal numbers, and some near the largest."""
     numbers = library.fixed_numbers(numel, start, torch.float64)
     info, places = torch.finfo(dtype), torch.arange(numel)
     sizes = torch.tensor([1e-3, 1.0, 30.0, 0.1, 0.0], dtype=torch.float64)

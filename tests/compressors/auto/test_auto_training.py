@@ -314,7 +314,7 @@ def test_one_rank_has_nothing_to_gain() -> None:
 def test_without_a_watch_nothing_is_measured() -> None:
     with process_group_of_one():
         run = Run.new(hook="powerSGD", hook_options={"start_powerSGD_iter": 1})
-        with mock.patch("commhooks.engine.session.mark", side_effect=AssertionError):
+        with mock.patch("commhooks.engine.watched.mark", side_effect=AssertionError):
             run.train(3)
         assert commhooks.__version__ and run.hook.stats()["chosen"] is None
 

@@ -8,7 +8,7 @@ import torch
 
 from commhooks.compressors.adaptive import ObservedPass
 from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.engine import session
+from commhooks.engine import watched
 from tests.support.cuda_stand_ins import Event, cuda_stand_ins
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run
@@ -40,8 +40,8 @@ def training() -> Iterator[Training]:
     with process_group_of_one():
         made = Training()
         with (
-            mock.patch.object(session, "mark", lambda _: made.now),
-            mock.patch.object(session, "seconds_between", lambda first, second: second - first),
+            mock.patch.object(watched, "mark", lambda _: made.now),
+            mock.patch.object(watched, "seconds_between", lambda first, second: second - first),
             mock.patch.object(AutoCompressor, "observe", lambda _, seen: made.observe(seen)),
             mock.patch.object(AutoCompressor, "average", AutoCompressor.__base__.average),
         ):

@@ -1,14 +1,19 @@
-"""Draws how DiLoCo's rounds pass: steps of each rank, and the outer steps in which the ranks exchange weights.
+"""Draws how DiLoCo's rounds pass: steps of each rank, and the outer steps in which the ranks exchange weights. Also
+draws what has happened to machines that come and go, from the file of `benchmarks/members.py --results`.
 
-python benchmarks/drawings.py --rounds diloco_rounds.png
+    python benchmarks/drawings.py --rounds diloco_rounds.png
+    python benchmarks/drawings.py --members docs/figures/members.jsonl members.png
 """
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 STEPS, STEP, EXCHANGE, START = 5, 1.0, 2.6, 0.0
 OWN, SHARED, GREY = "#9db8ee", "#1d4ed8", "#555555"
+DEATH, RETURN = "#b91c1c", "#15803d"
 
 
 def rounds(path: Path) -> None:
@@ -65,10 +70,55 @@ def _exchange(axis: Any, at: float, length: float, rows: tuple[float, float], te
     axis.text(at + length / 2 - 0.03, middle, text, color="white", ha="center", va="center", fontsize=8)
 
 
+def members(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Above, the number of machines that train together; below, the loss of each machine in each of its rounds."""
+    from matplotlib.figure import Figure
+
+    (head, *rows), end = rows, rows[0]["seconds"]
+    rows = [row for row in rows if 0 <= row["time"] <= end]
+    steps, names = [row for row in rows if "members" in row], sorted({row["machine"] for row in rows})
+    figure = Figure(figsize=(8.4, 4.2), facecolor="white")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(1, 2))
+    times, counts = [row["time"] for row in steps], [row["members"] for row in steps]
+    above.step([0.0, *times, end], [counts[0], *counts, counts[-1]], where="post", color=SHARED)
+    above.set(ylabel="machines", ylim=(0, len(names) + 0.5), yticks=range(len(names) + 1))
+    for name, color in zip(names, (SHARED, "#f59e0b", "#7c3aed"), strict=True):
+        own = [row for row in rows if row["machine"] == name]  # a death has no loss, and interrupts the line
+        losses = [float("nan") if row.get("loss") is None else row["loss"] for row in own]
+        style = {"markersize": 3, "linewidth": 0.8, "color": color, "label": name.replace("-", " ")}
+        below.plot([row["time"] for row in own], losses, ".-", **style)
+    for death in (row for row in rows if row.get("event") == "killed"):
+        back = [row["time"] for row in steps if row["machine"] == death["machine"] and row["time"] > death["time"]]
+        for time, color, style, label in (
+            (death["time"], DEATH, "--", "is killed"),
+            *((t, RETURN, ":", "is back") for t in back[:1]),
+        ):
+            above.axvline(time, color=color, linestyle=style, linewidth=1.2, label=label)
+            below.axvline(time, color=color, linestyle=style, linewidth=1.2)
+    marks = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
+    above.legend(marks.values(), marks.keys(), frameon=False, fontsize=8, loc="lower left")
+    below.set(
+        xlabel=f"seconds; a step takes {head['step_s'] * 1e3:.0f} ms", ylabel="loss, mean of the round", xlim=(0, end)
+    )
+    below.legend(frameon=False, fontsize=8)
+    for axis in (above, below):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--rounds", type=Path, required=True, metavar="PNG", help="draw the rounds of DiLoCo")
-    rounds(made.parse_args().rounds)
+    made.add_argument("--rounds", type=Path, metavar="PNG", help="draw the rounds of DiLoCo")
+    made.add_argument(
+        "--members", type=Path, nargs=2, metavar=("RESULTS", "PNG"), help="draw machines that come and go"
+    )
+    args = made.parse_args()
+    if args.rounds is not None:
+        rounds(args.rounds)
+    if args.members is not None:
+        results, picture = args.members
+        members([json.loads(line) for line in results.read_text().splitlines()], picture)
 
 
 if __name__ == "__main__":

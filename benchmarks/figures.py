@@ -99,9 +99,12 @@ FIGURES = {
         stored="benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
     ),
     "members": Figure(
-        "benchmarks/members.py --seconds 90 --json FOLDER/members.json",
+        "benchmarks/members.py --seconds 90 --json FOLDER/members.json --results FOLDER/members.jsonl "
+        "--plot FOLDER/members.png",
         10,
         ("docs/members.md#what-a-death-costs",),
+        picture="members.png",
+        stored="benchmarks/drawings.py --members docs/figures/members.jsonl FOLDER/members.png",
     ),
     "wide_area": Figure(
         "benchmarks/wide_area_training.py --hooks noop ddp fp16 powersgd-4 diloco-10 --json FOLDER/wide_area.json",

@@ -1,6 +1,6 @@
 """Machines that die and come back: which share of their time is training, with live membership and with restarts?
 
-    python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200]
+    python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200] [--plot members.png]
 
 Three machines of one process on this host train a small model with DiLoCo every 10 steps. A step takes --step-ms, most
 of which is sleep, so that the host can play three machines. Every --kill-every seconds one of them is killed; 0: none.
@@ -8,6 +8,9 @@ of which is sleep, so that the host can play three machines. Every --kill-every 
   members   with `members="torchft"` and a lighthouse; a killed machine is started again at once
   torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0 saves every
             --save-every steps, and all begin from the newest checkpoint
+
+--results writes what happened in the last run with members, a line of JSON for each outer step of each machine, each
+death and each new start; --plot draws it.
 
   trained   steps of all machines that are in the weights at the end, as a share of the steps of three machines that
             never die or wait: seconds / step
@@ -31,7 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row, number, parse, parser, report
-from machine import machine
+from drawings import members as draw_members
+from machine import in_words, machine
 from torch import nn
 
 import commhooks
@@ -46,6 +50,8 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--kill-every", type=float, nargs="+", default=[0, 30])
     made.add_argument("--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun")
     made.add_argument("--step-ms", type=float, default=100)
+    made.add_argument("--results", type=Path, metavar="FILE", help="the last run with members, over time")
+    made.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     return made
 
@@ -55,7 +61,7 @@ def main() -> None:
     if args.worker is not None:
         work(**json.loads(args.worker))
         return
-    at, rows = machine(), list[Row]()
+    at, rows, happened = machine(), list[Row](), list[Row]()
     for kill_every, save_every in itertools.product(args.kill_every, [None, *args.save_every]):
         if not kill_every and save_every is not None:
             continue  # what is saved does not matter
@@ -66,6 +72,8 @@ def main() -> None:
                 kills, steps = job.measure(args.seconds, kill_every)
             finally:
                 job.close()
+            if save_every is None:
+                happened = [{"conditions": in_words(at), "seconds": args.seconds, "step_s": step_s}, *job.happened()]
         share = 100 * steps * step_s / (MACHINES * args.seconds)
         row = {"job": job.name, "save_every": save_every, "kill_every": kill_every, "kills": kills}
         rows.append(row | {"steps": steps, "share": share})
@@ -78,6 +86,10 @@ def main() -> None:
         "trained": number("share", "{:.0f} %"),
     }
     report("members", f"{MACHINES} machines, {args.seconds:g} s", args, at, rows, columns)
+    if args.results is not None:
+        args.results.write_text("".join(json.dumps(each) + "\n" for each in happened))
+    if args.plot is not None:
+        draw_members(happened, args.plot)
 
 
 class Job:
@@ -87,6 +99,7 @@ class Job:
 
     def __init__(self, folder: Path, step_s: float) -> None:
         self.folder, self.step_s, self.chance = folder, step_s, random.Random(0)
+        self.began, self.events = 0.0, list[Row]()
 
     def trained(self) -> int:
         """Return the steps of all machines that are in the weights."""
@@ -102,6 +115,13 @@ class Job:
     def begun(self) -> bool:
         raise NotImplementedError
 
+    def happened(self) -> list[Row]:
+        """Return the outer steps of all machines and the events, in order; "time": seconds since the measurement
+        began."""
+        lines = [line for file in self.folder.glob("*.rounds") for line in file.read_text().split("\n")[:-1]]
+        found = sorted([*map(json.loads, lines), *self.events], key=lambda row: row["time"])
+        return [row | {"time": round(row["time"] - self.began, 3)} for row in found]
+
     def measure(self, seconds: float, kill_every: float) -> tuple[int, int]:
         """Return how often a machine was killed, and the steps of all machines that have got into the weights."""
         deadline, kills = time.time() + 120, 0
@@ -109,7 +129,8 @@ class Job:
             if time.time() > deadline:
                 raise RuntimeError("".join(each.read_text()[-2000:] for each in self.folder.glob("*.log")))
             time.sleep(0.1)
-        before, deadline = self.trained(), time.time() + seconds
+        self.began = time.time()
+        before, deadline = self.trained(), self.began + seconds
         while kill_every and time.time() + kill_every < deadline:
             time.sleep(kill_every)
             self.kill()
@@ -139,6 +160,7 @@ class Members(Job):
     def start(self, place: int) -> Any:
         address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
         given = {"steps": f"{next(self.lives)}.steps", "lighthouse": address, "name": f"machine-{place}"}
+        self.events.append({"time": time.time(), "machine": given["name"], "event": "started"})
         return self.started([], f"{place}.log", given)
 
     def begun(self) -> bool:
@@ -151,6 +173,7 @@ class Members(Job):
         place = self.chance.randrange(MACHINES)
         self.running[place].kill()
         self.running[place].wait()
+        self.events.append({"time": time.time(), "machine": f"machine-{place}", "event": "killed"})
         self.running[place] = self.start(place)
 
     def close(self) -> None:
@@ -220,13 +243,16 @@ def work(
         hook.load_state_dict(saved["hook"])
         count = saved["count"]
     generator, first = torch.Generator().manual_seed(os.getpid()), save_every is None
-    with open(Path(folder, steps), "a") as file:
+    losses: list[float] = []
+    with open(Path(folder, steps), "a") as file, open(Path(folder, f"{steps}.rounds"), "a") as rounds:
         if count and writes:
             print(count, file=file, flush=True)
         while True:
             began = time.monotonic()
-            inputs, targets = torch.randn(32, 256, generator=generator), torch.randint(10, (32,), generator=generator)
-            nn.functional.cross_entropy(trained(inputs), targets).backward()
+            inputs = torch.randn(32, 256, generator=generator)
+            loss = nn.functional.cross_entropy(trained(inputs), inputs[:, :10].argmax(1))
+            loss.backward()
+            losses.append(loss.item())
             time.sleep(max(0.0, began + step_s - time.monotonic()))
             optimizer.step()
             optimizer.zero_grad()
@@ -234,9 +260,13 @@ def work(
             stats = hook.stats()
             if stats["step_in_round"] == 0:
                 if first and stats["members"] > 1:
-                    count = 0  # this machine has just come: its first step is lost
+                    count, losses = 0, []  # this machine has just come: its first step is lost
                 if writes:
                     print(count, file=file, flush=True)
+                row = {"time": time.time(), "machine": name, "members": stats["members"], "step": stats["step"]}
+                row["loss"] = sum(losses) / len(losses) if losses else None
+                print(json.dumps(row), file=rounds, flush=True)
+                losses = []
                 first = False
             if save_every is not None and count % save_every == 0:
                 content = {"hook": hook.state_dict(), "count": count}

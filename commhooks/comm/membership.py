@@ -14,7 +14,6 @@ import ctypes
 import gc
 import hashlib
 import http.server
-import importlib.util
 import json
 import os
 import socket
@@ -300,8 +299,6 @@ class Membership:
 
 def check_torchft() -> None:
     """Raise HookConfigError if torchft is missing or too old."""
-    if importlib.util.find_spec("torchft") is None:
-        raise HookConfigError('members="torchft" needs torchft: pip install "commhooks[members]"')
     try:
         from torchft.coordination import LighthouseClient  # noqa: F401
     except ImportError as error:

@@ -171,12 +171,12 @@ class FragmentSession(ExchangeDriver):
     def _issue(self, group: Any, send: Send) -> Pending:
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
-    def held_step(self, weight: float, good: torch.Tensor, *, exchanges: bool) -> "HeldOuterStep":
+    def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
         """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
-        machine's differences in the mean; `good`: `weights_finite`. If `exchanges` is False, this rank gets the result
-        from rank 0 of its model."""
+        machine's differences in the mean. If `exchanges` is False, this rank gets the result from rank 0 of its
+        model."""
         self.held.settle()  # a save may have written the residuals on another stream
-        return HeldOuterStep(self, self._fragment(0), weight, good, exchanges)
+        return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
     @torch.no_grad()
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -188,7 +188,8 @@ class FragmentSession(ExchangeDriver):
         self.held.settle()  # a save may have written the residuals on another stream
         # A buffer is committed before the one after the next is sent. To commit all buffers or none, each carries a NaN
         # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
-        good = self.weights_finite(buffers)
+        weights = [each.detach() for work in buffers for each in work.layout.parameters]
+        good = self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
         with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
             for work in buffers:
@@ -210,13 +211,6 @@ class FragmentSession(ExchangeDriver):
         self.write_anchor([exchange], good)
         write_back(work.layout, exchange.result)
         return good
-
-    def weights_finite(self, buffers: Sequence[OuterStepWorkspace] | None = None) -> torch.Tensor:
-        """Return whether all weights of `buffers` (None: without fragments, all) are finite here, and on the ranks with
-        other parts of the weights."""
-        buffers = self._fragment(0) if buffers is None else buffers
-        weights = [each.detach() for work in buffers for each in work.layout.parameters]
-        return self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
         with self.held.committing(good.device):
@@ -285,19 +279,13 @@ class HeldOuterStep:
     written before."""
 
     def __init__(
-        self,
-        session: FragmentSession,
-        buffers: Sequence[OuterStepWorkspace],
-        weight: float,
-        good: torch.Tensor,
-        exchanges: bool,
+        self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
     ) -> None:
         self._session, self._buffers = session, buffers
         self._running: list[RunningExchange] = []
         for work in buffers if exchanges else ():
             work.weight = weight
-            # To commit all buffers or none, each carries a NaN if any weight is not finite.
-            self._running.append(session.new_exchange(work, packed(work.layout, good)))
+            self._running.append(session.new_exchange(work, packed(work.layout)))
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -309,8 +297,8 @@ class HeldOuterStep:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Set anchor and weights, or count a discarded step if a number is not finite. All ranks of a model must call
-        this."""
+        """Set anchor and weights, or count a discarded step if a number is not finite in any buffer or any shard. All
+        ranks of a model must call this."""
         session, device = self._session, self._buffers[0].layout.device
         good = torch.ones((), dtype=torch.bool, device=device)
         if self._running:

@@ -82,9 +82,10 @@ class MemberSteps:
 
     def run(self, trained: bool, limit_s: float | None = None) -> bool:
         """Meet the other machines, and take an outer step with them or the state of one of them. All ranks of the
-        machine must call this between the same two steps. Returns whether a new round begins; False if no machine had
-        trained, and the weights stay. `trained`: whether this machine has trained the current round, and not only
-        begun. `limit_s`: how long to wait for the other machines.
+        machine must call this between the same two steps. Returns whether a new round begins; False if all machines
+        have only begun: they go on with the round, and so do those of them that take the state of another one.
+        `trained`: whether this machine has trained the current round, and not only begun. `limit_s`: how long to wait
+        for the other machines.
 
         Raises:
             AttachError: before the first outer step, if this machine does not match the others.
@@ -111,8 +112,9 @@ class MemberSteps:
             if here is None:
                 own = [each.id for each in behind].index(self.membership.id)
                 if self._take(latest[own % len(latest)], steps):
+                    begins = self.joined or steps > latest[0].step
                     self._begin_round(machines)
-                    return True
+                    return begins
                 continue
             serves = [each.name for place, each in enumerate(behind) if place % len(latest) == here]
             if steps == latest[0].step:  # nobody has trained
@@ -210,11 +212,9 @@ class MemberSteps:
         failure = ""
         count = sum(each.record["trained"] for each in machines)
         weight = len(machines) / count if machines[here].record["trained"] else 0.0
-        # An error below may occur on one rank of the machine only, so there must be no collective inside the machine.
-        good = self._outer.weights_finite()
-        try:
+        try:  # an error may occur on one rank of the machine only: no collective inside the machine before they agree
             self.membership.connect(machines)
-            held = self._outer.held_step(weight, good, exchanges=self.membership.exchanges)
+            held = self._outer.held_step(weight, exchanges=self.membership.exchanges)
             held.exchange()
             if self.membership.exchanges:
                 self._common.share(optimizers=False, group=self.membership.group)

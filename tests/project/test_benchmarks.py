@@ -31,7 +31,7 @@ ALONE = {
     "language_model": "--plot figures.png",
     "launches": "",
     "local_steps": "",
-    "members": "--seconds 6 --kill-every 3",
+    "members": "--seconds 6 --kill-every 3 --results rows.jsonl --plot figures.png",
     "memory": "",
     "metrics": "",
     "paper": "",  # compares with figures of the paper by itself

@@ -93,6 +93,10 @@ AREAS = {
             ("engine/test_streams", "hook/test_metrics"),
         ),
         Part(
+            "watched",
+            ("compressors/auto/test_watched_steps", "compressors/auto/test_auto_training"),
+        ),
+        Part(
             "*",
             (
                 "engine/test_backward_pass",

@@ -3,7 +3,8 @@
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
 optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
 as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
-machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group.
+machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group. `members` false: it
+trains alone, by DDP.
 """
 
 import hashlib
@@ -52,7 +53,8 @@ def said(what: str, **more: Any) -> None:
 
 def names_in(hook: Any) -> list[str]:
     """Machine a may have the name of the host."""
-    return sorted("a" if name == socket.gethostname() else name for name in hook.members.names)
+    names = [] if hook.members is None else hook.members.names
+    return sorted("a" if name == socket.gethostname() else name for name in names)
 
 
 def hash_of(tensors: Any) -> str:
@@ -71,9 +73,9 @@ def new_optimizer(model: torch.nn.Module) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 
 
-def new_data(name: str) -> TensorDataset:
+def new_data(name: str, samples: int = 48) -> TensorDataset:
     generator = torch.Generator().manual_seed(sum(name.encode()))
-    return TensorDataset(torch.randn(48, 6, generator=generator))
+    return TensorDataset(torch.randn(samples, 6, generator=generator))
 
 
 def lightning(given: dict[str, Any]) -> None:
@@ -116,7 +118,8 @@ def lightning(given: dict[str, Any]) -> None:
             said("validation", same=hash_of(module.parameters()) == self.weights)
 
     folder = Path(given["folder"]) / given["name"]
-    loader = DataLoader(new_data(given["name"]), batch_size=2)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=given.get("save_every", 7), save_top_k=-1)
+    loader = DataLoader(new_data(given.get("data", given["name"]), given.get("samples", 48)), batch_size=2)
     sharded = given.get("world", 1) > 1
     strategy = CommHookFSDP2 if sharded else CommHookDDP
     trainer = pl.Trainer(
@@ -128,8 +131,9 @@ def lightning(given: dict[str, Any]) -> None:
         max_epochs=-1,
         check_val_every_n_epoch=None,
         val_check_interval=14,
+        limit_val_batches=given.get("validation", 1.0),
         accumulate_grad_batches=2,
-        callbacks=[Looks(), CommHookMonitor(), ModelCheckpoint(folder, every_n_train_steps=7, save_last=True)],
+        callbacks=[Looks(), CommHookMonitor(), saves],
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=10,
         enable_progress_bar=False,
@@ -299,8 +303,13 @@ def transformers(given: dict[str, Any]) -> None:
     said("end", **end)
 
 
-def machine(given: dict[str, Any]) -> commhooks.Torchft:
-    return commhooks.Torchft(name=given["name"], timeout_s=20.0)
+def machine(given: dict[str, Any]) -> commhooks.Torchft | None:
+    least = given.get("least", 1)
+    return (
+        commhooks.Torchft(name=given["name"], timeout_s=20.0, min_machines=least)
+        if given.get("members", True)
+        else None
+    )
 
 
 if __name__ == "__main__":

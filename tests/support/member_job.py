@@ -1,13 +1,13 @@
 """A training on one of several machines that come and go: `python member_job.py JSON`, run by test_members.py.
 
 Prints a line of JSON at the start of each round. `fault`: what happens on the last rank at which exchange or
-confirmation. "listed": the process dies before it connects; "unconnected": it seems that it cannot connect; "before":
-the process dies before this exchange; "exchanged": it dies after it; "agreed": it dies before
-the confirmation; "refused": the exchange seems to fail, as if the connection had been lost; "unsure": the confirmation
-seems to fail, though it has ended everywhere. "asked": the process dies while another machine takes its state. `nan`:
-after how many steps a weight of the last rank is not finite. `save`: it saves NAME in the folder when it has taken
-`rounds` outer steps; `load`: it begins from the file of this machine. `shards`: the model is sharded by fully_shard
-over so many of the `world` ranks; `columns`: its first weight by columns.
+confirmation. "listed": the process dies before it connects; "before": before the exchange; "exchanged": after it;
+"agreed": before the confirmation. "unconnected", "refused", "unshared": connecting, the exchange, or sharing buffers
+seems to fail, as if the connection had been lost; "unsure": the confirmation seems to fail, though it has ended
+everywhere. "asked": the process dies while another machine takes its state. `nan`: after how many steps a moment of the
+last shard is not finite. `save`: it saves NAME in the folder when it has taken `rounds` outer steps; `load`: it begins
+from the file of this machine. `shards`: the model is sharded by fully_shard over so many of the `world` ranks;
+`columns`: its first weight by columns. `shift`: is added to a weight of the last shard.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 import commhooks
 from commhooks.comm.membership import Membership, StateServer
 from commhooks.local_steps import flat_weights
+from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.fragments import HeldOuterStep
 
 
@@ -142,8 +143,9 @@ def main(given: dict) -> None:
         count, before = 0, None
         while count < given["steps"] and hook.stats()["step"] < given.get("rounds", 10**9) and not stopping:
             module.seen += 1 + len(name)  # machines differ, and have that of the first after an outer step
-            if given.get("nan") == count and rank == world - 1:
-                next(iter(hook._source.names.named_parameters().values())).detach().view(-1)[0] = torch.nan
+            if given.get("nan") == count and rank == (shards or 1) - 1:
+                moment = next(iter(optimizer.state.values()))["exp_avg"]
+                (moment.to_local() if isinstance(moment, DTensor) else moment).view(-1)[0] = torch.nan
             train_step(model, optimizer, name, count, (rank,))
             position[0] += 1
             count += 1
@@ -178,7 +180,7 @@ def sharded_content(module: nn.Module, optimizer: torch.optim.Optimizer, hook: A
 
 def inject(what: str, number: int) -> None:
     exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
-    answer, connect, connecting = StateServer._answer, Membership.connect, [0]
+    answer, connect, connecting, share = StateServer._answer, Membership.connect, [0], CommonState.share
 
     def new_exchange(held: HeldOuterStep) -> None:
         exchanged[0] += 1
@@ -212,8 +214,14 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
         connect(membership, machines)
 
+    def new_share(common: CommonState, **options: Any) -> Any:
+        found = share(common, **options)
+        if what == "unshared" and exchanged[0] == number and "group" in options:
+            raise RuntimeError("the connection was lost (a test)")
+        return found
+
     HeldOuterStep.exchange, Membership.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
-    Membership.connect = new_connect
+    Membership.connect, CommonState.share = new_connect, new_share
 
 
 if __name__ == "__main__":

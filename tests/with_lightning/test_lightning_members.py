@@ -1,11 +1,20 @@
 """Machines that come and go under Lightning and Fabric."""
 
 import csv
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm
+from tests.support.machines import (
+    FRONT_JOB,
+    Machine,
+    assert_equal,
+    lighthouse,
+    one_comes_and_is_killed,
+    one_gets_sigterm,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,6 +33,40 @@ def test_trainer(tmp_path: Path) -> None:
 
 def test_trainer_with_sharded_models(tmp_path: Path) -> None:
     one_comes_and_is_killed(tmp_path, "lightning.pytorch", front="lightning", steps=170, world=2)
+
+
+def test_resume(tmp_path: Path) -> None:
+    """Three machines save and stop. From these checkpoints go on: one machine, as a training without members does (in
+    which validations and the ends of epochs would end rounds); and three, of which one has an older checkpoint, and
+    takes the state of the others."""
+    one_epoch = {"samples": 200, "validation": 0.0}
+
+    def train(names: str, steps: int, files: list[str], **given: Any) -> list[Machine]:
+        with lighthouse() as address:
+            new = functools.partial(Machine, FRONT_JOB, address, tmp_path, steps=steps, save_every=10, **one_epoch)
+            paths = [str(tmp_path / file) for file in files] or [None] * len(names)
+            many = [
+                new(name, "lightning.pytorch", front="lightning", seed=seed, least=len(names), resume=path, **given)
+                for seed, (name, path) in enumerate(zip(names, paths, strict=True))
+            ]
+            try:
+                assert [each.end()["steps"] for each in many] == [steps] * len(many)
+            finally:
+                for each in many:
+                    each.kill()
+        return many
+
+    first = train("abc", 20, [])
+    assert_equal(*first, began_together=True)
+    (alone,) = train("d", 40, ["a/step=20.ckpt"])
+    (plain,) = train("p", 40, ["a/step=20.ckpt"], data="d", members=False)
+    assert [*plain.rounds][-4:] == [5, 6, 7, 8]
+    assert {step: line | {"names": ["d"]} for step, line in plain.rounds.items()} == alone.rounds
+    three = train("efg", 40, ["a/step=20.ckpt", "b/step=20.ckpt", "c/step=10.ckpt"])
+    assert_equal(*three, began_together=True)
+    for each in (alone, *three):
+        assert [each.rounds[step]["steps"] for step in (5, 6, 7, 8)] == [25, 30, 35, 40]
+    assert "goes on from outer step" in three[2].log.read_text()
 
 
 def test_fabric(tmp_path: Path) -> None:

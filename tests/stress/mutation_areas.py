@@ -204,6 +204,11 @@ AREAS = {
 
 EXPLAINED = {
     (
+        "commhooks/compressors/quantized/mean.py",
+        "return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)",
+        "return largest / self.levels * (1 - 5 * torch.finfo(dtype).eps)",
+    ): "any few eps leave room for rounding",
+    (
         "commhooks/local_steps/fragments.py",
         "buffers = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)",
         "buffers = self._fragment(0) if len(self._fragments) == 0 else self._made(parameters)",

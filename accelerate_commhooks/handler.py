@@ -14,7 +14,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.fsdp2 import check_takes_hook, override_prepare, replicas_of, warn_at_first_prepare
+from accelerate_commhooks.prepare import check_takes_hook, override_prepare, replicas_of, warn_at_first_prepare
 from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
 from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError

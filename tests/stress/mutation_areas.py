@@ -81,6 +81,7 @@ AREAS = {
                 "engine/test_kernel_choice",
                 "engine/test_start_step",
                 "engine/test_disagreement",
+                "compressors/test_different_sends::test_the_send_is_named_on_all_ranks",
                 "compressors/native/test_choice",
                 "compressors/auto/test_auto_training::test_ranks_with_different_decisions_say_so",
                 "compressors/auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
@@ -90,6 +91,10 @@ AREAS = {
         Part(
             "streams",
             ("engine/test_streams", "hook/test_metrics"),
+        ),
+        Part(
+            "watched",
+            ("compressors/auto/test_watched_steps", "compressors/auto/test_auto_training"),
         ),
         Part(
             "*",
@@ -117,6 +122,7 @@ AREAS = {
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
+                "checkpoint/test_hostile_payloads::test_changed_payloads",
                 "checkpoint/test_resumed",
                 "checkpoint/test_golden_payloads",
                 "checkpoint/test_changed_surroundings",
@@ -236,6 +242,11 @@ EXPLAINED = {
         "commhooks/compressors/quantized/kernels.py",
         "sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))",
         "sent.scales.copy_(self.scales.index_select( -1, order).view_as(sent.scales))",
+    ): "a 1-D tensor",
+    (
+        "commhooks/compressors/quantized/kernels.py",
+        "first, end = counts.index_select(0, self._first_and_end).view(2, -1)",
+        "first, end = counts.index_select( -1, self._first_and_end).view(2, -1)",
     ): "a 1-D tensor",
     (
         "commhooks/compressors/powersgd/accelerator.py",

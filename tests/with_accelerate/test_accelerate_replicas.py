@@ -13,7 +13,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.fsdp2 import check_takes_hook
+from accelerate_commhooks.prepare import check_takes_hook
 from accelerate_commhooks.yaml_settings import VARIABLE, Settings
 from commhooks import HookConfigError
 from tests.support.accelerators import (

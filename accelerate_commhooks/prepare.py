@@ -1,8 +1,9 @@
-"""FSDP2 in Accelerate: shards the model within each replica, and lets the hook average over the replicas.
+"""Overrides `Accelerator.prepare` for models that it neither wraps in DDP nor gives to its handler.
 
-With `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)` Accelerate gives FSDP a mesh of two dimensions, and FSDP
-itself averages over the replicas, uncompressed, before any hook. So while `prepare` runs, Accelerate sees a
-configuration with one replica.
+FSDP2 with `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: Accelerate gives FSDP a mesh of two dimensions,
+and FSDP itself averages over the replicas, uncompressed, before any hook. So while `prepare` runs, Accelerate sees a
+configuration with one replica. One process: the hook takes part in a training with other machines as members, or there
+is nothing to average, which a warning says.
 """
 
 import contextlib

@@ -111,6 +111,13 @@ def main(given: dict) -> None:
         signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
         inject(*given["fault"]) if "fault" in given and rank == world - 1 else None
 
+        def stops() -> bool:
+            """Whether a rank of this machine has got SIGTERM: all of them stop at the same step."""
+            got = torch.tensor(len(stopping))
+            if world > 1:
+                dist.all_reduce(got)
+            return bool(got)
+
         def said(what: str, **more: object) -> None:
             print(json.dumps({"what": what, "name": name, "local_rank": rank, **more}), flush=True)
 
@@ -141,7 +148,7 @@ def main(given: dict) -> None:
             hook.load_state_dict(saved["hook"])
             said("loaded", state=state(hook.state_dict("mean")))
         count, before = 0, None
-        while count < given["steps"] and hook.stats()["step"] < given.get("rounds", 10**9) and not stopping:
+        while count < given["steps"] and hook.stats()["step"] < given.get("rounds", 10**9) and not stops():
             module.seen += 1 + len(name)  # machines differ, and have that of the first after an outer step
             if given.get("nan") == count and rank == (shards or 1) - 1:
                 moment = next(iter(optimizer.state.values()))["exp_avg"]

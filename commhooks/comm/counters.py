@@ -192,9 +192,6 @@ class Counters:
         self.last_pass.collectives += 1
         self.last_pass.bytes_sent += size
 
-    def gradients(self, size: int) -> None:
-        self.bytes_uncompressed += size
-
     def begin_pass(self) -> None:
         self.backward_passes += 1
         self.clocks.begin_pass()

@@ -86,7 +86,7 @@ class Session(ExchangeDriver):
         if not consensus.compressor.transactional and consensus.reduction.nodes is None:
             if bucket.is_first:
                 self.counters.begin_pass()
-            self.counters.gradients(bucket.nbytes)
+            self.counters.bytes_uncompressed += bucket.nbytes
             group = consensus.binding.group()
             comparison = None
             if consensus.compares_sends and consensus.is_new(bucket):
@@ -149,7 +149,7 @@ class Session(ExchangeDriver):
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
         step = current.step
         known = consensus.buckets.find(bucket, compressor, consensus.reduction, step, first=not current.running)
-        counters.gradients(bucket.nbytes)
+        counters.bytes_uncompressed += bucket.nbytes
         issue: Issue = functools.partial(self._send, current, bucket.index)
         if bucket.unused:
             step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})

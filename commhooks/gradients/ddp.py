@@ -84,8 +84,7 @@ class DDPGradients(GradientSource):
         "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
     )
 
-    gives_grad_buckets = True
-    averages_alone = True
+    from_ddp = True
 
     def __init__(
         self,

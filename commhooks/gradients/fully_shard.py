@@ -246,8 +246,7 @@ def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
 
 class FullyShardGradients(GradientSource):
     nothing_to_reduce = NOTHING_SHARDED
-    gives_grad_buckets = False
-    averages_alone = False
+    from_ddp = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support the sharding."""

@@ -96,16 +96,15 @@ class GradientSource(ABC):
         names: the parameters that are reduced; in a sharded model, this rank's shards.
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
-        gives_grad_buckets: whether buckets have torch's `GradBucket`, which users' functions need.
-        averages_alone: whether gradients are averaged over `group` without a hook.
+        from_ddp: whether DDP reduces the gradients. Then buckets have torch's `GradBucket`, which users' functions
+            need, and without a hook DDP averages over `group` itself.
     """
 
     names: ModelNames
     device: torch.device
     sparse: set[int]
     nothing_to_reduce: ClassVar[str]
-    gives_grad_buckets: ClassVar[bool]
-    averages_alone: ClassVar[bool]
+    from_ddp: ClassVar[bool]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = held_weakly(group)
@@ -208,8 +207,7 @@ class PlainGradients(GradientSource):
     gradients."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
-    gives_grad_buckets = False
-    averages_alone = False
+    from_ddp = False
 
     def __init__(
         self, module: torch.nn.Module, group: dist.ProcessGroup, accumulates: Callable[[], bool] | None = None

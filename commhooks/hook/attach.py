@@ -170,7 +170,7 @@ def attach_request(
         model, process_group, replicate_group, unwrapped=unwrapped, one_replica=live, accumulates=accumulates
     )
     check_arrangement(request, source)
-    if request.off and not source.averages_alone:
+    if request.off and not source.from_ddp:
         request = request.as_plain_average()
     compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
     state, function = (None, None) if compressor is not None else _users_function(request, source)
@@ -203,7 +203,7 @@ def attach_request(
 
 
 def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
-    if not source.gives_grad_buckets:
+    if not source.from_ddp:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
             "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"

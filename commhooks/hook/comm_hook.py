@@ -96,7 +96,7 @@ class CommHook:
         self._unused.callback = on_unused
         if self._hook.status().use is None:
             self._unused.silence()
-        if self._source.gives_grad_buckets:  # fully_shard calls a hook wherever it reduces
+        if self._source.from_ddp:  # fully_shard calls a hook wherever it reduces
             self._unused.watch(self._source.stepped())
 
     def _begun(self) -> None:

@@ -116,7 +116,7 @@ class LocalStepsDriver:
         if bucket.is_first:
             self._begin_pass(bucket)
         flat, group = bucket.flat, self._source.group
-        self.counters.gradients(bucket.nbytes)
+        self.counters.bytes_uncompressed += bucket.nbytes
         if self._scaled and not self.averages and self._is_due():
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:

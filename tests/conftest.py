@@ -64,7 +64,9 @@ FRAMEWORKS = {
 
 # The files that take longest: with `pytest -n` they begin first, so that none is left at the end.
 FIRST = (
+    "test_members.py",
     "test_chaos.py",
+    "test_lightning_members.py",
     "test_benchmarks.py",
     "test_simulated_accelerator.py",
     "test_elastic_example.py",

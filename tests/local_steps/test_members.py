@@ -231,6 +231,7 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     died = time.monotonic()
     a.round(max(a.rounds) + 2)
     assert time.monotonic() - died < 20
+    a.round(max(a.rounds) + 5)
     assert "failed, and is repeated" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
         each.signal(signal.SIGTERM)

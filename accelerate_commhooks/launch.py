@@ -68,7 +68,7 @@ def launch(arguments: list[str]) -> int:
             f"`accelerate launch` with flags set {VARIABLE}={file}"
         )
     _refuse_without_ddp(args, file, content)
-    alone = _one_process_only(args, content)
+    alone = _one_process_only(args, content) and settings.values.get("members") is None
     if alone:
         _say(
             "Accelerate starts one process here: its model is not wrapped in DDP and gets no hook. For several "

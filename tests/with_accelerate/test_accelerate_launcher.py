@@ -222,6 +222,10 @@ def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any)
     assert launch_one(config, READS) == 0
     err = capfd.readouterr().err
     assert "starts one process here" in err and SENTENCE not in err
+    members = config.with_name("members.yaml")
+    members.write_text(section("hook: diloco\nmembers: torchft\n"))
+    assert launch_one(members, READS.replace("powerSGD", "diloco")) == 0
+    assert "starts one process here" not in capfd.readouterr().err
     # The status of the script goes through.
     assert launch_one(config, "import sys\nsys.exit(int(sys.argv[1]))") == 3
     assert launch_one(config, "import os\nos.kill(os.getpid(), 9)") == 128 + 9

@@ -29,6 +29,7 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
             of_rank_0 = [content]
             dist.broadcast_object_list(of_rank_0)
             content = of_rank_0[0] | {"hook": content["hook"]}  # as the frameworks save
+            assert content["hook"]["loss_scale"] == 1.0, "residuals of weights do not scale with the loss"
             contents.append((content["hook"], plain(content["hook"])))
             resumed = Run.new(hook=config).load(content)
     for content, as_saved in contents:

@@ -150,8 +150,8 @@ def _refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dic
 
 
 def _one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> bool:
-    """Whether Accelerate starts a single process. Accelerate 1.15 has two launchers for local machines; its launcher
-    for the CPU starts several processes only through MPI."""
+    """Return whether Accelerate starts a single process. Accelerate 1.15 has two launchers for local machines; its
+    launcher for the CPU starts several processes only through MPI."""
     kind = str(content.get("distributed_type") or "NO")  # YAML reads NO without quotes as false
     several = args.multi_gpu or args.use_fsdp or kind not in ("NO", "MULTI_CPU")
     return args.cpu or not (several or args.mpirun_hostfile or content.get("mpirun_config"))

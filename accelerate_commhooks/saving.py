@@ -48,7 +48,8 @@ _OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank(\d+))?\.pt)?")
 
 
 class HookedModel:
-    """A wrapped model and its hook. All references are weak. `is_sharded`: by FSDP2; otherwise it is wrapped in DDP."""
+    """Refers to a wrapped model and its hook. All references are weak. `is_sharded`: by FSDP2; otherwise it is wrapped
+    in DDP."""
 
     def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str) -> None:
         self.is_sharded, self.strict, self.save_residual = isinstance(model, FSDPModule), strict, save_residual

@@ -1,6 +1,6 @@
-"""The settings of `CommHookKwargs` in YAML: the section `comm_hook_config` of Accelerate's configuration file, or a
-separate file. The keys are the arguments of `CommHookKwargs`. Hooks and states are strings here, and `hook: null` is
-DDP without a hook.
+"""Read the settings of `CommHookKwargs` from YAML: the section `comm_hook_config` of Accelerate's configuration file,
+or a separate file. The keys are the arguments of `CommHookKwargs`. Hooks and states are strings here, and `hook: null`
+is DDP without a hook.
 
 The environment variable ACCELERATE_COMM_HOOK_CONFIG holds the path of such a file. `accelerate-commhooks launch` sets
 it to a JSON object, recognised by its first character "{" (a path that begins with it is written `./{...`), with the

@@ -19,7 +19,7 @@ class CommHookError(Exception):
 
 
 class HookConfigError(CommHookError, ValueError):
-    """An invalid hook, option or combination of options; the message names it."""
+    """Raised for an invalid hook, option or combination of options; the message names it."""
 
 
 class AttachError(CommHookError, RuntimeError):
@@ -27,11 +27,12 @@ class AttachError(CommHookError, RuntimeError):
 
 
 class HookRunError(CommHookError, RuntimeError):
-    """A hook failed during a backward pass, or the ranks disagreed."""
+    """Raised if a hook failed during a backward pass, or the ranks disagreed."""
 
 
 class PayloadError(CommHookError, ValueError):
-    """A checkpoint payload does not fit the model; nothing was changed. The message lists the mismatched names."""
+    """Raised if a checkpoint payload does not fit the model; nothing was changed. The message lists the mismatched
+    names."""
 
 
 class DoctorError(CommHookError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The plan for a model: what is compressed, the bytes sent, and the memory needed, with a table."""
+"""Plan a model: what is compressed, the bytes sent, and the memory needed, with a table."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a hook does to a model. `print(plan)` shows a table with one line per parameter."""
+    """Says what a hook does to a model. `print(plan)` shows a table with one line per parameter."""
 
     hook: str
     parameters: tuple[UnitPlan, ...]
@@ -218,8 +218,8 @@ def whole_plan(
 
 @dataclass(frozen=True)
 class SavedBy:
-    """How a hook's residuals are saved: `form` ("mean", "per_rank" or "drop"), the number of ranks that save together
-    (with a sharded model, that hold the same shard), and the number of shards of the model."""
+    """Says how a hook's residuals are saved: `form` ("mean", "per_rank" or "drop"), the number of ranks that save
+    together (with a sharded model, that hold the same shard), and the number of shards of the model."""
 
     form: str
     ranks: int

@@ -1,4 +1,4 @@
-"""The registered hooks by name. To add a hook, add its class to `BUILT_IN`, or call `register_compressor`."""
+"""Find hooks by name. To add a hook, add its class to `BUILT_IN`, or call `register_compressor`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -165,7 +165,8 @@ def canonical_name(name: str) -> str | None:
 
 
 def means_no_hook(hook: object) -> bool:
-    """Whether `hook` requests training without a hook: None, "none", "off", or False (YAML reads `off` as False)."""
+    """Return whether `hook` requests training without a hook: None, "none", "off", or False (YAML reads `off` as
+    False)."""
     return hook is None or hook is False or (isinstance(hook, str) and hook.lower() in (OFF, "off"))
 
 

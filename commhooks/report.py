@@ -1,4 +1,4 @@
-"""The reports of a hook: status, summary, norms, and metrics for the loggers of Lightning and Accelerate."""
+"""Report on a hook: status, summary, norms, and metrics for the loggers of Lightning and Accelerate."""
 
 import math
 import weakref
@@ -34,7 +34,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Use:
-    """What a hook has done so far. It begins at step `begins`, or later if `or_later` says so.
+    """Says what a hook has done so far. It begins at step `begins`, or later if `or_later` says so.
 
     Attributes:
         acted: whether the hook has compressed a step or averaged weights.
@@ -55,7 +55,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Status:
-    """The current state of a hook, read without waiting for an accelerator.
+    """Holds the current state of a hook, read without waiting for an accelerator.
 
     Attributes:
         use: None for plain averages, and without a hook.
@@ -74,8 +74,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of the line that rank 0 logs after the first backward pass. `details`: the main options, the kernel,
-    the nodes. `alone`: appended if a single rank sends nothing: what the hook does nevertheless."""
+    """Holds the parts of the line that rank 0 logs after the first backward pass. `details`: the main options, the
+    kernel, the nodes. `alone`: appended if a single rank sends nothing: what the hook does nevertheless."""
 
     details: Sequence[str] = ()
     effect: str = ""

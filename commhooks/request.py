@@ -1,4 +1,5 @@
-"""A user's request for a hook: the arguments shared by all front ends, checked without a model or a process group.
+"""Check a user's request for a hook: the arguments shared by all front ends, checked without a model or a process
+group.
 
 The front ends are `attach`, the strategies for Lightning and Fabric, Accelerate's handler and YAML, and flags. Their
 signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains the arguments.
@@ -60,9 +61,9 @@ _DROP_INS: dict[Callable[..., Any], str] = {
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument shared by all front ends. `kind`: the type in YAML; in Python, `hook` and `hook_state` may be other
-    objects. `choices`: the valid values; empty: all values of the type. `expected`: the valid values in words, for
-    messages."""
+    """Describes an argument shared by all front ends. `kind`: the type in YAML; in Python, `hook` and `hook_state` may
+    be other objects. `choices`: the valid values; empty: all values of the type. `expected`: the valid values in words,
+    for messages."""
 
     kind: Any
     default: Any = None
@@ -135,8 +136,8 @@ def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class HookRequest:
-    """A checked request for a hook. At most one of `config`, `factory` and `function` is set. If none is, the training
-    runs without a hook."""
+    """Holds a checked request for a hook. At most one of `config`, `factory` and `function` is set. If none is, the
+    training runs without a hook."""
 
     name: str
     config: HookConfig | None = None

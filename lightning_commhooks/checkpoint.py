@@ -1,4 +1,5 @@
-"""The hook's part of Lightning's checkpoints: its key, the defaults, and whether all ranks take part in a save."""
+"""Define the hook's part of Lightning's checkpoints: its key, the defaults, and whether all ranks take part in a
+save."""
 
 import inspect
 import sys
@@ -38,7 +39,7 @@ def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
 
 
 def saves_alone(trainer: "pl.Trainer") -> bool:
-    """Whether some ranks might not join this save, so that it must not use collectives.
+    """Return whether some ranks might not join this save, so that it must not use collectives.
 
     After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks that save
     (`on_exception`). It has no public flag for a save in a signal handler (SLURM's, or a user's). In all other cases,
@@ -49,8 +50,8 @@ def saves_alone(trainer: "pl.Trainer") -> bool:
 
 
 def in_signal_handler() -> bool:
-    """Whether this thread runs a signal handler. Python calls `handler(number, frame)` with the interrupted frame,
-    which is also the caller's frame."""
+    """Return whether this thread runs a signal handler. Python calls `handler(number, frame)` with the interrupted
+    frame, which is also the caller's frame."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_back is None or not (frame.f_code.co_argcount >= 2 or frame.f_code.co_flags & inspect.CO_VARARGS):
             continue

@@ -357,8 +357,8 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
 
 
 class _Progress:
-    """The Trainer's epoch, batch, global step and schedulers, for a machine that comes. Weak: the hook may outlive the
-    Trainer."""
+    """Hands over the Trainer's epoch, batch, global step and schedulers, for a machine that comes. Weak: the hook may
+    outlive the Trainer."""
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer: pl.Trainer = weakref.proxy(trainer)

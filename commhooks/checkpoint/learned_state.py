@@ -30,7 +30,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True)
 class Contribution:
-    """The residuals for a payload, which alone differ between ranks.
+    """Holds the residuals for a payload, which alone differ between ranks.
 
     Attributes:
         kind: "mean", "per_rank" or "none".

@@ -128,7 +128,7 @@ def damaged(what: str) -> PayloadError:
 
 
 def _is(value: object, expected: object) -> bool:
-    """Whether values and types are equal, which excludes tensors and bools that merely compare equal."""
+    """Return whether values and types are equal, which excludes tensors and bools that merely compare equal."""
     return type(value) is type(expected) and value == expected
 
 

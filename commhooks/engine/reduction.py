@@ -54,7 +54,7 @@ class FlatReduction:
     ranks_per_residual: int = 1
 
     def keeps(self, name: str) -> bool:
-        """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
+        """Return whether this rank keeps the local tensors (residuals) of the parameter `name`."""
         return True
 
     def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:

@@ -29,7 +29,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not branches."""
+    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
+    branches."""
     return device.type == "cpu"
 
 

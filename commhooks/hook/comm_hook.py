@@ -35,8 +35,8 @@ JOINT_SAVE_LIMIT_S = 60.0
 
 
 class CommHook:
-    """A communication hook registered by `commhooks.attach`. `stats()` and `plan()` also work after the model was
-    deleted.
+    """Represents a communication hook registered by `commhooks.attach`. `stats()` and `plan()` also work after the
+    model was deleted.
 
     Attributes:
         name: name of the hook.

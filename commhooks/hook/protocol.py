@@ -1,4 +1,5 @@
-"""The interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local steps."""
+"""Define the interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local
+steps."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -14,8 +15,8 @@ from commhooks.report import Status, Summary
 
 
 class Residuals(NamedTuple):
-    """The 1-D residuals by parameter name, the factor by which they are scaled (loss scale times ranks per node), and
-    the names of the parameters that the hook compresses. For `CommHook.norms`."""
+    """Holds the 1-D residuals by parameter name, the factor by which they are scaled (loss scale times ranks per node),
+    and the names of the parameters that the hook compresses. For `CommHook.norms`."""
 
     tensors: Mapping[str, torch.Tensor]
     factor: float

@@ -1,5 +1,5 @@
-"""The `commhooks` command: its arguments, and `commhooks hooks`. The other subcommands are modules of this package with
-a function `run(arguments)`. This module does not import torch, so that `--help` and completion are fast."""
+"""Run the `commhooks` command: its arguments, and `commhooks hooks`. The other subcommands are modules of this package
+with a function `run(arguments)`. This module does not import torch, so that `--help` and completion are fast."""
 
 import argparse
 import dataclasses

@@ -351,7 +351,7 @@ def gradients_of(module: torch.nn.Module) -> Gradients:
 
 @dataclass
 class Measured:
-    """The measurements of one candidate, equal on every rank.
+    """Holds the measurements of one candidate, equal on every rank.
 
     Attributes:
         step_ms: for each step, the time of forward, backward and communication, from a common start to the end of the
@@ -500,8 +500,8 @@ def _norm(gradients: Gradients, without: Gradients = ()) -> float:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The result of `commhooks.doctor`, equal on every rank. `print(report)` shows a table. `measured`: measurements by
-    label. `not_measured`: labels of hooks that compress no parameter of this model."""
+    """Holds the result of `commhooks.doctor`, equal on every rank. `print(report)` shows a table. `measured`:
+    measurements by label. `not_measured`: labels of hooks that compress no parameter of this model."""
 
     measured: dict[str, Measured]
     world_size: int

@@ -108,8 +108,8 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
 
 @dataclass(frozen=True)
 class Link:
-    """The network as measured on the slowest rank: the rate at which it sends, and receives, in a ring all-reduce of
-    one large buffer, and the time of an all-reduce of one number."""
+    """Describes the network as measured on the slowest rank: the rate at which it sends, and receives, in a ring
+    all-reduce of one large buffer, and the time of an all-reduce of one number."""
 
     mbit_per_s: float
     latency_ms: float
@@ -150,8 +150,8 @@ def _without_latency_s(took_s: float, latency_s: float) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """The connection between two ranks: the rate of one large message from the first to the second, and half the
-    round-trip time of one number."""
+    """Describes the connection between two ranks: the rate of one large message from the first to the second, and half
+    the round-trip time of one number."""
 
     ranks: tuple[int, int]
     mbit_per_s: float
@@ -228,8 +228,8 @@ def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of a machine. The name is "" if unknown, as with InfiniBand, whose bytes Linux does not
-    count."""
+    """Describes a network interface of a machine. The name is "" if unknown, as with InfiniBand, whose bytes Linux does
+    not count."""
 
     name: str = ""
     rated_mbit_per_s: float | None = None
@@ -272,8 +272,8 @@ def bandwidth(mbit_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The parameters of the network model: `bandwidth` in bit/s per machine, between machines; `inside` in bit/s per
-    rank, inside a machine; `latency` in seconds per message, between machines."""
+    """Holds the parameters of the network model: `bandwidth` in bit/s per machine, between machines; `inside` in bit/s
+    per rank, inside a machine; `latency` in seconds per message, between machines."""
 
     machines: int
     ranks_per_machine: int
@@ -315,8 +315,8 @@ def cluster_of(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The predicted time that a step spends on the network with one hook, on average. `between_nodes`: whether this is
-    with `ranks_per_node`, because it is faster."""
+    """Holds the predicted time that a step spends on the network with one hook, on average. `between_nodes`: whether
+    this is with `ranks_per_node`, because it is faster."""
 
     candidate: Candidate
     seconds: float
@@ -372,8 +372,8 @@ def transformer(numel: float) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """The result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice. `machines` and
-    `interfaces` are by machine; `exchanges` by model size, one per hook."""
+    """Holds the result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice. `machines`
+    and `interfaces` are by machine; `exchanges` by model size, one per hook."""
 
     machines: dict[str, list[int]]
     interfaces: dict[str, Interface]

@@ -31,7 +31,6 @@ confirms in this group. The ranks of a machine agree before they confirm and aga
 All other decisions follow from the list of machines, which one rank of the machine receives for all.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
@@ -51,7 +50,7 @@ from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 logger = logger_of(__name__)
 
 _MOST_FAILURES = 5
-_SAME_NAME = 10
+_MOST_SAME_NAMES = 10
 _LINE_EVERY_S = 10.0
 
 
@@ -146,8 +145,8 @@ class MemberSteps:
 
     def _meet(self, trained: bool, attempt: str | None, complete: bool, limit_s: float | None) -> list[Machine]:
         """Return the machines that match this one, once there are enough of them."""
-        said = 0.0
-        for attempts in itertools.count():
+        said, attempts = 0.0, 0
+        while True:
             state = self._outer.state
             anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
             machines = self.membership.ask(
@@ -161,7 +160,7 @@ class MemberSteps:
                 joined=self.joined,
                 signature=self._signature,
             )
-            fitting = self._fitting(machines, attempts)
+            fitting, attempts = self._fitting(machines, attempts), attempts + 1
             least = self.membership.options.min_machines
             if fitting is not None and len(fitting) >= least:
                 return fitting
@@ -173,7 +172,6 @@ class MemberSteps:
                     least,
                 )
             time.sleep(1.0)
-        raise AssertionError
 
     def _fitting(self, machines: Sequence[Machine], attempts: int) -> list[Machine] | None:
         """Return the machines with this machine's signature; None: ask again. Raises AttachError if this machine is new
@@ -191,7 +189,7 @@ class MemberSteps:
                         )
                 if each.name == own.name:
                     # It may be this machine before a restart: then the lighthouse will soon take it for dead.
-                    if attempts > _SAME_NAME:  # not the time, so that all ranks of the machine decide alike
+                    if attempts > _MOST_SAME_NAMES:  # not the time, so that all ranks of the machine decide alike
                         raise AttachError(
                             f"members: two machines have the name {own.name}: give each a name of its own "
                             "(commhooks.Torchft(name=...))"

@@ -50,6 +50,7 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
         for each in everyone:
             each.wait_for(lambda line: line["what"] == "ready")
         (folder / "go").touch()  # all begin together; a machine that is started later takes the state of the others
+        began = time.monotonic()
         running = {each.name: each for each in everyone}
         away: dict[str, float] = {}  # name -> when it comes back
         next_round = 2
@@ -62,7 +63,8 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
                 there = [each for each in running.values() if each.rounds]
                 newest = max((max(each.rounds) for each in there), default=0)
                 if chance is not None and newest >= next_round and next_death == float("inf"):
-                    next_death = now + chance.uniform(0, 1)
+                    # At any moment of the next round, however fast this host is.
+                    next_death = now + chance.uniform(0, 1) * (now - began) / newest
                 if chance is not None and len(there) > 1 and now > next_death:
                     next_round, next_death = newest + chance.randint(3, 6), float("inf")
                     dying = chance.choice(there)

@@ -43,6 +43,7 @@ _ALWAYS = (
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "hypothesis",
@@ -260,9 +261,17 @@ def _import(modules: list[str]) -> bytes:
                 importlib.import_module(module)
     for each in weakref.finalize._registry:  # type: ignore[attr-defined]
         each.atexit = False  # torch's operators: taken out one by one at the end of each process
+    if rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous"):
+        rendezvous.get_method_name = _method_name
     gc.collect()
     gc.freeze()  # so that a collection in a forked process does not touch, and thereby copy, all of this
     return b"ready"
+
+
+def _method_name(depth: int = 2) -> str:
+    """Return the same as torchrun's function, which reads the sources of the whole stack: that was most of a torchrun's
+    CPU time."""
+    return sys._getframe(depth).f_code.co_name
 
 
 # -------------------------------------------------------------------------------------------- in the forked processes

@@ -6,8 +6,9 @@ Half of the time of a short training in its own process is the import of the fra
 takes Python's command line, requests a process from a server, and represents it: it forwards signals and ends as that
 process ends. The server has imported the frameworks once and forks. The process has its own environment variables,
 folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that represents it.
-commhooks is imported in it too, unless its `sys.path` leads to another copy. Processes that it starts by `sys.executable` or multiprocessing are forked as well. Do
-not use this in tests of the start itself, or of Ctrl-C for a whole process group.
+commhooks is imported in it too, unless its `sys.path` leads to another copy. Processes that it starts by
+`sys.executable` or multiprocessing are forked as well. Do not use this in tests of the start itself, or of Ctrl-C for a
+whole process group.
 """
 
 import atexit

@@ -347,6 +347,7 @@ def _status_of(request: dict[str, Any], stub: str) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does, for what runs at exit
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 

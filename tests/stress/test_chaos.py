@@ -15,6 +15,7 @@ from tests.stress.chaos_runs import Outcome
 from tests.stress.chaos_twins import Twins
 from tests.support import warm
 
+
 def _dies(run_ranks: Any, folder: Path, combination: str, death: Death, steps: int = 10) -> Outcome:
     """A run whose weights, notes and steps are as they should be."""
     case = Case(Combination(*combination.split(), steps=steps), death)

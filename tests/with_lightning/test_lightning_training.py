@@ -1,7 +1,8 @@
 """Training with CommHookDDP does what it does with DDPStrategy, and compresses."""
 
+import itertools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, IterableDataset
 
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookDDP
@@ -139,8 +141,15 @@ class _Stop(pl.Callback):
         trainer.should_stop = trainer.global_step >= 3
 
 
+class _Endless(IterableDataset[Any]):
+    """A data set without length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat((torch.ones(16), torch.ones(8)), 10)
+
+
 def _endless() -> Any:
-    return torch.utils.data.DataLoader(support.Endless(), batch_size=4)
+    return DataLoader(_Endless(), batch_size=4)
 
 
 def _started(

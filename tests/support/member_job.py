@@ -92,7 +92,7 @@ def main(given: dict) -> None:
         mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
         replicate_group = mesh["replicate"] if shards < world else None
         columns = given.get("columns")
-        for unit in (module[0], module[2], module):
+        for unit in (module[0], module):
             placement = lambda p: Shard(1) if p.dim() == 2 and len(p) > 1 and columns else None  # noqa: E731
             fully_shard(unit, mesh=mesh["shard"], shard_placement_fn=placement)
     elif world > 1:
@@ -164,7 +164,7 @@ def main(given: dict) -> None:
                 more["nonfinite"] = stats["nonfinite_steps"]
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)
             before = now
-            time.sleep(given.get("pause", 0.01))
+            time.sleep(0.01)
         if given.get("save") and shards is not None:
             dcp.save(sharded_content(module, optimizer, hook), checkpoint_id=f"{given['folder']}/{name}")
             said("saved", state=state({}))

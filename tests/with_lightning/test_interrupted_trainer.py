@@ -45,11 +45,16 @@ class _Slurm(PoolEnvironment, SLURMEnvironment):
 class _Stops(Model):
     """At these steps, rank -> step, something happens before the backward pass; for "requeue" in the middle of it."""
 
-    def __init__(self, what: str, at: dict[int, int]) -> None:
+    def __init__(self, what: str, at: dict[int, int], limit_s: float) -> None:
         super().__init__()
-        self.what, self.at = what, at
+        self.what, self.at, self.limit_s = what, at, limit_s
         if what == "requeue":
             self.net[2].weight.register_hook(self._signal)
+
+    def on_train_start(self) -> None:
+        """The limit holds, and time counts, from here on: a rank may start slowly on a busy machine."""
+        self.started = time.monotonic()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit_s), dist.group.WORLD)
 
     def _signal(self, gradient: torch.Tensor) -> None:
         if self._here():
@@ -82,7 +87,7 @@ def _interrupted(root: str, what: str, at: dict[int, int], limit_s: float, callb
         store=dist.FileStore(os.path.join(root, "store"), 2),
         rank=_first_come(root),
         world_size=2,
-        timeout=timedelta(seconds=limit_s),
+        timeout=timedelta(seconds=LIMIT_S),
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
     options: dict[str, Any] = {"bucket_cap_mb": support.SEVERAL_BUCKETS_MB}
@@ -98,14 +103,14 @@ def _interrupted(root: str, what: str, at: dict[int, int], limit_s: float, callb
     error = ""
     # The handler ends with `scontrol requeue 1`.
     job = {"SLURM_JOB_ID": "1"} if what == "requeue" else {}
+    model = _Stops(what, at, limit_s)
     with support.caught_warnings() as texts, mock.patch.dict(os.environ, job):
-        started = time.monotonic()
         try:
-            t.fit(_Stops(what, at), data())
+            t.fit(model, data())
         except BaseException as caught:  # also SystemExit, of which SIGTERMException is one
             error = type(caught).__name__
         finally:
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - model.started
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             dist.destroy_process_group()  # as the end of the process would

@@ -1,6 +1,6 @@
-"""A checkpoint that is written while training goes on holds what a checkpoint written at once would hold."""
+"""A checkpoint that is written while training goes on holds the state of the moment of saving."""
 
-import os
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
-from tests.support.lightning_support import STEPS_PER_EPOCH, Model, data, strategy, trainer
+from tests.support.lightning_support import Model, data, strategy, trainer
 from tests.support.models import same
 
-HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
-STEPS_LATER = 3
+HOOK = PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2)
+SAVE_AT, STEPS = 3, 5
 
 
 class _Late(TorchCheckpointIO):
@@ -30,42 +30,46 @@ class _Late(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
 
 
-class _Tells(pl.Callback):
-    """When training has gone on for some steps."""
+class _Noted(AsyncCheckpointIO):
+    """Keeps a copy of what there is to save at the moment of saving."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.copy = copy.deepcopy(checkpoint)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+
+class _GoesOn(pl.Callback):
+    """Lets the checkpoint be written at the end of the training."""
 
     def __init__(self, late: _Late) -> None:
         self.late = late
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == STEPS_PER_EPOCH + STEPS_LATER:
+        if trainer.global_step == STEPS:
             self.late.now.set()
 
 
-def _saved(root: str) -> None:
-    for name in ("late", "at once"):
-        folder, late = os.path.join(root, name), _Late()
-        in_background = name == "late"
-        t = trainer(
-            folder,
-            strategy=strategy(hook=HOOK, save_residual="per_rank"),
-            max_epochs=2,
-            callbacks=[
-                ModelCheckpoint(folder, filename="{step}", save_top_k=-1),
-                *([_Tells(late)] if in_background else []),
-            ],
-            plugins=[AsyncCheckpointIO(late)] if in_background else [],
-        )
-        t.fit(Model(), data())
+def _saved(root: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What there was at the moment of saving on rank 0, and the hook's state at the end."""
+    late = _Late()
+    noted = _Noted(late)
+    t = trainer(
+        root,
+        strategy=strategy(hook=HOOK, save_residual="per_rank"),
+        max_steps=STEPS,
+        callbacks=[ModelCheckpoint(root, filename="late", every_n_train_steps=SAVE_AT), _GoesOn(late)],
+        plugins=[noted],
+    )
+    t.fit(Model(), data())
+    last = t.strategy.comm_hook.state_dict("per_rank")
+    return (noted.copy, last) if t.is_global_zero else None
 
 
 def test_the_state_of_the_moment_of_saving(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(_saved, str(tmp_path))
-    late, at_once = (
-        torch.load(tmp_path / name / f"step={STEPS_PER_EPOCH}.ckpt", weights_only=True) for name in ("late", "at once")
-    )
-    assert late[CHECKPOINT_KEY]["step"] == late["global_step"] == STEPS_PER_EPOCH
+    then, last = run_ranks(_saved, str(tmp_path))[0]
+    late = torch.load(tmp_path / "late.ckpt", weights_only=True)
+    assert late[CHECKPOINT_KEY]["step"] == late["global_step"] == SAVE_AT
     assert torch.stack(late[CHECKPOINT_KEY]["parameters"]["net.2.weight"]["residual"]).norm() > 0
     for key in (CHECKPOINT_KEY, "state_dict", "optimizer_states"):
-        assert same(late[key], at_once[key]), key
-    last = torch.load(tmp_path / "late" / f"step={2 * STEPS_PER_EPOCH}.ckpt", weights_only=True)
-    assert not same(late[CHECKPOINT_KEY]["parameters"], last[CHECKPOINT_KEY]["parameters"])  # it does go on
+        assert same(late[key], then[key]), key
+    assert not same(late[CHECKPOINT_KEY]["parameters"], last["parameters"])  # it does go on

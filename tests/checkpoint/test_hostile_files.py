@@ -195,10 +195,10 @@ def _with_its_fingerprint(shared: dict[str, Any]) -> None:
 
 
 def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:
-    count = 80 * hostile.TIMES
+    count = 40 * hostile.TIMES
     first, second = run_ranks(_damaged_files, str(tmp_path), count, timeout_s=100 + count)
     print(f"files of Accelerate: {count} damaged, {first[1]} loaded, the others refused")
-    assert first == second and min(first) > 8
+    assert first == second and min(first) > 4
 
 
 @fully_shard_on_gloo
@@ -218,7 +218,7 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
         folder, rng, count, loaded = DCPFolder(tmp_path / "hook", "of the test", lambda it: it), random.Random(7), 0, 0
         folder.save(hook)
         good = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
-        for _ in range(25 * hostile.TIMES):
+        for _ in range(25 * hostile.TIMES // 2):
             folder.prepare_load(hook, strict=True)()
             before = hook.state_dict()
             path = rng.choice(list(good))
@@ -251,7 +251,7 @@ def _whole(state: dict[str, Any]) -> dict[str, Any]:
 def test_changed_payloads_through_lightning() -> None:
     with process_group_of_one(), silent():
         subject, rng = power_sgd(), random.Random(8)
-        count = 50 * hostile.TIMES
+        count = 25 * hostile.TIMES
         loaded = sum(not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(count))
         print(f"through Lightning: {count} changed payloads, {loaded} loaded, the others refused")
         assert 0.04 * count < loaded < 0.7 * count

@@ -174,16 +174,16 @@ def try_to_load(subject: Subject, payload: Any, strict: bool, what: str, load: C
 
 
 SUBJECTS: dict[str, tuple[Callable[[], Subject], int]] = {
-    "powerSGD": (power_sgd, 150),
-    "batched": (batched, 60),
-    "own hook": (own_hook, 40),
-    "int8": (functools.partial(quantised, "int8"), 60),
-    "int4": (functools.partial(quantised, "int4"), 40),
-    "auto": (auto, 60),
-    "diloco": (functools.partial(local_steps, "diloco"), 60),
-    "local_sgd": (functools.partial(local_steps, "local_sgd"), 40),
-    "distributed int8": (functools.partial(distributed, "int8"), 40),
-    "distributed diloco": (functools.partial(distributed, "diloco"), 40),
+    "powerSGD": (power_sgd, 75),
+    "batched": (batched, 30),
+    "own hook": (own_hook, 20),
+    "int8": (functools.partial(quantised, "int8"), 30),
+    "int4": (functools.partial(quantised, "int4"), 20),
+    "auto": (auto, 30),
+    "diloco": (functools.partial(local_steps, "diloco"), 30),
+    "local_sgd": (functools.partial(local_steps, "local_sgd"), 20),
+    "distributed int8": (functools.partial(distributed, "int8"), 20),
+    "distributed diloco": (functools.partial(distributed, "diloco"), 20),
 }
 
 

@@ -62,7 +62,7 @@ def test_what_the_reader_of_yaml_stumbles_over_is_told(tmp_path: Path, value: st
 
 def test_changed_files_of_settings(tmp_path: Path) -> None:
     rng, file, trap, count, taken = random.Random(5), tmp_path / "settings.yaml", tmp_path / "trap", 0, 0
-    for number in range(60 * hostile.TIMES):
+    for number in range(30 * hostile.TIMES):
         content, what = _file_of(rng, trap)
         file.write_bytes(content)
         started = time.monotonic()

@@ -25,9 +25,8 @@ from tests.support.inside import learns
 from tests.support.lightning_support import PoolEnvironment, trainer
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat, make_model, residuals
 
-START, SAVE_AT, STEPS = 3, 5, 9
+START, SAVE_AT, STEPS = 2, 4, 7
 POWERSGD = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=START)
-INT8 = commhooks.Int8Compress(start_iter=START)
 DILOCO = commhooks.DiLoCo(sync_every=3)  # saved in mid-round
 
 
@@ -35,26 +34,23 @@ DILOCO = commhooks.DiLoCo(sync_every=3)  # saved in mid-round
 class Case:
     hook: commhooks.HookConfig
     save_residual: str
-    wrapper: str | None = None
     saved_at: int = SAVE_AT
 
     def resuming(self) -> "Case":
         """With a start step that the load must replace."""
         if isinstance(self.hook, commhooks.PowerSGD):
             return replace(self, hook=replace(self.hook, start_powerSGD_iter=900))
-        return replace(self, hook=replace(self.hook, start_iter=900)) if self.hook == INT8 else self
+        return self
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"hook": self.hook, "save_residual": self.save_residual, "wrapper": self.wrapper}
+        return {"hook": self.hook, "save_residual": self.save_residual}
 
 
 CASES = {
     "per rank": Case(POWERSGD, "per_rank"),
     "mean": Case(POWERSGD, "mean"),
     "before the start": Case(POWERSGD, "mean", saved_at=START - 1),
-    "wrapper": Case(POWERSGD, "per_rank", "bf16"),
-    "int8": Case(INT8, "per_rank"),
     "local steps": Case(DILOCO, "mean"),
 }
 
@@ -215,17 +211,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# `attach` with every hook: test_every_compressor.py.
+# `attach` with every hook and wrapper: test_every_compressor.py.
 TRIED = [(front, case) for front in list(FRONT_ENDS)[1:] for case in ("per rank", "mean", "local steps")]
-TRIED += [
-    ("attach", "before the start"),
-    ("Accelerate", "before the start"),
-    ("Trainer", "wrapper"),
-    ("Fabric", "int8"),
-]
 
 
-@pytest.mark.parametrize(("front_end", "case"), TRIED)
+@pytest.mark.parametrize(("front_end", "case"), [*TRIED, ("attach", "before the start")])
 def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Any, front_end: str, case: str) -> None:
     tried = CASES[case]
     ranks = run_ranks(saved_and_resumed, front_end, str(tmp_path), tried)
@@ -245,10 +235,9 @@ def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Any, front_end: st
         assert not same(ranks[0][1].loaded, ranks[1][1].loaded)
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any, front_end: str) -> None:
+def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any) -> None:
     """`save_residual="drop"`; and the comparison above sees what is lost."""
-    ranks = run_ranks(saved_and_resumed, front_end, str(tmp_path), Case(POWERSGD, "drop"))
+    ranks = run_ranks(saved_and_resumed, "attach", str(tmp_path), Case(POWERSGD, "drop"))
     for through, resumed, warned in ranks:
         assert resumed.loaded == {} and warned == []
         assert not torch.equal(through.weights, resumed.weights)
@@ -257,17 +246,13 @@ def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any
 
 
 # `attach`, from any number of ranks to any other: test_elastic_resume.py.
-@pytest.mark.parametrize(
-    ("front_end", "before", "after", "case"),
-    [(each, 2, 3, "per rank") for each in list(FRONT_ENDS)[1:]]
-    + [("Accelerate", 2, 1, "per rank"), ("Trainer", 3, 2, "mean")],
-)
+@pytest.mark.parametrize(("front_end", "after"), [("Trainer", 1), ("Fabric", 1), ("Accelerate", 3)])
 def test_another_number_of_ranks_goes_on_with_the_mean(
-    run_ranks: Any, tmp_path: Any, front_end: str, before: int, after: int, case: str
+    run_ranks: Any, tmp_path: Any, front_end: str, after: int
 ) -> None:
     """Only the mean of the residuals over the ranks has an effect, so that it is what must be kept."""
-    saved = run_ranks(run_front_end, front_end, str(tmp_path), CASES[case], False, world_size=before)
-    resumed = run_ranks(run_front_end, front_end, str(tmp_path), CASES[case], True, world_size=after)
+    saved = run_ranks(run_front_end, front_end, str(tmp_path), CASES["per rank"], False, world_size=2)
+    resumed = run_ranks(run_front_end, front_end, str(tmp_path), CASES["per rank"], True, world_size=after)
     for outcome, warned in resumed:
         assert warned == []
         assert outcome.stats["step"] == STEPS and outcome.stats["compressed_steps"] == STEPS - SAVE_AT

@@ -48,20 +48,19 @@ def test_the_line_says_where_it_goes_on(run_ranks: Any) -> None:
     assert not any(other.values())
 
 
-def _saved_by(residual: str, step: int = 5) -> dict[str, Any]:
-    return Run.new(hook_options=OPTIONS).train(step).save(residual=residual, gather=residual == "per_rank")
+def _saved_at(step: int) -> dict[str, Any]:
+    return Run.new(hook_options=OPTIONS).train(step).save(residual="per_rank", gather=True)
 
 
 def _loaded(saved: dict[str, Any]) -> list[str]:
     return _resumed(saved, hook_options=OPTIONS)[1]
 
 
-@pytest.mark.parametrize("residual", ["mean", "per_rank"])
-def test_another_number_of_ranks_is_named(run_ranks: Any, residual: str) -> None:
-    saved = run_ranks(_saved_by, residual)[0]
+def test_another_number_of_ranks_is_named(run_ranks: Any) -> None:
+    saved = run_ranks(_saved_at, 4)[0]
     ((line,),) = run_ranks(_loaded, saved, world_size=1)
-    assert line == "commhooks: powerSGD resumed at step 5; residuals: mean of 2 ranks"
-    saved = run_ranks(_saved_by, residual, 2)[0]
+    assert line == "commhooks: powerSGD resumed at step 4; residuals: mean of 2 ranks"
+    saved = run_ranks(_saved_at, 2)[0]
     ((line,),) = run_ranks(_loaded, saved, world_size=1)
     assert line == "commhooks: powerSGD resumed at step 2; not yet compressing"
 

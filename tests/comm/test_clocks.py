@@ -90,7 +90,7 @@ def test_training_does_not_wait_for_a_thread_that_waits_for_events() -> None:
     class Late(_Event):
         def synchronize(self) -> None:
             waiting.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
     measured._open.append((Late(0), Late(1), lambda seconds: None))
     reader = threading.Thread(target=measured.collect, kwargs={"wait": True})
@@ -98,7 +98,7 @@ def test_training_does_not_wait_for_a_thread_that_waits_for_events() -> None:
     waiting.wait()
     training = threading.Thread(target=measured.begin_pass)
     training.start()
-    training.join(2)
+    training.join(10)
     blocked = training.is_alive()
     go_on.set()
     reader.join(), training.join()

@@ -88,8 +88,6 @@ def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
         ("allreduce", _register, True),
         ("fp16", _attach, False),
         ("powerSGD", _attach, True),
-        ("powerSGD", _attach, False),
-        ("powerSGD", _register, True),
         ("powerSGD", _register, False),
     ],
 )

@@ -34,7 +34,7 @@ def _fail_and_end(groups: list[dist.ProcessGroup]) -> str:
         gather_rows(torch.zeros(1000), groups[-1], None, "what is tested")
     except commhooks.HookRunError as error:
         text = str(error)
-    assert time.monotonic() - started < 10  # not by the limit of the group
+    assert time.monotonic() - started < 18  # not by the limit of the group
     _end(groups)
     return text
 

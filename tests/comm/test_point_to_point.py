@@ -82,7 +82,7 @@ def test_nccl_gathers_parts_of_different_sizes_itself() -> None:
     assert [part.data_ptr() for part in parts] == [into.data_ptr()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_same_as_gloos_collectives(run_ranks: Any, world_size: int) -> None:
     for equal in run_ranks(_both_ways, world_size=world_size):
         assert equal == [True] * 2 * len(NUMELS)

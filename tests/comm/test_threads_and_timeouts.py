@@ -68,7 +68,7 @@ def _saving_thread() -> tuple[int, int, list[str]]:
         q_at[step] = torch.cat([first.flatten(), last.flatten()])
         enough.fill_(len(saved) > 10 and len({step for step, _, _ in saved}) > 3)
         dist.all_reduce(enough, dist.ReduceOp.MIN)
-        if enough and len(q_at) >= 15:
+        if enough:
             break
     done.set()
     thread.join()

@@ -66,18 +66,10 @@ def _accumulation(setter: str) -> dict[str, bool]:
         for n in NAMES
     }
     again = worst_error(_go_on(model, 2), wanted)
-
-    model.zero_grad()
-    backward(model, random_gradients(0))
-    weight = next(model.parameters())
-    before = weight.grad
-    early = worst_error(_go_on(model, 1), sum_of_two)
     return _wrong(
         nothing_sent=accumulated["bytes_sent"] == accumulated["collectives"] == accumulated["backward_passes"] == 0,
         one_pass=passes == 1 and sent == 8 * sum(p.to_local().numel() for p in model.parameters()),
         without_communication=max(late, first, kept, again) < 1e-14,
-        with_communication=early < 1e-14,
-        same_tensor=weight.grad is before,
     )
 
 
@@ -92,9 +84,12 @@ def _compressed_accumulation() -> dict[str, bool]:
     apart = [backward(model, random_gradients(step)) for step in range(2)]
     other, other_hook = attached(2, 2, hook_options=options)
     backward(other, random_gradients(0))
+    weight = next(other.parameters())
+    before = weight.grad
     together = _go_on(other, 1)
     return _wrong(
         sum=worst_error(together, {n: apart[0][n] + apart[1][n] for n in NAMES}) < 1e-14,
+        same_tensor=weight.grad is before,
         learned=bits_equal(learned(hook), learned(other_hook)),
     )
 
@@ -129,13 +124,10 @@ def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float)
     ("options", "dtype", "tolerance"),
     [
         ({"reshard_after_forward": False}, torch.float64, 1e-14),
-        ({"reshard_after_forward": True}, torch.float32, 1e-6),
         ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, torch.float32, 4e-3),
         ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}, torch.float32, 1e-2),
-        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}, torch.bfloat16, 4e-3),
-        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}, torch.float32, 2e-3),
     ],
-    ids=["no reshard", "reshard", "bf16 compute", "bf16 reduction", "bf16 weights", "fp16 reduction"],
+    ids=["no reshard", "bf16 compute", "bf16 reduction"],
 )
 def test_options(run_ranks: Any, options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
     _on_every_rank(run_ranks, _with_options, options, dtype, tolerance)
@@ -145,11 +137,12 @@ def _as_wide_as_the_reduction() -> dict[str, bool]:
     """Averaged in the reduction's float32, and rounded to the weights' bfloat16 once, at the end."""
     mesh, policy = mesh_of(2, 2), MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = shard(Prescribed(torch.bfloat16), mesh["shard"], mp_policy=policy)
-    commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
+    hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
     got = backward(model, random_gradients(0))
     every = [random_gradients(0, rank, torch.bfloat16) for rank in range(4)]
     mean = {name: torch.stack([each[name].float() for each in every]).mean(0).bfloat16() for name in NAMES}
-    return _wrong(rounded_once=bits_equal(got, mean))
+    sent = 4 * sum(p.to_local().numel() for p in model.parameters())
+    return _wrong(rounded_once=bits_equal(got, mean), bytes=hook.stats()["bytes_sent"] == sent)
 
 
 @fully_shard_on_gloo
@@ -250,7 +243,7 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def _tied(reentrant: bool | None) -> dict[str, bool]:
+def _tied(reentrant: bool) -> dict[str, bool]:
     mesh = mesh_of(2, 2)
     model = Tied(reentrant).double()
     alone = Tied(None).double()
@@ -274,8 +267,8 @@ def _tied(reentrant: bool | None) -> dict[str, bool]:
     )
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_tied_weights_activation_checkpoints_and_clipping(run_ranks: Any, reentrant: bool | None) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_tied_weights_activation_checkpoints_and_clipping(run_ranks: Any, reentrant: bool) -> None:
     _on_every_rank(run_ranks, _tied, reentrant)
 
 

@@ -11,8 +11,8 @@ import commhooks
 from tests.support.models import mlp
 from tests.support.training import flat
 
-WIDTH, STEPS, OVERFLOWS = 32, 160, 6
-SCALE, GROWTH_INTERVAL = 2.0**16, 8
+WIDTH, STEPS, OVERFLOWS = 32, 80, 4
+SCALE, GROWTH_INTERVAL = 2.0**16, 4
 HALF_MAX = 65504.0
 
 
@@ -31,7 +31,7 @@ class OverflowsLikeFP16(torch.autograd.Function):
 def _overflows(parameters: int) -> dict[int, tuple[int, int, float]]:
     """Step -> (rank, which parameter, what)."""
     draw = random.Random(0)
-    steps = draw.sample(range(STEPS - 40), OVERFLOWS)
+    steps = draw.sample(range(STEPS - 20), OVERFLOWS)
     return {
         step: (draw.randrange(2), draw.randrange(parameters), draw.choice([float("inf"), float("-inf"), float("nan")]))
         for step in steps
@@ -45,7 +45,7 @@ def _train() -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWTH_INTERVAL)
     config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=5)
     hook = commhooks.attach(ddp, config, wrapper="fp16", loss_scale=scaler.get_scale)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99)) / WIDTH**0.5
     generator = torch.Generator().manual_seed(dist.get_rank())
     parameters = list(model.parameters())
@@ -97,9 +97,9 @@ def test_overflows_at_random(run_ranks):
         assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / STEPS / 2
         assert not each["changed by a skipped step"]
         # The scale neither falls for good nor stays down: it comes back to where its own growth makes it overflow.
-        assert min(scales) > 1 and max(scales[-40:]) >= max(scales) / 4
+        assert min(scales) > 1 and max(scales[-20:]) >= max(scales) / 4
         assert each["scale of the residuals"] in scales[-2:]
-        assert sum(each["losses"][-20:]) < 0.75 * sum(each["losses"][:20])
+        assert sum(each["losses"][-10:]) < 0.75 * sum(each["losses"][:10])
         assert torch.isfinite(each["weights"]).all()
     assert ranks[0]["scales"] == ranks[1]["scales"]
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "at every step"

@@ -27,14 +27,12 @@ SCALES = [1.0, 1.0, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**18, 2.0**17, 2.0**1
 OVERFLOW = 6
 
 
-def _run(
-    scales: list[float], cap: float, quiet: int | None, wrapper: str | None
-) -> tuple[list[Gradients], dict[str, Any]]:
+def _run(scales: list[float], cap: float, quiet: int) -> tuple[list[Gradients], dict[str, Any]]:
     """Unscaled gradients of all steps. In step `quiet` one layer has none."""
     ddp = wrap(SHAPES, cap)
     scale = [1.0]
     config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, min_compression_rate=1)
-    hook = commhooks.attach(ddp, config, wrapper=wrapper, loss_scale=lambda: scale[0])
+    hook = commhooks.attach(ddp, config, loss_scale=lambda: scale[0])
     unscaled = []
     for step, scale[0] in enumerate(scales):
         gradients = random_gradients(SHAPES, dist.get_rank(), step)
@@ -47,16 +45,14 @@ def _run(
     return unscaled, hook.stats()
 
 
-def _with_and_without(cap: float, quiet: int | None, wrapper: str | None) -> Any:
-    return _run(SCALES, cap, quiet, wrapper), _run([1.0] * STEPS, cap, quiet, wrapper)
+def _with_and_without(cap: float, quiet: int) -> Any:
+    return _run(SCALES, cap, quiet), _run([1.0] * STEPS, cap, quiet)
 
 
-@pytest.mark.parametrize(  # quiet in steps at which the scale changes
-    ("cap", "wrapper", "quiet"), [(25, None, 4), (EVERY_PARAMETER, None, 8), (EVERY_PARAMETER, "bf16", None)]
-)
-def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet, wrapper):
+@pytest.mark.parametrize(("cap", "quiet"), [(25, 4), (EVERY_PARAMETER, 8)])  # quiet where the scale changes
+def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
     """Not a bit of it, because the scales are powers of two, as a GradScaler's are by default."""
-    for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet, wrapper):
+    for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet):
         assert stats["nonfinite_steps"] == 1 and stats["compressed_steps"] == STEPS - 2
         for step in range(STEPS):
             if step == OVERFLOW:
@@ -104,17 +100,6 @@ def test_buckets_that_ddp_leaves_out_follow_the_scale(batched: bool) -> None:
     with process_group_of_one():
         for step, (scaled, expected) in enumerate(zip(run(SCALES), run([1.0] * STEPS), strict=True)):
             assert step == OVERFLOW or bits_equal(scaled, expected), step
-
-
-def test_the_payload_holds_the_scale_of_its_residuals(run_ranks):
-    assert run_ranks(_saved_scale) == [2.0**17] * 2
-
-
-def _saved_scale() -> float:
-    ddp = wrap(SHAPES)
-    hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: 2.0**17)
-    backward(ddp, random_gradients(SHAPES, dist.get_rank(), 0))
-    return hook.state_dict()["loss_scale"]
 
 
 NOT_POSITIVE = "a positive number. A GradScaler comes down to zero when every"

@@ -30,14 +30,14 @@ class _Two(nn.Module):
 
 
 def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tuple[torch.Tensor, int]:
-    """What the gradients of the first part come to, over ten passes of each."""
+    """What the gradients of the first part come to, over four passes of each."""
     model = DistributedDataParallel(_Two(), find_unused_parameters=True)
     on_accelerator = kernel == "accelerator"
     with masks(on_accelerator), computing_with("torch" if on_accelerator else kernel):
         attached = commhooks.attach(model, hook, hook_options=options)
         one, other = (part.weight for part in model.module.parts)
         total = torch.zeros_like(one)
-        for step in range(10):
+        for step in range(4):
             factors = torch.randn(24, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             one.grad = None
             model(0, factors).backward()
@@ -55,7 +55,6 @@ def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tu
     ("hook", "options", "kernel"),
     [
         ("powerSGD", COMPRESSED, "native"),
-        ("powerSGD", COMPRESSED, "torch"),
         ("powerSGD", COMPRESSED, "accelerator"),
         ("int8", {}, "native"),
         ("int8", {}, "accelerator"),
@@ -66,7 +65,7 @@ def test_it_is_not_taken_for_a_new_one(run_ranks: Any, hook: str, options: Any, 
     old = run_ranks(_in_turn, hook, options, kernel, clear=False)
     none = run_ranks(_in_turn, hook, options, kernel, clear=True)
     for (with_old, steps), (without, _) in zip(old, none, strict=True):
-        assert torch.equal(with_old, without) and steps > 15
+        assert torch.equal(with_old, without) and steps > 4
 
 
 def _accumulate(hook: str | None, sync: bool) -> list[torch.Tensor]:

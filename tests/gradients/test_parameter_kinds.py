@@ -16,7 +16,6 @@ from tests.support.ddp_steps import (
     relative,
     replicas_equal,
     residuals,
-    weights,
     wrap,
 )
 from tests.support.features import complex_on_gloo
@@ -118,48 +117,14 @@ def sparse_embeddings(config: commhooks.HookConfig, wrapper: str | None) -> None
 
 
 @pytest.mark.parametrize(
-    "config", [commhooks.AllReduce(), commhooks.BF16Compress(), POWER_SGD], ids=["allreduce", "bf16", "powerSGD"]
+    ("config", "wrapper"),
+    [(commhooks.AllReduce(), None), (commhooks.BF16Compress(), None), (POWER_SGD, None), (POWER_SGD, "fp16")],
 )
-@pytest.mark.parametrize("wrapper", [None, "fp16"])
 def test_sparse_embeddings_as_in_plain_ddp(run_ranks, config, wrapper):
     run_ranks(sparse_embeddings, config, wrapper)
 
 
 # --------------------------------------------------------------------------------------------------- memory formats
-
-
-class Transposed(nn.Module):
-    """`x @ W` with W as it is, or kept transposed: the same numbers in the same memory."""
-
-    def __init__(self, transposed: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        weight = torch.randn(24, 40)
-        self.weight = nn.Parameter(weight.t() if transposed else weight)
-        self._transposed = transposed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ (self.weight.t() if self._transposed else self.weight)).square().mean()
-
-
-def transposed_parameter() -> None:
-    straight, turned = wrap(Transposed(False)), wrap(Transposed(True))
-    assert not turned.module.weight.is_contiguous()
-    for ddp in (straight, turned):
-        commhooks.attach(ddp, POWER_SGD)
-    for step in range(4):
-        for ddp in (straight, turned):
-            ddp.zero_grad(set_to_none=True)
-            _pass(ddp, step)
-        a, b = gradients(straight)["weight"], gradients(turned)["weight"].t()
-        assert relative(a - b, a) <= 1e-5, step
-        for ddp in (straight, turned):
-            descend(ddp)
-            assert replicas_equal(ddp)
-
-
-def test_a_transposed_parameter_is_the_matrix_that_lies_in_memory(run_ranks):
-    run_ranks(transposed_parameter)
 
 
 def _images(model: nn.Module, step: int) -> None:
@@ -201,41 +166,3 @@ def channels_last() -> None:
 
 def test_channels_last_gives_the_same_gradients(run_ranks):
     run_ranks(channels_last)
-
-
-# ------------------------------------------------------------------------------------------------------ tied weights
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into = nn.Embedding(50, 24)
-        self.out = nn.Linear(24, 50)
-        self.out.weight = self.into.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.into(words)))
-
-
-def tied_weights() -> None:
-    ddp = wrap(Tied())
-    hook = commhooks.attach(ddp, POWER_SGD)
-    assert [p.name for p in hook.plan().parameters] == ["into.weight", "out.bias"]
-    for step in range(3):
-        before = residuals(hook)
-        local = local_gradients(ddp, partial(_words, step=step))["into.weight"]
-        ddp.zero_grad(set_to_none=True)
-        _words(ddp, step)
-        after, gradient = residuals(hook), gradients(ddp)["into.weight"]
-        assert after.keys() == {"into.weight"}
-        error = conservation_error(local, before.get("into.weight"), after["into.weight"], gradient)
-        assert error <= 1e-6
-        descend(ddp)
-        assert replicas_equal(ddp)
-    plan = hook.plan()
-    assert plan.bytes_before == 4 * sum(p.numel() for p in weights(ddp.module).values())
-
-
-def test_tied_weights_are_one_parameter(run_ranks):
-    run_ranks(tied_weights)

@@ -18,7 +18,7 @@ from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
-STEPS = 4
+STEPS = 2
 
 # A switch per library for the precision of float32 products; torch 2.8 has one for all libraries.
 PER_LIBRARY = (

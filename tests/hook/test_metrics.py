@@ -26,7 +26,7 @@ from tests.support.ddp_steps import (
 )
 from tests.support.inside import session_of
 
-DELAY_S = 0.8  # far more than a step takes on a busy machine
+DELAY_S = 2.0  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook": "powerSGD", "hook_options": POWERSGD},
@@ -44,7 +44,7 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 # --------------------------------------------------------------------------------------------------------------- time
 
 
-LATE = ("powerSGD on bf16", "batched", "bf16 wrapper")
+LATE = ("powerSGD on bf16", "bf16 wrapper")
 
 
 def waiting_for_a_late_rank() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_waiting_is_not_codec_time(run_ranks):
             assert stats["codec_s_last_pass"] + stats["waiting_s_last_pass"] <= stats["wall"], kind
         assert early["waiting_s_last_pass"] > 0.6 * DELAY_S, kind
         assert early["codec_s_last_pass"] < 0.6 * DELAY_S and late["waiting_s_last_pass"] < 0.6 * DELAY_S, kind
-        if "SGD" in kind or kind == "batched":
+        if "SGD" in kind:
             assert early["compressed_steps"] == 3
 
 

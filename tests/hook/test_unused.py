@@ -4,7 +4,6 @@ wrong."""
 import gc
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ NOT_BEGUN = (
 )
 UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
     "powerSGD": ("powerSGD", None, NOT_BEGUN.format("powerSGD", 100, "start_powerSGD_iter") + "number."),
-    "batched": ("batched_powerSGD", None, NOT_BEGUN.format("batched_powerSGD", 100, "start_powerSGD_iter") + "number."),
     "int8": ("int8", {"start_iter": 3}, NOT_BEGUN.format("int8_compress", 3, "start_iter") + "number."),
     "a compressor of one's own": (
         "examples.random_k:RandomKCompressor",
@@ -44,7 +42,6 @@ UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
     "local_sgd, averaged": ("local_sgd", {"sync_every": 3}, ""),
     "allreduce": ("allreduce", None, ""),
     "noop": ("noop", None, ""),
-    "fp16": ("fp16", None, ""),
     "none": (None, None, ""),
 }
 
@@ -216,7 +213,7 @@ rank, folder, end = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 model = DistributedDataParallel(torch.nn.Linear(64, 64))
 hook = commhooks.attach(model, "powerSGD")
-for step in range(5):
+for step in range(2):
     model(torch.randn(4, 64)).square().mean().backward()
 if end == "exception":
     raise ValueError("an error of the user")
@@ -227,11 +224,12 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("end", ["end", "exception"])
 def test_the_end_of_the_process(tmp_path: Path, end: str) -> None:
-    # The end of rank 0 is tested, so that it is an interpreter of its own.
     ranks = [
-        subprocess.Popen([python, "-c", SCRIPT, str(rank), str(tmp_path), end], stderr=subprocess.PIPE, text=True)
-        for rank, python in enumerate((sys.executable, warm.python()))
+        subprocess.Popen(
+            [warm.python(), "-c", SCRIPT, str(rank), str(tmp_path), end], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
     ]
     on_0, on_1 = (each.communicate(timeout=120)[1] for each in ranks)
-    assert on_0.count("hook 'powerSGD' has compressed nothing in 5 backward passes") == (end == "end"), on_0
+    assert on_0.count("hook 'powerSGD' has compressed nothing in 2 backward passes") == (end == "end"), on_0
     assert "compressed nothing" not in on_1 and (end == "end" or "an error of the user" in on_0)

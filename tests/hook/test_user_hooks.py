@@ -1,6 +1,5 @@
 """Hooks of the user's own: a callable, a dotted path, a registered name, one of our functions; their states."""
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,23 +8,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import registry
-from tests.golden.golden_runs import Momentum, momentum_hook
 from tests.support.ddp_steps import (
     backward,
     errors_of_means,
     log_lines,
     mlp,
     process_group_of_one,
-    replicas_equal,
     train,
-    weights,
     wrap,
 )
-from tests.support.training import Run, batch, make_model, residuals
+from tests.support.training import Run, residuals
 
 
 @pytest.fixture(autouse=True)
@@ -100,41 +95,6 @@ def test_a_registered_hook_is_listed():
 # -------------------------------------------------------------------------------------------------------------- states
 
 
-def resumed_momentum() -> None:
-    """Uninterrupted, and saved to a file, loaded into a new model and state, and gone on: the same bits."""
-
-    def start(module: torch.nn.Module) -> tuple[Any, commhooks.CommHook]:
-        # Buckets keep their places, so that a state by bucket index can be resumed at all.
-        ddp = wrap(module, find_unused_parameters=True)
-        return ddp, commhooks.attach(ddp, momentum_hook, hook_state=Momentum())
-
-    ddp, hook = start(mlp())
-    train(ddp, 3)
-    file = io.BytesIO()
-    torch.save({"model": ddp.module.state_dict(), "hook": hook.state_dict()}, file)
-    train(ddp, 3, first_step=3)
-
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    assert saved["hook"]["hook"] == "momentum_hook" and saved["hook"]["step"] == 3
-    again, new_hook = start(mlp(seed=9))  # without momentum: loading has to bring it
-    again.module.load_state_dict(saved["model"])
-    new_hook.load_state_dict(saved["hook"])
-    train(again, 3, first_step=3)
-    for name, weight in weights(ddp.module).items():
-        assert torch.equal(weight, again.module.get_parameter(name)), name
-    assert replicas_equal(again)
-
-    forgetful, _ = start(mlp(seed=9))
-    forgetful.module.load_state_dict(saved["model"])
-    train(forgetful, 3, first_step=3)
-    assert not torch.equal(ddp.module[0].weight, forgetful.module[0].weight), "the state does not matter here"
-
-
-def test_a_stateful_hook_is_saved_and_resumed(run_ranks):
-    run_ranks(resumed_momentum)
-
-
 class Counts:
     """A state that cannot be saved."""
 
@@ -200,24 +160,6 @@ def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
         assert list(sent) == ["allreduce", "bf16_compress", "powerSGD"]
         assert sent["allreduce"] == 2 * sent["bf16_compress"] > 0
         assert equal and "5.weight" in resumed
-
-
-def _sub_group() -> torch.Tensor | None:
-    group = dist.new_group([0, 1])
-    if dist.get_rank() == 2:
-        return None
-    ddp = DistributedDataParallel(make_model(), process_group=group)
-    commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=commhooks.PowerSGDState(None, 2, 0))
-    images, labels = batch(0, dist.get_rank())
-    torch.nn.functional.cross_entropy(ddp(images), labels).backward()
-    return ddp.module[7].bias.grad
-
-
-def test_the_group_of_a_state_is_the_models_own(run_ranks: Any) -> None:
-    """Rank 2 is not in the model's group and never answers."""
-    first, second, third = run_ranks(_sub_group, world_size=3)
-    assert torch.equal(first, second)
-    assert third is None
 
 
 def test_one_state_for_two_models_is_refused() -> None:

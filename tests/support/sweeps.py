@@ -29,13 +29,18 @@ def loader() -> DataLoader[Any]:
     return DataLoader(CollectsGarbage(), 2, num_workers=1, multiprocessing_context="fork", timeout=30)
 
 
-def threads_after_each(train: Callable[[], object], times: int = TRAININGS) -> list[int]:
-    """Return the number of threads of this process, including C++ threads, after each call of `train`. Nothing may
-    depend on the garbage collector, which here runs in the forked processes only."""
+def thread_count() -> int:
+    """Return the number of threads of this process, including C++ threads."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def threads_after_each(train: Callable[[], object]) -> list[int]:
+    """Return the number of threads after each call of `train`. Nothing may depend on the garbage collector, which here
+    runs in the forked processes only."""
     gc.collect()
     gc.disable()
     try:
-        return [(train(), len(os.listdir("/proc/self/task")))[1] for _ in range(times)]
+        return [(train(), thread_count())[1] for _ in range(TRAININGS)]
     finally:
         gc.enable()
 

@@ -5,9 +5,10 @@
 Half of the time of a short training in its own process is the import of the framework. `warm.python` is a program that
 takes Python's command line, requests a process from a server, and represents it: it forwards signals and ends as that
 process ends. The server has imported the frameworks once and forks. The process has its own environment variables,
-folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that represents it;
-commhooks is not imported in it. Processes that it starts by `sys.executable` or multiprocessing are forked as well. Do
-not use this in tests of the start itself, or of Ctrl-C for a whole process group.
+folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that represents it.
+commhooks is imported in it too, unless its `sys.path` leads to another copy. Processes that it starts by
+`sys.executable` or multiprocessing are forked as well. Do not use this in tests of the start itself, or of Ctrl-C for a
+whole process group.
 """
 
 import atexit
@@ -16,6 +17,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.machinery
 import json
 import multiprocessing.spawn
 import os
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +50,9 @@ _ALWAYS = (
     "hypothesis",
     "omegaconf",
     "pytest",
+    "commhooks.public",
 )
-"""What commhooks and the tests import themselves."""
+"""commhooks, and what it and the tests import themselves."""
 
 
 def python(*modules: str, server: int = 0) -> str:
@@ -256,6 +260,8 @@ def _import(modules: list[str]) -> bytes:
         if module not in sys.modules:
             with contextlib.suppress(ImportError):  # who needs it will say so
                 importlib.import_module(module)
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # torch's operators: taken out one by one at the end of each process
     if rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous"):
         rendezvous.get_method_name = _method_name
     gc.collect()
@@ -298,6 +304,7 @@ def _become(request: dict[str, Any], stub: str) -> None:
     if sys.argv[0] == "-m":
         sys.path.insert(0, os.getcwd())
         del sys.argv[0]
+        _forget_another_copy()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -308,7 +315,16 @@ def _become(request: dict[str, Any], stub: str) -> None:
         script = main.__file__ = os.path.abspath(sys.argv[0])
         sys.path.insert(0, os.path.dirname(script))
         code = compile(Path(script).read_bytes(), script, "exec")
+    _forget_another_copy()
     exec(code, main.__dict__)
+
+
+def _forget_another_copy() -> None:
+    """Let this process import commhooks itself if its `sys.path` leads to another one than that of the server."""
+    found = importlib.machinery.PathFinder.find_spec("commhooks")
+    if found is not None and found.origin != getattr(sys.modules.get("commhooks"), "__file__", None):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "commhooks"]:
+            del sys.modules[name]
 
 
 def _enter_namespaces(pid: int) -> None:
@@ -331,6 +347,7 @@ def _status_of(request: dict[str, Any], stub: str) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does, for what runs at exit
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 

@@ -77,14 +77,12 @@ SETTLE = {"powerSGD": 28, "powerSGD, torch": 28, "int8": 16, "int4": 32}
 # Hook, ranks, (dtype, wrapper) of each run, and whether the host must not look, as on an accelerator. Gradients in 16
 # bits travel as they are, whatever the wrapper.
 SETUPS = [
-    ("powerSGD", 2, [(FLOAT32, None), (FLOAT32, "fp16"), (FLOAT64, "bf16"), (FLOAT16, None)], False),
-    ("powerSGD", 1, [(FLOAT64, "fp16"), (BFLOAT16, None)], False),
-    ("powerSGD", 2, [(FLOAT32, "fp16"), (BFLOAT16, None)], True),
+    ("powerSGD", 2, [(FLOAT32, None), (FLOAT16, None)], False),
+    ("powerSGD", 1, [(FLOAT64, "fp16")], False),
+    ("powerSGD", 2, [(FLOAT32, "fp16")], True),
     ("powerSGD, torch", 3, [(BFLOAT16, None)], False),
-]
-SETUPS += [
-    ("int8", 2, [(FLOAT32, None), (FLOAT64, "fp16")], False),
-    ("int4", 2, [(FLOAT32, "bf16"), (FLOAT16, None)], False),
+    ("int8", 2, [(FLOAT64, "fp16")], False),
+    ("int4", 2, [(FLOAT32, "bf16")], False),
     ("int8", 3, [(BFLOAT16, None)], True),
 ]
 
@@ -180,14 +178,13 @@ def test_finite_and_as_before_afterwards(run_ranks, hook, world_size, cases, mas
         _check(hook, run_ranks(_run_all, hook, huge, cases, settle, masked, world_size=world_size), cases, huge)
 
 
-@pytest.mark.parametrize(("kernel", "seed"), [("torch", 0), pytest.param("native", 1, marks=needs_compiler)])
-def test_what_the_ranks_differ_by_is_worked_off_too(kernel, seed):
+@needs_compiler
+def test_what_the_ranks_differ_by_is_worked_off_too():
     """1e30 on every rank, of full rank and different everywhere. Once the mean of the residuals is gone, P points
     wherever rounding makes it, and takes only RANK of N directions of the difference with it at each step. With about
-    one seed in five, a direction of the difference cancels to the last bit and stays: other seeds for each kernel, and
-    not these."""
-    generator = torch.Generator().manual_seed(seed)
-    with computing_with(kernel):
+    one seed in five, a direction of the difference cancels to the last bit and stays; not with this one."""
+    generator = torch.Generator().manual_seed(1)
+    with computing_with("native"):
         ranks = SimulatedPowerSGD(2, N, M, RANK)
     fixed = torch.randn(N, M, generator=generator)
     errors = {}

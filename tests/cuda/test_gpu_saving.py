@@ -1,6 +1,7 @@
 """Saving and loading on a GPU, also from another thread while training goes on, with answers that come late."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -65,17 +66,20 @@ def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         saver = threading.Thread(target=save)
         saver.start()
         try:
-            run.train(STEPS - 3)
+            for _ in range(STEPS - 3):
+                run.train(1)
+                begun = len(saved)
+                while len(saved) < begun + 2 and saver.is_alive():  # one that has begun after this step
+                    time.sleep(0.001)
         finally:
             over.set()
             saver.join()
-        saved.append(run.hook.state_dict("per_rank"))
         return [(each["step"], _learned(each), expected[each["step"] - 1]) for each in saved]
 
 
-@pytest.mark.parametrize("place", [MASKED, *ON_CUDA])
+@pytest.mark.parametrize("place", ON_CUDA)
 def test_a_thread_that_saves_never_mixes_two_steps(run_ranks: Any, place: str) -> None:
     for found in run_ranks(_saving_thread, place, world_size=world_size(place)):
-        assert found[-1][0] == STEPS and len({step for step, _, _ in found}) > 2
+        assert {step for step, _, _ in found} >= set(range(4, STEPS + 1))
         for step, saved, expected in found:
             assert saved.numel() and same(place, saved, expected), step

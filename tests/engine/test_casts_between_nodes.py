@@ -105,7 +105,7 @@ def _continued(ranks_per_node: int | None, saved: dict[str, Any] | None) -> tupl
     run = Run.new(hook="bf16", ranks_per_node=ranks_per_node)
     if saved is not None:
         run.load(copy.deepcopy(saved))
-    run.train(3)
+    run.train(2)
     return copy.deepcopy(run.save()), run.hook.stats()["step"]
 
 
@@ -113,8 +113,8 @@ def test_a_cast_is_saved_as_without_nodes(run_ranks: Any) -> None:
     saved, flat = None, None
     for part, ranks_per_node in enumerate((2, None, 2), start=1):
         answers = run_ranks(_continued, ranks_per_node, saved, world_size=4)
-        assert [step for _, step in answers] == [3 * part] * 4
-        if part == 2:  # both went on from three steps with nodes
+        assert [step for _, step in answers] == [2 * part] * 4
+        if part == 2:  # both went on from two steps with nodes
             flat = answers[0][0]["hook"]
             nodes = run_ranks(_continued, 2, saved, world_size=4)[0][0]["hook"]
             for content in (flat, nodes):

@@ -18,7 +18,7 @@ from tests.support.training import Run, make_model, residuals
 
 RANDOM_K = "examples.random_k:RandomKCompressor"
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
-STEPS = 5
+STEPS = 4
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "powerSGD": ("powerSGD", POWERSGD),
     "random_k": (RANDOM_K, {"share": 0.2, "start_iter": 2}),
@@ -34,11 +34,11 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
 # ---- the same numbers, a share of the work ---------------------------------------------------------------------------
 
 
-def _both(kind: str, ranks_per_node: int, masked: bool) -> dict[str, Any]:
+def _both(kind: str, masked: bool) -> dict[str, Any]:
     # gloo has messages on the CPU only
     messages = mock.patch.object(PointToPoint, "applies_to", return_value=False) if masked else contextlib.nullcontext()
     with masks(masked), messages:
-        flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
+        flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, 2))
         for run in (flat, nodes):
             run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
             run.train(STEPS)
@@ -60,14 +60,12 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "ranks_per_node", "masked"),
-    [("random_k", 4, 2, False), ("powerSGD", 6, 3, False)] + [(kind, 4, 2, True) for kind in ("powerSGD", "int8")],
+    ("kind", "masked"),
+    [("powerSGD", False), ("powerSGD", True), ("int8", True)],
 )
-def test_the_same_as_without_nodes(
-    run_ranks: Any, kind: str, world_size: int, ranks_per_node: int, masked: bool
-) -> None:
+def test_the_same_as_without_nodes(run_ranks: Any, kind: str, masked: bool) -> None:
     """`masked`: the host does not read what is computed, and the collectives are gloo's, as on an accelerator."""
-    ranks = run_ranks(_both, kind, ranks_per_node, masked, world_size=world_size)
+    ranks = run_ranks(_both, kind, masked, world_size=4)
     first = ranks[0]
     # int8 rounds what leaves a node, not what leaves a rank: other noise.
     limit = 1e-11 if kind != "int8" else 2e-2
@@ -76,7 +74,7 @@ def test_the_same_as_without_nodes(
         assert rank["stats"]["compressed_steps"] == STEPS - 2
         for got, wanted in zip(rank["nodes"], rank["flat"], strict=True):
             assert _far(got, wanted) < limit
-    node = ranks[:ranks_per_node]
+    node = ranks[:2]
     names = [name for rank in node for name in rank["residuals"]]
     compressed = {row["name"] for row in first["plan"]["parameters"] if row["compressed"]}
     assert sorted(names) == sorted(compressed), "each parameter has one owner in a node"
@@ -150,20 +148,16 @@ def _resumed(kind: str, ranks_per_node: int | None, saved: list[dict[str, Any]])
     return run.weights(), sorted(residuals(run.hook))
 
 
-@pytest.mark.parametrize(
-    ("kind", "residual"),
-    [("powerSGD", "mean"), ("int8", "per_rank")],
-)
-def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
-    before = run_ranks(_saved, kind, 2, residual, world_size=4)
+def test_resume_is_bit_equal(run_ranks: Any) -> None:
+    before = run_ranks(_saved, "int8", 2, "per_rank", world_size=4)
     assert all(saved["hook"]["exact"] for saved, _ in before)
-    after = run_ranks(_resumed, kind, 2, [saved for saved, _ in before], world_size=4)
+    after = run_ranks(_resumed, "int8", 2, [saved for saved, _ in before], world_size=4)
     assert all(torch.equal(weights, whole) for (weights, _), (_, whole) in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(
     ("kind", "residual", "before", "after", "ranks"),
-    [("powerSGD", "mean", None, 2, 4), ("random_k", "per_rank", 3, 2, 6), ("random_k", "per_rank", 2, None, 4)],
+    [("powerSGD", "mean", None, 2, 4), ("random_k", "per_rank", 3, 2, 6)],
 )
 def test_another_arrangement_resumes(
     run_ranks: Any, kind: str, residual: str, before: Any, after: Any, ranks: int
@@ -173,10 +167,10 @@ def test_another_arrangement_resumes(
     found = run_ranks(_resumed, kind, after, [saved for saved, _ in first], world_size=ranks)
     for (weights, kept), (_, whole) in zip(found, first, strict=True):
         assert _far(weights, whole) < 1e-6
-        assert kept == found[0][1] if after is None else set(kept).isdisjoint(found[0][1]) or kept == found[0][1]
+        assert set(kept).isdisjoint(found[0][1]) or kept == found[0][1]
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, None)), ((2, None), (4, 2)), ((4, 2), (6, 3))])
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, None)), ((2, None), (4, 2))])
 def test_another_number_of_ranks_resumes(run_ranks: Any, before: Any, after: Any) -> None:
     first = run_ranks(_saved, "powerSGD", before[1], "mean", world_size=before[0])
     mean = {name: each["residual"] for name, each in first[0][0]["hook"]["parameters"].items()}
@@ -256,9 +250,8 @@ def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["powerSGD", "int8"])
-def test_a_step_that_is_not_finite_changes_nothing_on_any_node(run_ranks: Any, kind: str) -> None:
-    for rank in run_ranks(_spoilt, kind, 3, world_size=4):
+def test_a_step_that_is_not_finite_changes_nothing_on_any_node(run_ranks: Any) -> None:
+    for rank in run_ranks(_spoilt, "powerSGD", 3, world_size=4):
         assert not rank["finite"] and rank["same"] and rank["skipped"] == 1
         assert torch.equal(rank["weights"], rank["clean"])
 
@@ -283,7 +276,7 @@ def _idle(ranks_per_node: int | None, hook: str = "powerSGD") -> list[torch.Tens
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1} if hook == "powerSGD" else None
     commhooks.attach(ddp, hook, hook_options=options, check_every=2, ranks_per_node=ranks_per_node)
     found = []
-    for step in range(6):
+    for step in range(4):
         model.both = step % 2 == 0
         ddp.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())

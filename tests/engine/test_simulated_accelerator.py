@@ -32,9 +32,8 @@ from tests.support.training import Run, make_model
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS = 5
-QUANTIZED = {"block_size": 32, "start_iter": 2}
-POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+QUANTIZED = {"block_size": 32, "start_iter": 1}
+POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 DILOCO = {"sync_every": 2, "start_iter": 0, "outer_momentum": 0.5}
 HOOKS: dict[str, dict[str, Any]] = {
     "allreduce": {"hook": "allreduce"},
@@ -43,10 +42,9 @@ HOOKS: dict[str, dict[str, Any]] = {
     "powerSGD, bf16": {"hook": "powerSGD", "hook_options": POWERSGD, "wrapper": "bf16"},
     "powerSGD, cold": {"hook": "powerSGD", "hook_options": POWERSGD | {"warm_start": False}},
     "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
-    "int8": {"hook": "int8", "hook_options": QUANTIZED},
     "int4": {"hook": "int4", "hook_options": QUANTIZED},
     "auto": {"hook": "tests.support.prescribed_auto:PrescribedAutoCompressor"},
-    "random_k": {"hook": "examples.random_k:RandomKCompressor", "hook_options": {"share": 0.2, "start_iter": 2}},
+    "random_k": {"hook": "examples.random_k:RandomKCompressor", "hook_options": {"share": 0.2, "start_iter": 1}},
     "diloco": {"hook": "diloco", "hook_options": DILOCO | {"wire": "float32"}},
     "diloco, int4": {"hook": "diloco", "hook_options": DILOCO | {"fragments": 2}},
 }
@@ -66,6 +64,8 @@ HOST_WAITS = {
 """The modules in which the host waits for the accelerator in steady state. No other hook makes it wait."""
 
 
+LATE: dict[str, int] = {"powerSGD": 0, "int4": 1, "diloco, int4": 0, "saves": 0, "fails in a hook": 0}
+"""Seeds of the trainings whose operators run late, too: both kinds of orders. The others are examined for faults."""
 OTHER_NUMBERS = "late operators give other numbers"
 
 
@@ -78,7 +78,7 @@ def _bits(numbers: Any) -> Any:
     return [_bits(each) for each in numbers] if isinstance(numbers, list) else numbers
 
 
-def _wrong(train: Callable[[Accelerator], Any], seed: int | None, expected: Any = None) -> list[str]:
+def _wrong(train: Callable[[Accelerator], Any], seed: int | None = None, expected: Any = None) -> list[str]:
     """Find what is wrong with a training: faults, and other numbers if its operators run late.
 
     Args:
@@ -104,19 +104,19 @@ def _wrong(train: Callable[[Accelerator], Any], seed: int | None, expected: Any 
     return faults + other
 
 
-def _trained(hook: str, more: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _trained(hook: str, seed: int | None, more: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What is wrong with a training, and what the host waited for in its last two steps."""
     waits: list[str] = []
 
     def train(accelerator: Accelerator) -> Any:
-        run = _new(hook, **more).train(STEPS - 2)
+        run = _new(hook, **more).train(3 if hook == "auto" else 2)  # until every buffer is made
         del accelerator.host_waits[:]
         run.train(2)
         waits.extend(accelerator.host_waits)
         run.hook.stats()
         return [run.weights(), run.gradients, run.save()["hook"].get("parameters")]
 
-    return _wrong(train, len(hook)), waits  # hooks have both kinds of orders
+    return _wrong(train, seed), waits
 
 
 def _check(found: Any) -> None:
@@ -134,7 +134,7 @@ def _check_hook(found: Any, hook: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_training_of_every_hook(run_ranks: Any, hook: str) -> None:
-    _check_hook(run_ranks(_trained, hook, {}), hook)
+    _check_hook(run_ranks(_trained, hook, LATE.get(hook), {}), hook)
 
 
 DELAYED = commhooks.DiLoCo(sync_every=4, fragments=2, delay=1, outer_lr=0.7, outer_momentum=0.5)
@@ -153,23 +153,23 @@ def _trained_with_diloco(device: torch.device, config: commhooks.DiLoCo, more: d
     return [run.weights(), run.gradients, saved["hook"]["parameters"], norm]
 
 
-def _trained_here_and_there(config: commhooks.DiLoCo, more: dict[str, Any]) -> list[str]:
+def _trained_here_and_there(config: commhooks.DiLoCo, seed: int | None, more: dict[str, Any]) -> list[str]:
     here = _bits(_trained_with_diloco(DEVICE, config, more))
-    return _wrong(lambda _: _trained_with_diloco(DEVICE, config, more), config.delay + len(more), here)
+    return _wrong(lambda _: _trained_with_diloco(DEVICE, config, more), seed, here)
 
 
 @pytest.mark.parametrize(
-    ("config", "more"),
+    ("config", "seed", "more"),
     [
-        (DELAYED, {}),
-        (dataclasses.replace(DELAYED, offload=False), {}),
-        (dataclasses.replace(DELAYED, wire="float32"), {"ranks_per_node": 2}),
-        (dataclasses.replace(DELAYED, sync_every=1, fragments=1, delay=0), {}),  # a step after a save of the mean
+        (DELAYED, 1, {}),
+        (dataclasses.replace(DELAYED, offload=False), None, {}),
+        (dataclasses.replace(DELAYED, wire="float32"), None, {"ranks_per_node": 2}),
+        (dataclasses.replace(DELAYED, sync_every=1, fragments=1, delay=0), None, {}),  # a step after a save of the mean
     ],
     ids=["in host memory", "on the device", "nodes", "without a delay"],
 )
-def test_diloco_computes_what_it_computes_on_the_cpu(run_ranks: Any, config: Any, more: Any) -> None:
-    _check(run_ranks(_trained_here_and_there, config, more, world_size=4 if more else 2))
+def test_diloco_computes_what_it_computes_on_the_cpu(run_ranks: Any, config: Any, seed: Any, more: Any) -> None:
+    _check(run_ranks(_trained_here_and_there, config, seed, more, world_size=4 if more else 2))
 
 
 def _waits_of_a_round_with_delay() -> list[set[str]]:
@@ -189,9 +189,9 @@ def test_the_host_does_not_wait_while_a_fragment_is_in_flight(run_ranks: Any) ->
         assert found == [set(), workspace, set(), outcome, set(), workspace, set(), outcome | {"common_state.py"}]
 
 
-@pytest.mark.parametrize("hook", ["powerSGD", "int8", "bf16"])
+@pytest.mark.parametrize("hook", ["powerSGD", "int4", "bf16"])
 def test_nodes(run_ranks: Any, hook: str) -> None:
-    _check_hook(run_ranks(_trained, hook, {"ranks_per_node": 2}, world_size=4), hook)
+    _check_hook(run_ranks(_trained, hook, None, {"ranks_per_node": 2}, world_size=4), hook)
 
 
 def _modules(waits: list[str]) -> set[str]:
@@ -226,12 +226,11 @@ def test_sparse_gradients(run_ranks: Any, hook: str) -> None:
     _check(run_ranks(_trained_on_words, hook))
 
 
-def _trained_in_shards(hook: str) -> list[str]:
+def _trained_in_shards() -> list[str]:
     def train(accelerator: Accelerator) -> Any:
         mesh = sharded.mesh_of(2, 2)
         model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
-        options = HOOKS[hook].get("hook_options")
-        attached = commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"])
+        attached = commhooks.attach(model, **HOOKS["powerSGD"], replicate_group=mesh["replicate"])
         for step in range(4):
             given = {n: g.to(DEVICE) for n, g in sharded.random_gradients(step, dtype=torch.float32).items()}
             model.zero_grad(set_to_none=True)
@@ -245,13 +244,12 @@ def _trained_in_shards(hook: str) -> list[str]:
         attached.stats()
         return [each.to_local() for each in model.parameters()]  # type: ignore[attr-defined]
 
-    return _wrong(train, len(hook))
+    return _wrong(train, seed=0)
 
 
 @fully_shard_on_gloo
-@pytest.mark.parametrize("hook", ["powerSGD", "int8"])
-def test_shards(run_ranks: Any, hook: str) -> None:
-    _check(run_ranks(_trained_in_shards, hook, world_size=4))
+def test_shards(run_ranks: Any) -> None:
+    _check(run_ranks(_trained_in_shards, world_size=4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +299,7 @@ def _trained_with_a_scaler() -> list[str]:
         assert run.train(2).hook.stats()["nonfinite_steps"] == 1
         return [scaler.get_scale(), run.weights(), run.gradients]
 
-    return _wrong(train, 0)
+    return _wrong(train)
 
 
 def test_a_grad_scaler(run_ranks: Any) -> None:
@@ -319,7 +317,7 @@ def _averaged_without_a_hook() -> tuple[list[str], list[str]]:
         waits.extend(accelerator.host_waits)
         return [own, residual]
 
-    return _wrong(average, 1), waits
+    return _wrong(average), waits
 
 
 def test_an_average_without_a_hook(run_ranks: Any) -> None:
@@ -432,22 +430,21 @@ EVENTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _trained_with(hook: str, event: str, seed: int | None) -> list[str]:
+def _trained_with(event: str) -> list[str]:
     def train(accelerator: Accelerator) -> Any:
-        run = _new(hook, ddp={"gradient_as_bucket_view": True}).train(3)
+        run = _new("powerSGD", ddp={"gradient_as_bucket_view": True}).train(3)
         seen = EVENTS[event](run, accelerator)
         if not hasattr(run, "ddp"):
             return run.gradients
         run.train(2).hook.stats()
         return [seen, run.weights(), run.gradients]
 
-    return _wrong(train, seed)
+    return _wrong(train, LATE.get(event))
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize(("hook", "seed"), [("powerSGD", 0), ("int8", None)])
-def test_a_training_that(run_ranks: Any, hook: str, event: str, seed: int | None) -> None:
-    _check(run_ranks(_trained_with, hook, event, seed))
+def test_a_training_that(run_ranks: Any, event: str) -> None:
+    _check(run_ranks(_trained_with, event))
 
 
 # ---- what the simulation finds ---------------------------------------------------------------------------------------

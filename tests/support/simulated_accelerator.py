@@ -17,6 +17,7 @@ stream, and everything queued later comes after that.
 import contextlib
 import functools
 import itertools
+import linecache
 import re
 import threading
 import traceback
@@ -639,15 +640,19 @@ def _group_name(value: Any) -> str | None:
 
 def _place() -> tuple[str, bool]:
     """Return the innermost line of the packages, and True; the innermost line of the tests if there is none."""
-    frames = [
-        each
-        for each in traceback.extract_stack()
-        if not each.filename.endswith(("/simulated_accelerator.py", "/cuda_stand_ins.py"))
-    ]
-    own = [
-        each for each in frames if re.search(r"/(commhooks|lightning_commhooks|accelerate_commhooks)/", each.filename)
-    ]
-    if not frames:
-        return "", False  # the garbage collector at the end
-    last = (own or [each for each in frames if "/tests/" in each.filename] or frames)[-1]
-    return f"({last.filename.rpartition('/')[2]}:{last.lineno} {last.line})", bool(own)
+    in_tests = None
+    for frame, number in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if re.search(r"/(commhooks|lightning_commhooks|accelerate_commhooks)/", file):
+            return _described(file, number), True
+        if (
+            in_tests is None
+            and "/tests/" in file
+            and not file.endswith(("/simulated_accelerator.py", "/cuda_stand_ins.py"))
+        ):
+            in_tests = _described(file, number)
+    return in_tests or "", False
+
+
+def _described(file: str, number: int) -> str:
+    return f"({file.rpartition('/')[2]}:{number} {linecache.getline(file, number).strip()})"

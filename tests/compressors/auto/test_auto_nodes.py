@@ -13,6 +13,7 @@ import torch.distributed as dist
 import commhooks
 from commhooks.comm.collectives import PointToPoint
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
+from commhooks.compressors.auto import trials
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.registry import register_compressor
 from commhooks.request import HookRequest
@@ -21,7 +22,6 @@ from tests.support.inside import session_of
 from tests.support.models import masks
 from tests.support.prescribed_auto import (
     BEGIN,
-    TRIAL,
     PrescribedAuto,
     PrescribedAutoCompressor,
     decision_of,
@@ -30,19 +30,24 @@ from tests.support.prescribed_auto import (
 from tests.support.sharded import attached, backward, learned, random_gradients
 from tests.support.training import Run, residuals
 
+TRIAL_STEPS = 3
+"""Of 0.1 s each, which is enough."""
+TRIAL = trials.WARM_UP + TRIAL_STEPS
+short_trials = mock.patch.object(trials, "TRIAL_STEPS", TRIAL_STEPS)
 START = {"int8_compress": "start_iter", "int4_compress": "start_iter", "powerSGD": "start_powerSGD_iter"}
 
 
-def _on_an_accelerator(options: dict[str, Any], trials: int) -> dict[str, Any]:
+def _on_an_accelerator(options: dict[str, Any], count: int) -> dict[str, Any]:
     """Where the host does not read what is computed, with gloo's collectives, which has messages on the CPU only."""
     with masks(), mock.patch.object(PointToPoint, "applies_to", return_value=False):
-        return _as_by_name(options, trials)
+        return _as_by_name(options, count)
 
 
-def _as_by_name(options: dict[str, Any], trials: int) -> dict[str, Any]:
+@short_trials
+def _as_by_name(options: dict[str, Any], count: int) -> dict[str, Any]:
     """Also with bf16, which has no start: the gradients of the last step, with the same weights."""
     with log_lines("commhooks") as lines:
-        run = new(ranks_per_node=2, **options).train(BEGIN + trials * TRIAL + 1)
+        run = new(ranks_per_node=2, **options).train(BEGIN + count * TRIAL + 1)
     chosen = decision_of(run).candidate
     start = {START[chosen.hook]: 2} if chosen.hook in START else {}
     by_name = Run.new(hook=chosen.hook, hook_options={**chosen.options, **start}, ranks_per_node=2)
@@ -72,37 +77,22 @@ def _as_by_name(options: dict[str, Any], trials: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("train", "options", "trials", "label"),
+    ("train", "options", "count", "label"),
     [
         (_as_by_name, {"quality": "low rank"}, 1, "powerSGD rank 2 between nodes"),
         (_on_an_accelerator, {"tried_s": 0.9}, 2, "bf16 between nodes"),
     ],
 )
 def test_between_nodes_the_choice_trains_as_by_name(
-    run_ranks: Any, train: Callable[..., Any], options: dict[str, Any], trials: int, label: str
+    run_ranks: Any, train: Callable[..., Any], options: dict[str, Any], count: int, label: str
 ) -> None:
-    ranks = run_ranks(train, options, trials, world_size=4)
+    ranks = run_ranks(train, options, count, world_size=4)
     for rank in ranks:
         assert rank["label"] == label and rank["same"] and rank["residuals"] and rank["inside"] and rank["memory"]
         assert rank["sent"][0] == rank["sent"][1] and rank["plan"][0] == rank["plan"][1]
         assert rank["notes"] == ranks[0]["notes"] and torch.equal(rank["weights"], ranks[0]["weights"])
     (line,) = ranks[0]["lines"]
     assert f"auto: {label} from step " in line and " per step and node: a step takes " in line
-
-
-def _the_clock_decides() -> dict[str, Any]:
-    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() % 2)):
-        run = Run.new(hook="auto", hook_options={"measure_steps": 6})
-    while decision_of(run).phase != "resting":
-        run.train(10)
-    return {"tried": list(decision_of(run).tried_s), "notes": run.hook.state_dict()["notes"], "weights": run.weights()}
-
-
-def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
-    ranks = run_ranks(_the_clock_decides, world_size=4)
-    for rank in ranks:
-        assert rank["tried"][0] == "allreduce" and len(rank["tried"]) > 1
-        assert rank["notes"] == ranks[0]["notes"] and torch.equal(rank["weights"], ranks[0]["weights"])
 
 
 # What it is told, the machine of each rank, whether DDP looks for unused parameters, and whether there are nodes then.
@@ -118,13 +108,13 @@ ARRANGEMENTS = [
 
 def _offered() -> list[tuple[set[str], int]]:
     """In each arrangement the candidates after the measuring, and the ranks per node in what is saved."""
+    register_compressor(PrescribedAutoCompressor)
     found = []
     for ranks_per_node, machines, unused, _ in ARRANGEMENTS:
         with mock.patch.dict(os.environ, GROUP_RANK=str(machines[dist.get_rank()])):
-            options, ddp = {"measure_steps": 6, "quality": "close"}, {"find_unused_parameters": unused}
-            run = Run.new(hook="auto", hook_options=options, ranks_per_node=ranks_per_node, ddp=ddp).train(7)
-        while decision_of(run).phase == "measuring":
-            run.train(1)
+            auto, ddp = PrescribedAuto(quality="close"), {"find_unused_parameters": unused}
+            run = Run.new(hook=auto, ranks_per_node=ranks_per_node, ddp=ddp).train(BEGIN + 1)
+        assert decision_of(run).phase == "trying"
         found.append((set(decision_of(run).known), run.hook.state_dict()["notes"].get("ranks_per_node", 1)))
     return found
 
@@ -137,14 +127,15 @@ def test_candidates_work_between_nodes_where_there_are_some(run_ranks: Any) -> N
             assert ranks_per_node == (2 if nodes else 1)
 
 
+@short_trials
 def _saved_while(steps: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"measure_steps": 4, "check_again_every": 10, "quality": "low rank", "ranks_per_node": 2}
+    options: dict[str, Any] = {"quality": "low rank", "ranks_per_node": 2}
     run = new(**options).train(steps)
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
     decisions = [decision_of(each) for each in (run, again)]
     for each in (run, again):
-        each.train(TRIAL + 4)
+        each.train(3)
     flat = new(**options | {"ranks_per_node": 1}).load(saved)
     return {
         "exact": saved["hook"]["exact"],
@@ -165,7 +156,7 @@ def _with_more_nodes(saved: dict[str, Any]) -> tuple[str, str, torch.Tensor]:
 
 
 def test_between_nodes_a_run_resumes(run_ranks: Any) -> None:
-    ranks = run_ranks(_saved_while, 17, world_size=4)
+    ranks = run_ranks(_saved_while, BEGIN + TRIAL + 1, world_size=4)
     for rank in ranks:
         assert rank["exact"] and rank["phase"] == "resting" and rank["decisions"] and rank["after"]
         assert torch.equal(*rank["weights"])
@@ -194,7 +185,7 @@ def _decision(hook: commhooks.CommHook) -> Any:
 
 def _on_shards() -> dict[str, Any]:
     register_compressor(PrescribedAutoCompressor)
-    steps = BEGIN + TRIAL + 1
+    steps = BEGIN + 3
     model, hook = attached(2, 2, PrescribedAuto())
     by_name, _ = attached(2, 2, "int8", hook_options={"start_iter": BEGIN})
     same = []
@@ -225,6 +216,7 @@ def test_on_shards_the_choice_trains_as_by_name_and_resumes(run_ranks: Any) -> N
     assert len({rank["bytes"] for rank in ranks}) == 2
 
 
+@short_trials
 def _one_shard_is_slow() -> dict[str, Any]:
     """What the ranks of one shard measure counts for all."""
     register_compressor(PrescribedAutoCompressor)

@@ -13,9 +13,10 @@ import commhooks
 from commhooks import HookConfigError, HookRunError
 from commhooks.compressors.adaptive import Ranks, Watch
 from commhooks.compressors.auto import compressor as auto_compressor
+from commhooks.compressors.auto import trials
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.options import Auto, Candidate
-from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP, Decision
+from commhooks.compressors.auto.trials import TRIAL_S, TRIAL_STEPS, WARM_UP, Decision
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.gradients.names import ModelNames, all_names
 from commhooks.plan import parameter_plans
@@ -54,7 +55,6 @@ def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
     ("options", "label"),
     [
         ({}, "int8"),
-        ({"quality": "close"}, "int4"),  # rank 16 compresses no layer that is so small
         ({"quality": "low rank"}, "powerSGD rank 2"),
     ],
 )
@@ -90,14 +90,14 @@ def test_what_a_rank_has_no_memory_for_is_not_tried(run_ranks: Any) -> None:
 
 
 def _decides_by_the_clock() -> dict[str, Any]:
-    torch.manual_seed(0)
     run = Run.new(hook="auto", hook_options={"measure_steps": 8, "quality": "close"})
     before = run.train(6).hook.stats()
     reference = Run.new(hook="allreduce").train(6)
     weights, labels = run.weights(), set()
-    while decision_of(run).phase != "resting":
-        labels.add(decision_of(run).candidate.label)
-        run.train(10)
+    with mock.patch.object(trials, "TRIAL_S", 0.03):
+        while decision_of(run).phase != "resting":
+            labels.add(decision_of(run).candidate.label)
+            run.train(5)
     return {
         "before": before["chosen"],
         "as all-reduce": torch.equal(weights, reference.weights()),
@@ -135,7 +135,6 @@ def _tries_all() -> dict[str, Any]:
         "decision": decision_of(run).to_plain(),
         "lines": [line for line in lines if "auto: " in line],
         "weights": run.weights(),
-        "again": new(tried_s=2.0, bf16_s=1.5).train(run.step).weights(),
     }
 
 
@@ -144,7 +143,7 @@ def test_each_candidate_is_tried_in_training_steps(run_ranks: Any) -> None:
     for rank in ranks:
         assert rank["labels"] == ["allreduce"] * BEGIN + ["int8"] * TRIAL + ["bf16"] * TRIAL + ["allreduce"]
         assert rank["decision"] == ranks[0]["decision"] and rank["decision"]["phase"] == "resting"
-        assert torch.equal(rank["weights"], ranks[0]["weights"]) and torch.equal(rank["weights"], rank["again"])
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
     (line,) = ranks[0]["lines"]
     assert f"auto: allreduce from step {BEGIN + 2 * TRIAL} on, " in line and ranks[1]["lines"] == []
     assert "nothing helps here; a step takes 1000 ms, 2000 ms with int8, 1500 ms with bf16" in line
@@ -182,14 +181,15 @@ def test_it_looks_again_and_changes_when_the_times_have(run_ranks: Any) -> None:
 
 def _one_rank_has_no_times(after: int) -> dict[str, Any]:
     """From step `after` on."""
-    with log_lines("commhooks") as lines:
+    most = mock.patch.object(trials, "MOST_EXTENSIONS", 1)
+    with log_lines("commhooks") as lines, most:
         run = new().train(after)
         if dist.get_rank() == 1:
             compressor = session_of(run.hook).compressor
             assert isinstance(compressor, PrescribedAutoCompressor)
             numbers = lambda: [float(len(run.ddp.module)), 9.0, math.nan]  # type: ignore[arg-type]  # noqa: E731
             compressor._numbers = numbers  # type: ignore[method-assign]
-        run.train(BEGIN + WARM_UP + (MOST_EXTENSIONS + 1) * TRIAL_STEPS)
+        run.train(BEGIN + WARM_UP + 2 * TRIAL_STEPS)
     return {"decision": decision_of(run), "lines": [line for line in lines if "auto: " in line]}
 
 

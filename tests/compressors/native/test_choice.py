@@ -33,7 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "powerSGD": {"start_powerSGD_iter": 1},
     "bare powerSGD": {"start_powerSGD_iter": 1},
     "int8": {"block_size": 32, "start_iter": 1},
-    "int4": {"block_size": 32, "start_iter": 1},
 }
 
 
@@ -46,7 +45,7 @@ def _trained(hook: str) -> tuple[Any, ...]:
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         else:
             attached = commhooks.attach(ddp, hook, hook_options=OPTIONS[hook])
-        for _ in range(4):
+        for _ in range(3):
             ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
     bare = hook.startswith("bare")
     kernel = ("native" if state.session.compressor.native else "torch") if bare else attached.stats()["kernel"]

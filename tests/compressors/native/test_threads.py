@@ -3,7 +3,6 @@
 import ctypes
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -13,6 +12,7 @@ import torch
 
 from commhooks.compressors.native import tables as kernel_tables
 from commhooks.compressors.powersgd.cpu import NativeProducts
+from tests.support import warm
 from tests.support.compilers import needs_compiler
 
 SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
@@ -139,6 +139,6 @@ print(before, os.waitpid(child, 0)[1], kernel_tables.team(2**62)[1])
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run([warm.python(), "-c", FORKED], capture_output=True, text=True, timeout=280, check=True)
     before, status, after = done.stdout.split()
     assert status == "0" and before == after

@@ -159,7 +159,6 @@ SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="fla
     ("kind", "dtype"),
     [
         (PLAIN, torch.float32),
-        (PLAIN, torch.float64),
         pytest.param("", torch.float32, marks=needs_compiler, id="native-float32"),
         pytest.param("", torch.float64, marks=needs_compiler, id="native-float64"),
         pytest.param("-mno-avx512f -O1", torch.float64, marks=[needs_compiler, SHORTER_VECTORS]),

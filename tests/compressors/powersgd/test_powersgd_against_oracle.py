@@ -1,6 +1,7 @@
 """Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`reference.py`): with torch,
 with the native kernel, and as on an accelerator, alone and in stacks."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.support.models import (
 )
 from tests.support.simulation import SimulatedPowerSGD
 
-STEPS = 6
+STEPS = 5
 IDLE_AT = 3  # "first", which has the shape of "second", has no gradient on any rank
 COMPRESSED = ("conv", "first", "second", "wide")
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}
@@ -63,6 +64,7 @@ def _run_all(kernel: str, masked: bool, batch: bool) -> list[dict[str, Any]]:
     return results
 
 
+@functools.cache
 def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tuple[list[Gradients], dict[str, Any]]:
     matrices = {}
     for name in COMPRESSED:
@@ -84,7 +86,7 @@ def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tup
     ("kernel", "masked", "batch", "world_size"),
     [
         pytest.param("torch", False, False, 1, id="one rank"),
-        pytest.param("torch", False, False, 3, id="torch"),
+        pytest.param("torch", False, False, 2, id="torch"),
         pytest.param("native", False, False, 2, marks=needs_compiler, id="native"),
         pytest.param("torch", True, False, 2, id="masked"),
         pytest.param("torch", True, True, 2, id="masked, in stacks"),
@@ -115,8 +117,7 @@ def test_gradients_and_residuals_equal_the_oracle(
             assert stats["collectives_last_pass"] == buckets + more
         assert all(map(bits_equal, results[0][index]["gradients"], results[-1][index]["gradients"]))
     one_bucket, many_buckets = (results[0][index]["gradients"] for index in (1, 2))
-    # With three ranks the order of a sum follows the layout.
-    assert world_size == 3 or all(map(bits_equal, one_bucket, many_buckets))
+    assert all(map(bits_equal, one_bucket, many_buckets))
 
 
 # ---- the residual stays bounded --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import commhooks
 from tests.support.kernels import computing_with
 from tests.support.models import worst_error
 
-START, STEPS = 2, 8
+START, STEPS = 2, 5
 Draws = dict[tuple[int, str], torch.Tensor]
 
 

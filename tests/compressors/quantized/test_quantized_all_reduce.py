@@ -18,8 +18,8 @@ from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import same_bits
 
 LEVELS, BLOCK = {8: 127, 4: 7}, {8: 256, 4: 128}
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((), (1,), (3, 5), (256,), (257,), (2, 7, 91), (0,), (4, 0))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+SHAPES = ((), (3, 5), (257,), (2, 7, 91), (4, 0))
 
 
 def _own(shape: tuple[int, ...], dtype: torch.dtype, rank: int, call: int = 0) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _with_residual(bits: int, dtype: torch.dtype, calls: int) -> tuple[torch.Ten
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_a_residual_nothing_is_lost(run_ranks: Any, bits: int, world_size: int) -> None:
     """So the mean over many calls comes to the exact one."""
-    calls = 20
+    calls = 10
     ranks = run_ranks(_with_residual, bits, torch.float64, calls, world_size=world_size)
     exact = sum(_own((3, 700), torch.float64, rank, call % 2) for rank in range(world_size) for call in range(calls))
     left: Any = sum(residual for _, residual in ranks) / world_size

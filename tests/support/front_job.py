@@ -2,9 +2,9 @@
 
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
 optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
-as long as there is a file "slow" in the folder. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
-machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group. `members` false: it
-trains alone, by DDP.
+as long as there is a file "slow" in the folder: machine a then waits after two rounds until machine b is coming.
+`sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A machine with a `world` of several ranks shards the
+model by FSDP2; `port`: for their process group. `members` false: it trains alone, by DDP.
 """
 
 import hashlib
@@ -29,8 +29,10 @@ EVERY = 5
 
 class Rounds:
     def __init__(self, given: dict[str, Any]) -> None:
-        self._slow, self._before, self._count = Path(given["folder"]) / "slow", 0, 0
-        self._sigterm = given.get("sigterm")
+        self._slow, self._coming = (Path(given["folder"]) / name for name in ("slow", "coming"))
+        self._before, self._count, self._sigterm = 0, 0, given.get("sigterm")
+        if given["name"] != "a":
+            self._coming.touch()
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
@@ -44,7 +46,10 @@ class Rounds:
         if self._sigterm is not None and self._count >= self._sigterm and stats["step_in_round"] == 2:
             self._sigterm = None
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1 if self._slow.exists() else 0.0)
+        while self._before == 2 and self._slow.exists() and not self._coming.exists():
+            time.sleep(0.02)
+        if self._slow.exists():
+            time.sleep(0.3 if len(names_in(hook)) < 2 else 0.1)
 
 
 def said(what: str, **more: Any) -> None:
@@ -131,7 +136,7 @@ def lightning(given: dict[str, Any]) -> None:
         max_epochs=-1,
         check_val_every_n_epoch=None,
         val_check_interval=14,
-        limit_val_batches=given.get("validation", 1.0),
+        limit_val_batches=given.get("validation", 2),
         accumulate_grad_batches=2,
         callbacks=[Looks(), CommHookMonitor(), saves],
         logger=CSVLogger(folder, name="", version=""),
@@ -296,8 +301,8 @@ def transformers(given: dict[str, Any]) -> None:
     hook = trainer.comm_hook
     end = {"steps": trainer.state.global_step, "round": hook.stats()["step"], "names": names_in(hook)}
     end["weights"] = hash_of(p for group in trainer.optimizer.param_groups for p in group["params"])
-    if given["name"] == "a":  # the last 16 steps once more, as a new machine; it meets the others after the first one
-        trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 16}")
+    if given["name"] == "a":  # the last 14 steps once more, as a new machine; it meets the others after the first one
+        trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 14}")
         assert hook is not trainer.comm_hook
         end |= {"again": [trainer.state.global_step, trainer.comm_hook.stats()["step"]]}
     said("end", **end)

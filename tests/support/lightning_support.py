@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookDDP
@@ -70,8 +70,6 @@ class Model(pl.LightningModule):
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
-        if x.dtype != self.net[0].weight.dtype:
-            x, y = x.to(self.net[0].weight), y.to(self.net[0].weight)
         return torch.nn.functional.mse_loss(self.extra(self.net(x)), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -133,15 +131,6 @@ def cli_config(path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, 
     return str(path)
 
 
-class Endless(IterableDataset[Any]):
-    """A data set without length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(10):
-            yield torch.randn(16, generator=generator), torch.randn(8, generator=generator)
-
-
 def strategy(**options: Any) -> CommHookDDP:
     """Return a strategy, by default with PowerSGD from step 2 on and several buckets."""
     options.setdefault("hook", PowerSGD(start_powerSGD_iter=2))
@@ -171,22 +160,18 @@ def trainer(root: str, *, pool: bool = True, made_by: Any = pl.Trainer, **option
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name.replace("_orig_mod.", ""): p.detach().clone() for name, p in module.named_parameters()}
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 class Watch(pl.Callback):
-    """Records the hook's step when training starts, and the weights after every step."""
+    """Records the hook's step when training starts."""
 
     def __init__(self) -> None:
         self.start_steps: list[int] = []
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         hook = getattr(trainer.strategy, "comm_hook", None)
         self.start_steps.append(hook.stats()["step"] if hook is not None else -1)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.weights[trainer.global_step] = weights(pl_module)
 
 
 @contextlib.contextmanager
@@ -241,7 +226,6 @@ def fit(
         t.fit(model, data(), ckpt_path=ckpt_path)
     hook = getattr(t.strategy, "comm_hook", None)
     return {
-        "weights": watch.weights,
         "start": watch.start_steps,
         "final": weights(model),
         "stats": hook.stats() if hook is not None else None,

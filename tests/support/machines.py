@@ -147,12 +147,12 @@ def free_port() -> int:
         return port
 
 
-def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> dict[str, Any]:
+def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine, dict[str, Any]]:
     """Two machines train by front_job.py, and b gets SIGTERM in mid-round: it ends the round early, together with a,
     which goes on alone at once. (transformers stops some seconds later, maybe at the end of a round, and has then
-    no part to send.) Returns the last line of b."""
+    no part to send.) Returns a and the last line of b."""
     (folder / "slow").touch()
-    with lighthouse() as address:
+    with lighthouse(wait_s=30.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **given)
         first = new("a", *modules, seed=0)
         first.round(2)
@@ -168,7 +168,7 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> dict[str, Any
             first.kill()
             second.kill()
     assert_equal(first, second)
-    return end
+    return first, end
 
 
 def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[Machine, Machine, dict[str, Any]]:
@@ -176,7 +176,7 @@ def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[
     with it, and is killed. Returns both and the last line of a."""
     slow = folder / "slow"
     slow.touch()
-    with lighthouse() as address:
+    with lighthouse(wait_s=30.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, **given)
         first = new("a", *modules, seed=0, port=free_port())
         first.round(2)

@@ -162,10 +162,10 @@ class Blocks(torch.nn.Module):
 
 
 @launched
-def _compiled(regional: bool) -> tuple[list[bool], list[str], int]:
+def _compiled() -> tuple[list[bool], list[str], int]:
     # In one bucket: torch 2.13 cannot compile DDP models whose first bucket is the only small one.
     handler = power_sgd({"start_powerSGD_iter": 0}, bucket_cap_mb=25)
-    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     accelerator = new_accelerator(handler, dynamo_plugin=plugin)
     module = Blocks()
     model = accelerator.prepare(module)
@@ -177,9 +177,9 @@ def _compiled(regional: bool) -> tuple[list[bool], list[str], int]:
     return attached, list(handler.attached.state_dict()["parameters"]), handler.attached.stats()["compressed_steps"]
 
 
-@pytest.mark.parametrize("regional", [False, True], ids=["whole", "by regions"])
-def test_compiled_models(run_ranks: Any, regional: bool) -> None:
-    for attached, names, steps in run_ranks(_compiled, regional):
+def test_models_that_are_compiled_by_regions(run_ranks: Any) -> None:
+    """Of DDP models that are compiled as a whole: local_steps/test_rounds.py."""
+    for attached, names, steps in run_ranks(_compiled):
         assert attached == [True, True]
         assert names == ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight", "blocks.1.0.bias"]
         assert steps == 2

@@ -43,18 +43,12 @@ def _by_name(root: str, name: str) -> dict[str, Any]:
     return {"weights": weights(model), "stats": t.strategy.comm_hook.stats()}
 
 
-@pytest.mark.parametrize("name", ["ddp_powersgd", "ddp_int8_compress", "ddp_auto"])
-def test_registered_names_train(run_ranks: Any, tmp_path: Path, name: str) -> None:
-    ranks = run_ranks(_by_name, str(tmp_path), name)
+def test_a_registered_name_trains(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_by_name, str(tmp_path), "ddp_powersgd")
     for rank in ranks:
-        assert rank["stats"]["hook"] == NAMES[name]
-        assert rank["stats"]["backward_passes"] == 12
-        if name == "ddp_auto":  # what it tries, from step 10 of 12 on, is up to the machine
-            assert rank["stats"]["chosen"] and rank["stats"]["chosen"] == ranks[0]["stats"]["chosen"]
-        else:
-            assert rank["stats"]["bytes_sent"] < 0.6 * rank["stats"]["bytes_uncompressed"]
-        if "powersgd" in name:
-            assert rank["stats"]["compressed_steps"] == 10  # all but the first 10 % of 12 steps
+        assert rank["stats"]["hook"] == "powerSGD" and rank["stats"]["backward_passes"] == 12
+        assert rank["stats"]["bytes_sent"] < 0.6 * rank["stats"]["bytes_uncompressed"]
+        assert rank["stats"]["compressed_steps"] == 10  # all but the first 10 % of 12 steps
         assert_equal(rank["weights"], ranks[0]["weights"])
 
 
@@ -207,10 +201,9 @@ def test_cli_trains_with_a_config_class_and_a_bucket_size(run_ranks: Any, tmp_pa
     [
         ("test_lightning_config.my_hook", "my_hook"),  # as jsonargparse writes the path of a function
         ("test_lightning_config:my_hook", "test_lightning_config:my_hook"),  # as commhooks does
-        ("bf16", "bf16_compress"),
     ],
 )
-def test_cli_trains_with_a_callable_or_a_name(run_ranks: Any, tmp_path: Path, hook: str, name: str) -> None:
+def test_cli_trains_with_a_callable(run_ranks: Any, tmp_path: Path, hook: str, name: str) -> None:
     for rank in run_ranks(_cli_fit, _config(tmp_path, hook), str(tmp_path)):
         assert rank["name"] == name
         assert rank["stats"]["backward_passes"] == 8

@@ -1,4 +1,4 @@
-"""Lightning's own launchers, each really used: a script with two processes, and a resume in new ones."""
+"""Lightning's own launchers, each really used: a script with two processes."""
 
 import json
 import os
@@ -16,12 +16,12 @@ SCRIPT = Path(__file__).with_name("lightning_script.py")
 TIMEOUT_S = 180
 
 
-def _launch(start_method: str, folder: Path, *more: str) -> list[dict[str, Any]]:
+def _launch(start_method: str, folder: Path) -> list[dict[str, Any]]:
     """What the two ranks reported. The environment is that of the test, which the fixtures have cleaned."""
     folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
-        [warm.python("lightning.pytorch"), str(SCRIPT), start_method, str(folder), *more],
+        [warm.python("lightning.pytorch"), str(SCRIPT), start_method, str(folder)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -43,19 +43,14 @@ def _launch(start_method: str, folder: Path, *more: str) -> list[dict[str, Any]]
     assert ranks[0]["pid"] != ranks[1]["pid"]
     for rank in ranks:
         assert rank["world_size"] == 2
-        assert rank["stats"]["step"] == 16
+        assert rank["stats"]["step"] == 8
         assert rank["stats"]["collectives_last_pass"] == 4  # two buckets
     return ranks
 
 
 @pytest.mark.timeout(3 * TIMEOUT_S)
-def test_popen_spawn_fork_and_a_resume_in_new_processes(tmp_path: Path) -> None:
+def test_popen_spawn_and_fork(tmp_path: Path) -> None:
     results = {method: _launch(method, tmp_path / method) for method in ("popen", "spawn", "fork")}
     for ranks in results.values():
-        assert [rank["stats"]["compressed_steps"] for rank in ranks] == [14, 14]
+        assert [rank["stats"]["compressed_steps"] for rank in ranks] == [6, 6]
         assert ranks[0]["weights"] == results["popen"][0]["weights"]  # the launcher does not matter
-    resumed = _launch("popen", tmp_path / "resumed", str(tmp_path / "spawn" / "epoch=1.ckpt"))
-    for rank in resumed:
-        assert rank["start"] == 8
-        assert rank["stats"]["compressed_steps"] == rank["stats"]["backward_passes"] == 8
-        assert rank["weights"] == results["popen"][0]["weights"]

@@ -19,11 +19,9 @@ def _fits(root: str) -> dict[str, Any]:
     found = {
         "plain": plain(save=True),
         "none": fit(root, save=True, callbacks=[monitor], **without),
-        "hooked": fit(root + "/hooked", save=True),
-        "resumed": fit(root, ckpt_path=path_at(root, SAVED_AT), **without),
+        "hooked": fit(root + "/hooked", save=True, epochs=2),
         # From a checkpoint of a run with a hook, and the other way round.
         "off": fit(root, ckpt_path=path_at(root + "/hooked", SAVED_AT), **without),
-        "back": plain(ckpt_path=path_at(root + "/hooked", SAVED_AT)),
         "on": fit(root, ckpt_path=path_at(root + "/plain", SAVED_AT)),
     }
     saved = torch.load(path_at(root, SAVED_AT), weights_only=True)
@@ -34,8 +32,7 @@ def test_it_trains_saves_and_resumes_as_plain_ddp(run_ranks: Any, tmp_path: Path
     for number, rank in enumerate(run_ranks(_fits, str(tmp_path), timeout_s=100)):
         assert rank["none"]["stats"] is None and "commhooks" not in rank["keys"]
         assert_equal(rank["none"]["final"], rank["plain"]["final"])
-        assert_equal(rank["resumed"]["final"], rank["plain"]["final"])
-        assert not rank["none"]["warnings"] and not rank["resumed"]["warnings"] and not rank["back"]["warnings"]
+        assert not rank["none"]["warnings"] and not rank["off"]["warnings"]
         assert rank["off"]["stats"] is None
         assert rank["on"]["start"] == [0] and rank["on"]["stats"]["compressed_steps"] > 0
         assert ["holds no state of a communication hook" in text for text in rank["on"]["warnings"]] == [True] * (

@@ -98,7 +98,6 @@ def _saves(root: str, **options: Any) -> Any:
     [
         ({"save_residual": "drop"}, None, "none"),
         ({}, {"save_residual": "drop"}, "none"),
-        ({"save_residual": "per_rank"}, {}, "per_rank"),
         ({"save_residual": "per_rank", "strict": True}, {"save_residual": "per_rank", "strict": True}, "per_rank"),
     ],
 )

@@ -1,7 +1,8 @@
 """Training with CommHookDDP does what it does with DDPStrategy, and compresses."""
 
+import itertools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, IterableDataset
 
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookDDP
@@ -33,35 +35,18 @@ def _plain(t: pl.Trainer, model: Model) -> None:
     t.fit(model, data())
 
 
-def _fit_twice(t: pl.Trainer, model: Model) -> None:
-    t.fit(model, data())
-    first = getattr(t.strategy, "comm_hook", None)
-    t.fit_loop.max_epochs = 3
-    t.fit(model, data())
-    assert first is None or t.strategy.comm_hook is not first
-
-
-def _validate_first(t: pl.Trainer, model: Model) -> None:
+def _one_after_another(t: pl.Trainer, model: Model) -> None:
+    """Also as scripts do that need the process group before there is a module."""
+    t.strategy.setup_environment()
     t.validate(model, data(), verbose=False)
     assert getattr(t.strategy, "comm_hook", None) is None
     t.fit(model, data(), data())
-
-
-def _environment_first(t: pl.Trainer, model: Model) -> None:
-    """As scripts do that need the process group before there is a module."""
-    t.strategy.setup_environment()
-    t.fit(model, data())
+    first = getattr(t.strategy, "comm_hook", None)
+    t.fit_loop.max_epochs = 3
+    t.fit(model, data(), data())
+    assert first is None or t.strategy.comm_hook is not first
     ours = [each for each in t.callbacks if type(each).__name__ == "CommHookRoundEnd"]
     assert len(ours) == isinstance(t.strategy, CommHookDDP)
-
-
-def _lr_finder(t: pl.Trainer, model: Model) -> None:
-    watch = support.Watch()
-    t.callbacks += [LearningRateFinder(num_training_steps=6), watch]
-    t.fit(model, data())
-    # Rewound: the finder's own steps do not count.
-    hook = getattr(t.strategy, "comm_hook", None)
-    assert hook is None or hook.name != "powerSGD" or watch.start_steps == [0]
 
 
 def _tuner(t: pl.Trainer, model: Model) -> None:
@@ -69,25 +54,11 @@ def _tuner(t: pl.Trainer, model: Model) -> None:
     t.fit(model, data())
 
 
-def _compiled(t: pl.Trainer, model: Model) -> None:
-    t.fit(torch.compile(model, backend="aot_eager"), data())
-    torch.compiler.reset()
-
-
 CASES: dict[str, tuple[Callable[[pl.Trainer, Model], None], type[Model], dict[str, Any]]] = {
-    "plain": (_plain, Model, {}),
-    "fit twice": (_fit_twice, Model, {"max_epochs": 1}),
-    "validate before fit": (_validate_first, Model, {}),
-    "setup_environment before fit": (_environment_first, Model, {}),
-    "learning-rate finder": (_lr_finder, Model, {}),
+    "one after another": (_one_after_another, Model, {"max_epochs": 1}),
     "tuner": (_tuner, Model, {}),
-    "manual optimisation": (_plain, support.ManualModel, {}),
     "several optimizers": (_plain, support.TwoOptimizersModel, {}),
     "accumulation": (_plain, Model, {"accumulate_grad_batches": 2}),
-    "clipping": (_plain, Model, {"gradient_clip_val": 0.01}),
-    "bf16-mixed": (_plain, Model, {"precision": "bf16-mixed"}),
-    "64-true": (_plain, Model, {"precision": "64-true"}),
-    "compile": (_compiled, Model, {}),
 }
 # Backward passes of the last fit where it is not 2 epochs of 4 steps.
 PASSES = {"several optimizers": 16, "accumulation": 4}
@@ -95,13 +66,11 @@ PASSES = {"several optimizers": 16, "accumulation": 4}
 
 def _three_strategies(root: str, case: str) -> dict[str, Any]:
     run, make, options = CASES[case]
-    # torch's compiler refuses buckets smaller than DDP's first one, which is 1 MB, with plain DDP too.
-    cap_mb = 1 if case == "compile" else support.SEVERAL_BUCKETS_MB
     out: dict[str, Any] = {}
     for name, chosen in {
-        "ddp": DDPStrategy(bucket_cap_mb=cap_mb),
-        "allreduce": strategy(hook="allreduce", bucket_cap_mb=cap_mb),
-        "powerSGD": strategy(bucket_cap_mb=cap_mb),
+        "ddp": DDPStrategy(bucket_cap_mb=support.SEVERAL_BUCKETS_MB),
+        "allreduce": strategy(hook="allreduce"),
+        "powerSGD": strategy(),
     }.items():
         t, model = trainer(root, strategy=chosen, **{"max_epochs": 2} | options), make()
         run(t, model)
@@ -120,15 +89,13 @@ def test_trains_as_with_ddp_strategy(run_ranks: Any, tmp_path: Path, case: str) 
     # PowerSGD trains another way, but trains.
     start = weights(CASES[case][1]())
     assert support.difference(ranks[0]["powerSGD"], ranks[0]["ddp"]) > 1e-7
-    assert support.difference(ranks[0]["powerSGD"], {n: w.to(ranks[0]["ddp"][n]) for n, w in start.items()}) > 1e-4
-    finder_passes = 6 if case == "learning-rate finder" else 0
+    assert support.difference(ranks[0]["powerSGD"], start) > 1e-4
     for rank in ranks:
         stats = rank["powerSGD stats"]
         passes = PASSES.get(case, 8)
-        assert stats["step"] == passes
-        assert stats["backward_passes"] == passes + finder_passes
-        assert stats["compressed_steps"] == passes - 2 + max(0, finder_passes - 2)
-        assert stats["collectives_last_pass"] >= (2 if case == "compile" else 6)  # two per bucket
+        assert stats["step"] == stats["backward_passes"] == passes
+        assert stats["compressed_steps"] == passes - 2
+        assert stats["collectives_last_pass"] >= 6  # two per bucket
         assert stats["bytes_sent"] < 0.8 * stats["bytes_uncompressed"]
         assert rank["allreduce stats"]["bytes_sent"] == rank["allreduce stats"]["bytes_uncompressed"]
 
@@ -174,8 +141,15 @@ class _Stop(pl.Callback):
         trainer.should_stop = trainer.global_step >= 3
 
 
+class _Endless(IterableDataset[Any]):
+    """A data set without length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat((torch.ones(16), torch.ones(8)), 10)
+
+
 def _endless() -> Any:
-    return torch.utils.data.DataLoader(support.Endless(), batch_size=4)
+    return DataLoader(_Endless(), batch_size=4)
 
 
 def _started(
@@ -201,21 +175,11 @@ FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
     ("given", "start", "steps", "warned"),
     [
         ({}, 1, 8, None),  # 10 % of the run
-        ({"start": 0.3}, 3, 8, None),
         ({"start": 0.5, "accumulate_grad_batches": 2}, 2, 4, None),
         ({"start": 0.5, "max_steps": 5}, 3, 5, None),
         ({"loader": _endless}, 100, 6, "compressed nothing in 6 backward passes: it begins at step 100."),
-        ({"start": 0.5, "loader": _endless, "max_steps": 4}, 2, 4, None),
         (FOR_EVER, 100, 3, "compressed nothing in 3 backward passes: it begins at step 100."),
-        ({"start": 8}, 8, 8, "begins at step 8, but this training ends at step 8,"),
-        (
-            {"start": 8, "make": support.ManualModel},
-            8,
-            8,
-            "compressed nothing in 8 backward passes: it begins at step 8.",
-        ),
         ({"make": support.TwoOptimizersModel}, 100, 16, "compressed nothing in 16 backward passes: it begins at step"),
-        ({"start": 7}, 7, 8, None),
         ({"start": 8, "fast_dev_run": 2}, 8, 2, None),
         ({"start": 8, "callbacks": [FINDER]}, 8, 8, "begins at step 8, but this training ends at step 8,"),
         ({"start": 7, "callbacks": [FINDER]}, 7, 8, None),
@@ -271,10 +235,7 @@ def test_a_second_fit_counts_its_own_steps(run_ranks: Any, tmp_path: Path) -> No
     assert "begins at step 9, but this training ends at step 8," in warning
 
 
-MANUAL: list[dict[str, Any]] = [{"make": support.ManualModel}, {"make": support.TwoOptimizersModel, "max_steps": 8}]
-
-
-@pytest.mark.parametrize("given", [{"loader": _endless}, FOR_EVER, *MANUAL])
+@pytest.mark.parametrize("given", [{"loader": _endless}, {"make": support.ManualModel, "max_steps": 8}])
 def test_a_fraction_of_an_unknown_length_is_an_error(run_ranks: Any, tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(
         AssertionError, match="start_powerSGD_iter=0.5 is a fraction of the run, whose length the Trainer"

@@ -113,7 +113,6 @@ CASES: dict[str, Any] = {
     "clipping": lambda root: fit(root, CommHookMonitor(1), gradient_clip_val=1e-3),
     "accumulation": lambda root: fit(root, CommHookMonitor(1), accumulate_grad_batches=2),
     "two optimizers": lambda root: fit(root, CommHookMonitor(1), model=support.TwoOptimizersModel()),
-    "manual": lambda root: fit(root, CommHookMonitor(3), model=support.ManualModel()),
     "no logger": lambda root: fit(root, CommHookMonitor(1), log=False),
     "no progress bar": lambda root: fit(root, CommHookMonitor(1, progress_bar=None), log=False),
     "fit twice": lambda root: fit(root, CommHookMonitor(4), fits=2),
@@ -188,7 +187,6 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
     [
         ("accumulation", [0, 1, 2, 3]),
         ("two optimizers", list(range(8))),
-        ("manual", [2, 5]),
         ("fp16", [1, 3, 5, 7]),
         ("user's", [1, 3, 5, 7]),
         ("fit twice", [3, 7, 11, 15]),

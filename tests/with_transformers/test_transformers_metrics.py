@@ -1,4 +1,4 @@
-"""What `report_to` gets of the hook: the metrics of the other front ends, beside the loss, and through a resume."""
+"""What `report_to` gets of the hook: the metrics of the other front ends, beside the loss."""
 
 import contextlib
 import io
@@ -9,8 +9,6 @@ from unittest import mock
 
 import pytest
 
-from tests.support.features import trainer_resumes_on_cpu
-
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
@@ -20,12 +18,12 @@ from tests.support.transformers_runs import make_trainer, outcome  # noqa: E402
 
 
 @launched
-def _run(folder: Path, logs: Path, report_to: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+def _run(folder: Path, logs: Path, report_to: str, **settings: Any) -> dict[str, Any]:
     with mock.patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
         trainer = make_trainer(folder, report_to=report_to, logging_steps=2, **settings)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            trainer.train(resume_from_checkpoint=resume)
+            trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return outcome(trainer) | {"printed": printed.getvalue(), "logged": {entry["step"]: entry for entry in entries}}
 
@@ -50,14 +48,3 @@ def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) ->
     [events] = (tmp_path / "logs" / "tensorboard").glob("**/events*")
     tags = EventAccumulator(str(events)).Reload().Tags()["scalars"]
     assert {"train/loss", "train/commhooks/compression_rate", "train/commhooks/codec_ms"} <= set(tags)
-
-
-@trainer_resumes_on_cpu
-def test_what_is_counted_so_far_goes_on_after_a_resume(run_ranks: Any, tmp_path: Path) -> None:
-    through = run_ranks(_run, tmp_path, tmp_path / "logs", "tensorboard")[0]["logged"]
-    resumed = run_ranks(_run, tmp_path / "again", tmp_path / "more", "tensorboard", str(tmp_path / "checkpoint-4"))[0]
-    assert list(resumed["logged"]) == [2, 4, 6, 8]  # the first two from the checkpoint
-    assert "'loss': " in resumed["printed"] and "commhooks" not in resumed["printed"]
-    for step in (6, 8):
-        for name in ("bytes_sent", "compressed_steps", "nonfinite_steps"):
-            assert resumed["logged"][step][f"commhooks/{name}"] == through[step][f"commhooks/{name}"], (step, name)

@@ -71,7 +71,10 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
     tests."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    files = [f for f in sorted(root.rglob("*.py")) if not {"test", "tests", "site-packages"} & set(f.parts)]
+    outside = {"test", "tests", "site-packages"}
+    tops = (top for top in root.iterdir() if top.name not in outside)  # there may be much in site-packages
+    files = sorted(f for top in tops for f in (top.rglob("*.py") if top.is_dir() else [top]) if f.suffix == ".py")
+    files = [f for f in files if not outside & set(f.parts)]
     for i, file in enumerate(files):
         parts[i % 10 == 9].append(file.read_bytes())
     train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).long() for part in parts)

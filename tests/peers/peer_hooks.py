@@ -1,9 +1,7 @@
 """In the processes of a peer's test: which hook is tried, and a record of what it did."""
 
-import json
 import os
 from multiprocessing.util import Finalize
-from pathlib import Path
 
 from commhooks import AllReduce, CommHook, FP16Compress, HookConfig, PowerSGD
 
@@ -19,24 +17,15 @@ NAME = os.environ.get(HOOK, "")
 """Name in `CONFIGS`; empty in the run without us."""
 
 _hooks: list[CommHook] = []
-_case = ""
 
 
 def keep(hook: CommHook) -> None:
-    """Count what `hook` does. The sums are written when this process ends, into the folder that RECORD names."""
+    """Count the backward passes of `hook`. When this process ends, the sum becomes a line of the file RECORD."""
     if not _hooks:
         Finalize(None, _write_record, exitpriority=0)  # atexit does nothing in forked processes
     _hooks.append(hook)
 
 
-def begin_case(name: str) -> None:
-    """What is kept from here on belongs to this case."""
-    global _case
-    _case = name
-
-
 def _write_record() -> None:
-    stats = [hook.stats() for hook in _hooks]
-    passes, compressed = (sum(each[key] or 0 for each in stats) for key in ("backward_passes", "compressed_steps"))
-    file = Path(os.environ[RECORD], f"{_case or 'case'}-{os.getpid()}.json")
-    file.write_text(json.dumps({"passes": passes, "compressed": compressed}))
+    with open(os.environ[RECORD], "a", encoding="ascii") as file:
+        file.write(f"{sum(hook.stats()['backward_passes'] for hook in _hooks)}\n")

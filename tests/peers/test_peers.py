@@ -6,56 +6,39 @@ from pathlib import Path
 
 import peers
 import pytest
-from explained import EXPLAINED
 from peer_hooks import CONFIGS
 from rich.console import Console
 
 from tests.support import warm
 
-CASE = "test_accumulate_gradients_no_sync_grad_is_view"
-
 
 def test_a_case_of_torch_runs_with_a_hook_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("expecttest")
     monkeypatch.setattr(sys, "executable", warm.python())
-    [(_, plain)] = peers.run_torch([CASE], "")
-    [(_, ours)] = peers.run_torch([CASE], "allreduce")
-    assert plain.outcome == ours.outcome == "passed", plain.output + ours.output
-    assert plain.passes == 0
-    assert ours.passes == 2  # one synchronised pass on each of two ranks
+    case = "test_accumulate_gradients_no_sync_grad_is_view"
+    for hook, passes in (("", 0), ("allreduce", 2)):  # one synchronised pass on each of two ranks
+        found, counted = peers.run([case], hook)
+        assert (found[case][0], counted) == ("passed", passes), found
 
 
-def _outcome(outcome: str, passes: int = 1) -> peers.Outcome:
-    return peers.Outcome(outcome, "the output", 1.0, passes, 0)
-
-
-def _compared(plain: str, ours: str, case: str = "torch test_x", passes: int = 1) -> tuple[list[str], str]:
+@pytest.mark.parametrize(
+    ("case", "ours", "passes", "problems"),
+    [
+        ("test_x", "passed", 1, []),
+        ("test_x", "passed", 0, ["fp16_compress: no hook ran"]),
+        *(("test_x", outcome, 1, [f"test_x with fp16_compress: {outcome}"]) for outcome in ("failed", "skipped")),
+        ("test_sync", "failed", 1, []),  # explained
+        ("test_sync", "timed out", 1, ["test_sync with fp16_compress: timed out"]),
+    ],
+)
+def test_what_passes_only_without_us_is_wrong(case: str, ours: str, passes: int, problems: list[str]) -> None:
     printed = io.StringIO()
-    found = {"": {case: _outcome(plain, 0)}, "fp16_compress": {case: _outcome(ours, passes)}}
-    return peers.compare(found, Console(file=printed, width=200)), printed.getvalue()
-
-
-@pytest.mark.parametrize("ours", ["failed", "skipped", "timed out"])
-def test_what_passes_only_without_us_is_wrong(ours: str) -> None:
-    problems, printed = _compared("passed", ours)
-    assert problems == [f"torch test_x with fp16_compress: {ours}"]
-    assert "the output" in printed and "DIFFERS" in printed
-
-
-def test_an_explained_failure_is_not_wrong_but_a_hang_is() -> None:
-    case = "accelerate test_sync"
-    assert _compared("passed", "failed", case)[0] == []
-    assert _compared("passed", "timed out", case)[0] == [f"{case} with fp16_compress: timed out"]
-
-
-def test_a_run_without_a_hook_is_wrong() -> None:
-    assert _compared("passed", "passed")[0] == []
-    assert _compared("passed", "passed", passes=0)[0] == ["fp16_compress: no hook ran"]
+    found = {"": ({case: ("passed", "")}, 0), "fp16_compress": ({case: (ours, "the output")}, passes)}
+    assert peers.compare(found, Console(file=printed, width=200)) == problems
+    assert ("the output" in printed.getvalue()) == any(ours in problem for problem in problems)
 
 
 def test_explanations_are_of_cases_that_run_and_are_in_the_documentation() -> None:
-    cases = {f"accelerate {case}" for case in peers.ACCELERATE} | {f"torch {case}" for case in peers.TORCH}
-    assert {case for case, _ in EXPLAINED} <= cases and {hook for _, hook in EXPLAINED} <= CONFIGS.keys()
     page = Path(peers.ROOT, "docs", "reliability.md").read_text()
-    for case, _ in EXPLAINED:
-        assert f"`{case.partition(' ')[2]}`" in page
+    for case, hook in peers.EXPLAINED:
+        assert case in peers.ACCELERATE + peers.TORCH and hook in CONFIGS and f"`{case}`" in page

@@ -2,14 +2,13 @@
 
     BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty python tests/peers/torch_peer.py outcomes.json test_ddp_create_graph
 
-Every case forks its ranks. What became of the cases is in the JSON file afterwards. A hook that a case brings along is
-attached with `commhooks.attach`, and the modules with torch's hooks are those of `commhooks.ddp_comm_hooks`. Without
-COMMHOOKS_PEERS_HOOK nothing of this happens.
+Every case forks its ranks. The JSON file has the outcome and the output of each case afterwards. A hook that a case
+brings along is attached with `commhooks.attach`, and the modules with torch's hooks are those of
+`commhooks.ddp_comm_hooks`. Without COMMHOOKS_PEERS_HOOK nothing of this happens.
 """
 
 import json
 import sys
-import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -55,39 +54,16 @@ class TorchCases(peer.TestDistBackend, peer.DistributedTest._DistTestBase):  # t
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    @classmethod
-    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **options: Any) -> None:
-        peer_hooks.begin_case(test_name)
-        super()._run(rank, test_name, file_name, pipe, **options)
-
-
-class Outcomes(unittest.TextTestResult):
-    """Writes a row per case: outcome, its reason, seconds."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.rows: dict[str, dict[str, Any]] = {}
-
-    def startTest(self, test: unittest.TestCase) -> None:
-        super().startTest(test)
-        self._began = time.monotonic()
-
-    def stopTest(self, test: unittest.TestCase) -> None:
-        super().stopTest(test)
-        failed = [text for known, text in [*self.failures, *self.errors] if known is test]
-        skipped = [text for known, text in self.skipped if known is test]
-        self.rows[test._testMethodName] = {
-            "outcome": "failed" if failed else "skipped" if skipped else "passed",
-            "output": "".join(failed or skipped),
-            "seconds": time.monotonic() - self._began,
-        }
-
 
 def main(file: str, *cases: str) -> None:
     """Run the cases one after the other."""
-    result = unittest.TextTestRunner(resultclass=Outcomes).run(unittest.TestSuite(map(TorchCases, cases)))
-    assert isinstance(result, Outcomes)
-    Path(file).write_text(json.dumps(result.rows))
+    found = {}
+    for case in cases:
+        result = unittest.TextTestRunner().run(TorchCases(case))
+        failed, skipped = [*result.failures, *result.errors], result.skipped
+        outcome = "failed" if failed else "skipped" if skipped else "passed"
+        found[case] = outcome, "".join(text for _, text in failed or skipped)
+    Path(file).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ def _can_limit_a_link() -> bool:
 ALONE = {
     "checkpoint": "",
     "codec": "--ranks 4 --rounds 2",
-    "convergence": "--plot figures.png",
+    "convergence": "--hooks powersgd-2 --plot figures.png",
     "gpu": "--device cpu --models tiny --ranks 1 --buckets one --batches small --markdown",
     "language_model": "--plot figures.png",
     "launches": "",
     "local_steps": "",
-    "members": "--seconds 6 --kill-every 3 --results rows.jsonl --plot figures.png",
+    "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
     "memory": "",
     "metrics": "",
     "paper": "",  # compares with figures of the paper by itself
@@ -40,8 +40,8 @@ ALONE = {
 OVER_A_LINK = {
     "link": "--plot figures.png",
     "replicas": "--hooks allreduce --width 512",
-    "time_to_loss": "--plot figures.png",
-    "wide_area_training": "",
+    "time_to_loss": "--steps 10 --plot figures.png",
+    "wide_area_training": "--hooks powersgd-1 --steps 2",
 }
 needs_a_link = pytest.mark.skipif(not _can_limit_a_link(), reason="needs Linux, root, ip and tc")
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import types
 from pathlib import Path
@@ -15,7 +16,7 @@ from snippets import Snippet, WrongSnippet, check, find_snippets
 import commhooks
 from commhooks.compressors.auto import options as candidates
 from tests.support.features import trainer_resumes_on_cpu
-from tests.support.repository import PACKAGES, REPOSITORY, sources
+from tests.support.repository import PACKAGES, REPOSITORY, nodes
 from tests.support.workers import RanksFailed
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -83,13 +84,12 @@ def test_pages_link_to_pages_only(page):
 def _texts_of_the_code() -> list[list[str]]:
     """Each text in the code, as the pieces between what is put into it."""
     texts = []
-    for source in sources().values():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
-                texts.append("".join(parts).split("\0"))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(re.split(r"%[srdg]", node.value))
+    for node in itertools.chain(*nodes().values()):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
+            texts.append("".join(parts).split("\0"))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(re.split(r"%[srdg]", node.value))
     return texts
 
 

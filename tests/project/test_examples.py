@@ -33,12 +33,12 @@ def test_fabric(tmp_path: Path) -> None:
     first, second = (
         done.stdout + done.stderr
         for done in (
-            _run(tmp_path, warm.python("lightning.pytorch"), "fabric_training.py", "--epochs=2") for _ in range(2)
+            _run(tmp_path, warm.python("lightning.pytorch"), "fabric_training.py", "--epochs=1") for _ in range(2)
         )
     )
-    assert "epoch 0: loss" in first and "step 32, " in first
-    assert "epoch 0: loss" not in second and "epoch 3: loss" in second and "step 64, " in second
-    assert "resumed at step 32" in second
+    assert "epoch 0: loss" in first and "step 16, " in first
+    assert "epoch 0: loss" not in second and "epoch 1: loss" in second and "step 32, " in second
+    assert "resumed at step 16" in second
 
 
 @pytest.mark.timeout(500)
@@ -55,18 +55,18 @@ def test_ray(tmp_path: Path) -> None:
 @launched
 def _accelerate_fsdp2(folder: str) -> None:
     train, test = accelerate_fsdp2.digits()
-    half = torch.utils.data.Subset(train, range(len(train) // 2)), test
+    few = torch.utils.data.Subset(train, range(len(train) // 4)), torch.utils.data.Subset(test, range(90))
     for epochs in ("1", "2"):
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process
         arguments = ["accelerate_fsdp2.py", "--folder", folder, "--epochs", epochs]
-        with mock.patch.object(sys, "argv", arguments), mock.patch.object(accelerate_fsdp2, "digits", lambda: half):
+        with mock.patch.object(sys, "argv", arguments), mock.patch.object(accelerate_fsdp2, "digits", lambda: few):
             accelerate_fsdp2.main()
 
 
 @fully_shard_on_gloo
 def test_accelerate_fsdp2(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_accelerate_fsdp2, str(tmp_path), world_size=4)
-    stats, steps = json.loads((tmp_path / "result.json").read_text())["stats"], 6  # of an epoch
+    stats, steps = json.loads((tmp_path / "result.json").read_text())["stats"], 3  # of an epoch
     assert stats["backward_passes"] == steps and stats["step"] == 2 * steps
     assert stats["compressed_steps"] == steps and stats["compression_rate"] > 10
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_2"]

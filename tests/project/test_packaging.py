@@ -1,7 +1,6 @@
 """What a user gets from `pip install`: the source distribution, the wheel that is built from it, and what the wheel
 does in an environment of its own, outside of the repository."""
 
-import ast
 import json
 import os
 import re
@@ -243,30 +242,16 @@ def test_two_ranks_train_without_a_warning(environment, tmp_path):
     assert kernel == ("native" if HAS_COMPILER else "torch")  # native: compiled from the C sources in the wheel
 
 
-def _lines_that_are_wrong() -> list[int]:
-    lines = (OUTSIDE / "typed.py").read_text().splitlines()
-    return [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")]
-
-
-def test_mypy_knows_the_types(python, tmp_path):
-    """Of ours. To read torch and the frameworks takes it minutes; the test below has them."""
-    lines = ["[mypy]", "strict = true"]
-    for package in ("torch", "lightning", "accelerate", "omegaconf", "rich"):
-        lines += [f"[mypy-{package}.*]", "follow_imports = skip"]
-    (tmp_path / "mypy.ini").write_text("\n".join(lines))
-    shutil.copy(OUTSIDE / "typed.py", tmp_path)  # mypy would take its folder for a part of `tests`
-    options = ["--python-executable", python, "--no-error-summary", "--no-pretty", "typed.py"]
-    done = _run([sys.executable, "-m", "mypy", *options], cwd=tmp_path)
-    assert [int(line.split(":")[1]) for line in done.stdout.splitlines()] == _lines_that_are_wrong(), done.stdout
-
-
 def test_pyright_knows_the_types(python, tmp_path):
+    """mypy checks the sources: `make lint`."""
+    lines = (OUTSIDE / "typed.py").read_text().splitlines()
+    wrong = [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")]
     shutil.copy(OUTSIDE / "typed.py", tmp_path)
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", python, "--outputjson"]
     done = _run(command, cwd=tmp_path)
     found = json.loads(done.stdout)["generalDiagnostics"]
-    assert [each["range"]["start"]["line"] + 1 for each in found] == _lines_that_are_wrong(), done.stdout
+    assert [each["range"]["start"]["line"] + 1 for each in found] == wrong, done.stdout
 
 
 def test_core_imports_without_the_frameworks(without_frameworks):
@@ -283,13 +268,6 @@ def test_core_imports_without_the_frameworks(without_frameworks):
 def test_plugin_without_its_framework_says_what_to_install(without_frameworks, plugin, sentence):
     """Proves too that the test above can fail: under the same blocker an import that needs a framework does."""
     assert without_frameworks[plugin] == f"ImportError: {sentence}"
-
-
-def test_no_tensor_becomes_an_array():
-    """torch does not require numpy. `make wheel-test` trains where it is missing."""
-    for file, source in sources().items():
-        called = [node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-        assert "numpy" not in called and "from_numpy" not in called, file
 
 
 def test_core_import_is_light(imported):

@@ -4,8 +4,8 @@ What torch's names do is in test_torch_private.py.
 """
 
 import ast
-import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,16 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.gradients import torch_private
 from tests.support.ddp_steps import process_group_of_one
-from tests.support.repository import PACKAGES, REPOSITORY, sources
+from tests.support.repository import PACKAGES, REPOSITORY, nodes
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)
 OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.", "FSDPModule.", "FSDPState.")
-
-
-@functools.cache
-def _trees() -> dict[str, ast.Module]:
-    return {file: ast.parse(text) for file, text in sources().items()}
 
 
 def _last(name: str) -> str:
@@ -45,14 +40,13 @@ def _is_private(name: object) -> bool:
 def _own() -> set[str]:
     """The private names that the packages give to their own things."""
     found = {"_C"}  # torch's, of which the names behind it count
-    for tree in _trees().values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
+    for node in itertools.chain(*nodes().values()):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
     return found
 
 
@@ -60,8 +54,8 @@ def _used() -> Iterator[tuple[str, str]]:
     """File and name of every use of a private name that is not of these packages."""
     own = _own()
     listed = {_last(name) for name in LISTED}
-    for file, tree in _trees().items():
-        for node in ast.walk(tree):
+    for file, of_file in nodes().items():
+        for node in of_file:
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch._C":
                 yield file, node.attr  # private, whatever its name
             elif isinstance(node, ast.Attribute) and _is_private(node.attr):
@@ -142,7 +136,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "Parameter._in_backward_optimizers": _in_backward,
     "Parameter._post_accumulate_grad_hooks": _hooked,
     "torch.distributed._composable.replicate._ReplicateState": _replicated,
-    "OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
+    "OptimizedModule": lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
     "FSDPModule": lambda: FSDPModule,
     "FSDPState": FSDPState,
     "Trainer.fit_loop.epoch_loop": _fit_loop,

@@ -1,5 +1,7 @@
 """Paths for tests that start scripts or read files of the repository."""
 
+import ast
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -16,6 +18,12 @@ def sources() -> dict[str, str]:
     """Return the text of each Python file of the packages, by its path in the repository."""
     files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
     return {file.relative_to(REPOSITORY).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+@functools.cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Return all nodes of the syntax tree of each of these files."""
+    return {file: list(ast.walk(ast.parse(text))) for file, text in sources().items()}
 
 
 def make(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -158,7 +158,7 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine
     which goes on alone at once. (transformers stops some seconds later, maybe at the end of a round, and has then
     no part to send.) Returns a and the last line of b."""
     (folder / "slow").touch()
-    with lighthouse(wait_s=30.0) as address:
+    with lighthouse(wait_s=30.0, dead_s=4.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **given)
         first = new("a", *modules, seed=0)
         first.round(2)
@@ -182,7 +182,7 @@ def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[
     with it, and is killed. Returns both and the last line of a."""
     slow = folder / "slow"
     slow.touch()
-    with lighthouse(wait_s=30.0) as address:
+    with lighthouse(wait_s=30.0, dead_s=4.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, **given)
         first = new("a", *modules, seed=0, port=free_port())
         first.round(2)

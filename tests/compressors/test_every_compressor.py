@@ -183,7 +183,7 @@ def _next_world(name: str, saved: dict[str, Any] | None, steps: int) -> dict[str
     return {"kept": kept, "weights": run.weights(), "step": again["step"], "saved": again, "mean": residuals(run.hook)}
 
 
-@pytest.mark.parametrize("name", [each for each in IN_32_BITS if each.id in ("powerSGD", "batched", "random_k")])
+@pytest.mark.parametrize("name", ["powerSGD", "batched"])
 def test_another_number_of_ranks_takes_the_mean_residual(run_ranks: Any, name: str) -> None:
     before = run_ranks(_next_world, name, None, 3, world_size=2)[0]
     for world_size, steps in ((3, 1), (1, 1)):

@@ -28,7 +28,6 @@ from tests.support.ddp_steps import (
     wrap,
 )
 from tests.support.features import delayed_in_small_buckets, mixed_precision_of_ddp
-from tests.support.kinds import AUTO
 
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
@@ -36,7 +35,7 @@ POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=
 # ------------------------------------------------------------------------------------------------------------- works
 
 
-def same_weights(config: commhooks.HookConfig | str) -> None:
+def same_weights(config: commhooks.HookConfig) -> None:
     """Options that must not change a bit."""
     found = {}
     for option in ("", "static_graph", "gradient_as_bucket_view", "find_unused_parameters"):
@@ -45,14 +44,13 @@ def same_weights(config: commhooks.HookConfig | str) -> None:
         train(ddp, 4)
         assert replicas_equal(ddp), option
         assert hook.stats()["step"] == 4 and hook.stats()["collectives_last_pass"] > 2, option
-        assert config != AUTO or hook.stats()["chosen"] in ("bf16", "int8"), option
         found[option] = weights(ddp.module)
     for option, ours in found.items():
         for name, weight in found[""].items():
             assert torch.equal(ours[name], weight), (option, name)
 
 
-@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD, AUTO], ids=["allreduce", "powerSGD", "auto"])
+@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"])
 def test_static_graph_bucket_views_and_unused_search_change_nothing(run_ranks, config):
     run_ranks(same_weights, config)
 

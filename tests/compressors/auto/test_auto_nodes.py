@@ -99,7 +99,6 @@ def test_between_nodes_the_choice_trains_as_by_name(
 ARRANGEMENTS = [
     (2, [0, 0, 0, 0], False, True),
     (None, [0, 1, 0, 1], False, True),  # it looks for machines itself
-    (None, [0, 0, 0, 0], False, False),
     (None, [0, 0, 0, 1], False, False),  # of different sizes
     (None, [0, 0, 1, 1], True, False),
     (1, [0, 0, 1, 1], False, False),

@@ -328,6 +328,8 @@ def _become(request: dict[str, Any], stub: str) -> None:
 
 def _forget_another_copy() -> None:
     """Let this process import commhooks itself if its `sys.path` leads to another one than that of the server."""
+    if tables := sys.modules.get("commhooks.compressors.native.tables"):
+        tables._IMPORTED_IN = os.getpid()  # this is no fork of a program that has used OpenMP
     found = importlib.machinery.PathFinder.find_spec("commhooks")
     if found is not None and found.origin != getattr(sys.modules.get("commhooks"), "__file__", None):
         for name in [name for name in sys.modules if name.partition(".")[0] == "commhooks"]:

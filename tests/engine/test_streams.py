@@ -93,17 +93,6 @@ def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> Non
     assert saved[0]["step"] == STEPS and saved[0]["exact"]
 
 
-def test_a_reader_on_any_stream_comes_after_the_latest_commit(cuda: Cuda) -> None:
-    training, side = Training().step(STEPS), Stream()
-
-    def read() -> None:
-        with cuda.on(side):
-            assert training.hook.norms()["residual_norm"] is not None
-
-    training.step_with(read)
-    assert f"commit {STEPS}" in side.after and NEXT_P not in side.after
-
-
 def test_all_hooks_of_a_device_share_one_stream_of_high_priority(cuda: Cuda) -> None:
     for _ in range(3):
         Training().step(2).hook.stats()

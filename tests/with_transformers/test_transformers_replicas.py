@@ -29,11 +29,10 @@ def _trainer(folder: Any, *, hook: Any, **more: Any) -> Any:
         "fsdp": True,
         "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", "transformer_layer_cls_to_wrap": layers},
         "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
-        "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 2,
         "max_grad_norm": 0.5,
     }
-    steps = {"max_steps": STEPS, "save_steps": SAVE_AT, "samples": STEPS * 4 * 2 * 2}
+    steps = {"max_steps": STEPS, "save_steps": SAVE_AT, "samples": STEPS * 4 * 2}
     return make_trainer(folder, hook=hook, sharding=sharding, **steps | more)
 
 

@@ -80,7 +80,7 @@ SETUPS = [
     ("powerSGD", 2, [(FLOAT32, None), (FLOAT16, None)], False),
     ("powerSGD", 1, [(FLOAT64, "fp16")], False),
     ("powerSGD", 2, [(FLOAT32, "fp16")], True),
-    ("powerSGD, torch", 3, [(BFLOAT16, None)], False),
+    ("powerSGD, torch", 2, [(BFLOAT16, None)], False),
     ("int8", 2, [(FLOAT64, "fp16")], False),
     ("int4", 2, [(FLOAT32, "bf16")], False),
     ("int8", 3, [(BFLOAT16, None)], True),

@@ -76,14 +76,13 @@ def test_accelerators_with_streams(kind: str) -> None:
     assert not precision.has_streams(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("residual", ["mean", "per_rank"])
-def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda, residual: str) -> None:
+def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> None:
     training, saved = Training().step(STEPS), []
 
     def save() -> None:
         cuda.queue("kernels of backward")
         assert NEXT_P in cuda.codec.after
-        thread = threading.Thread(target=lambda: saved.append(training.hook.state_dict(residual)))
+        thread = threading.Thread(target=lambda: saved.append(training.hook.state_dict("mean")))
         thread.start()
         thread.join()
         waits = cuda.host_waits[thread]
@@ -92,42 +91,6 @@ def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda, residu
 
     training.step_with(save)
     assert saved[0]["step"] == STEPS and saved[0]["exact"]
-
-
-def test_a_reader_on_any_stream_comes_after_the_latest_commit(cuda: Cuda) -> None:
-    training, side = Training().step(STEPS), Stream()
-
-    def read() -> None:
-        with cuda.on(side):
-            assert training.hook.norms()["residual_norm"] is not None
-
-    training.step_with(read)
-    assert f"commit {STEPS}" in side.after and NEXT_P not in side.after
-
-
-def test_the_mean_of_a_joint_save_is_written_in_the_order_of_the_codec(cuda: Cuda) -> None:
-    training = Training().step(STEPS)
-    session = session_of(training.hook)
-    residual = next(iter(session.state["residual"].values()))
-    copy = torch.Tensor.copy_
-
-    def named_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self is residual:
-            cuda.queue("mean")
-        return copy(self, *args, **kwargs)
-
-    def write() -> None:
-        with mock.patch.object(torch.Tensor, "copy_", named_copy), session.held.settled():
-            before = set(cuda.current().after)
-            session.held.overwrite(residual, torch.ones(residual.shape))
-            assert cuda.current().after == before  # the host waits for no P
-        assert "mean" in cuda.codec.after and residual.eq(1).all()
-
-    training.step_with(write)
-    reader = Stream()
-    with cuda.on(reader):
-        training.hook.norms()
-    assert "mean" in reader.after
 
 
 def test_all_hooks_of_a_device_share_one_stream_of_high_priority(cuda: Cuda) -> None:

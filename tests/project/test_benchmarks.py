@@ -39,7 +39,7 @@ ALONE = {
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
-    "replicas": "--hooks allreduce --width 512",
+    "replicas": "--hooks allreduce",
     "time_to_loss": "--steps 10 --plot figures.png",
     "wide_area_training": "--hooks powersgd-1 --steps 2",
 }

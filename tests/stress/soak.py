@@ -116,7 +116,7 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     warm = max(steps // 10, 50)
     memory, tensors, looks = [], [], []
     first: list[float] = []
-    last = collections.deque[float](maxlen=200)
+    last = collections.deque[float](maxlen=min(200, steps // 5))
     for step in range(1, steps + 1):
         bad = step % BAD_EVERY == FIRST_BAD and dist.get_rank() == step % 2  # such a step is part of a long run too
         if bad and subject.rounds:

@@ -37,13 +37,13 @@ SETTLES = {"self.held.settle", "session.held.settle"}
 """Waits in `local_steps/fragments.py`; elsewhere they bring the counters up to date."""
 TESTS = "tests/engine/test_simulated_accelerator.py"
 FIRST = {
-    "comm/collectives.py": "powerSGD and reads",
+    "comm/collectives.py": "reads",
     "comm/counters.py": "allreduce",
     "engine/consensus.py": "loads",
     "engine/immediate.py": "ones_own",
     "engine/session.py": "fails",
     "engine/state.py": "saves or reads",
-    "engine/streams.py": "powerSGD and (saves or reads or fails or dropped or loads) or diloco",
+    "engine/streams.py": "saves or reads or fails or dropped or loads or diloco",
     "gradients/fully_shard.py": "shards",
     "gradients/precision.py": "saves and mean",
     "local_steps/fragments.py": "diloco",

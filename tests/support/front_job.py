@@ -137,7 +137,7 @@ def lightning(given: dict[str, Any]) -> None:
         check_val_every_n_epoch=None,
         val_check_interval=14,
         limit_val_batches=given.get("validation", 2),
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=1 if sharded else 2,
         callbacks=[Looks(), CommHookMonitor(), saves],
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=10,
@@ -197,7 +197,7 @@ def accelerate(given: dict[str, Any]) -> None:
         from tests.support.accelerators import sharding_accelerator
 
         handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
-        accelerator = sharding_accelerator(handler, replicas=1, gradient_accumulation_steps=2)
+        accelerator = sharding_accelerator(handler, replicas=1)
     elif given["name"] == "a":  # by the name of the host
         (folder / "hook.yaml").write_text(f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n")
         handler = CommHookKwargs.from_config(folder / "hook.yaml")

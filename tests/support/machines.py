@@ -47,6 +47,10 @@ def lighthouse(bind: str = "127.0.0.1:0", wait_s: float = 2.0, dead_s: float = 1
         process.wait()
 
 
+def _is_round_of(line: dict[str, Any], rank: int) -> bool:
+    return line["what"] == "round" and line.get("local_rank", 0) == rank
+
+
 class Machine:
     """A job: `script` with the JSON of `given`, in which `name`, `folder` and `rank` are added.
 
@@ -97,16 +101,18 @@ class Machine:
         return found
 
     def round(self, step: int) -> dict[str, Any]:
-        """Wait for the round that begins after outer step `step`, or a later one."""
-        return self.wait_for(lambda line: line["what"] == "round" and line["step"] >= step)
+        """Wait until all ranks have begun the round after outer step `step`, or a later one."""
+        return [
+            self.wait_for(lambda line, r=rank: _is_round_of(line, r) and line["step"] >= step)  # type: ignore[misc]
+            for rank in self.ranks
+        ][0]
 
     @property
     def rounds(self) -> dict[int, dict[str, Any]]:
         return self.rounds_of(0)
 
     def rounds_of(self, rank: int) -> dict[int, dict[str, Any]]:
-        lines = [line for line in list(self.lines) if line["what"] == "round" and line.get("local_rank", 0) == rank]
-        return {line["step"]: line for line in lines}
+        return {line["step"]: line for line in list(self.lines) if _is_round_of(line, rank)}
 
     def end(self) -> dict[str, Any]:
         """Wait for the last line and the end of the process."""
@@ -152,7 +158,7 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine
     which goes on alone at once. (transformers stops some seconds later, maybe at the end of a round, and has then
     no part to send.) Returns a and the last line of b."""
     (folder / "slow").touch()
-    with lighthouse(wait_s=30.0) as address:
+    with lighthouse(wait_s=30.0, dead_s=4.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **given)
         first = new("a", *modules, seed=0)
         first.round(2)
@@ -176,7 +182,7 @@ def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[
     with it, and is killed. Returns both and the last line of a."""
     slow = folder / "slow"
     slow.touch()
-    with lighthouse(wait_s=30.0) as address:
+    with lighthouse(wait_s=30.0, dead_s=4.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, **given)
         first = new("a", *modules, seed=0, port=free_port())
         first.round(2)

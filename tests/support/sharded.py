@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import commhooks
 from commhooks import CommHook
@@ -100,12 +100,23 @@ def backward(model: nn.Module, gradients: Gradients) -> dict[str, torch.Tensor]:
 
 def whole_gradients(model: nn.Module) -> Gradients:
     """Return the gradients of all shards, by name. All ranks of a sharding group must call this."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            assert isinstance(parameter.grad, DTensor)
-            found[name] = parameter.grad.full_tensor().detach().clone()
-    return found
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    padded = []
+    for gradient in gradients.values():
+        assert isinstance(gradient, DTensor) and gradient.placements == (Shard(0),)
+        group, local = gradient.device_mesh.get_group(), gradient.to_local()
+        missing = -(-len(gradient) // group.size()) - len(local)
+        padded.append(torch.cat([local, local.new_zeros(missing, *local.shape[1:])]).flatten())
+    if not padded:
+        return {}
+    # In one collective: `full_tensor` of each would take a third of the time of the tests.
+    everyone = [torch.empty_like(torch.cat(padded)) for _ in range(group.size())]
+    dist.all_gather(everyone, torch.cat(padded), group)
+    pieces = zip(*(each.split([part.numel() for part in padded]) for each in everyone), strict=True)
+    return {
+        name: torch.cat(rows)[: gradient.numel()].view(gradient.shape)
+        for (name, gradient), rows in zip(gradients.items(), pieces, strict=True)
+    }
 
 
 def rows_of(name: str, shards: int, index: int) -> slice:

@@ -18,7 +18,7 @@ import fcntl
 import gc
 import importlib
 import importlib.machinery
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import runpy
@@ -68,7 +68,7 @@ def python(*modules: str, server: int = 0) -> str:
         folder = _servers[server][1]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(folder / "socket"))
-        data = json.dumps({"modules": [*_ALWAYS, *modules]}).encode()
+        data = marshal.dumps({"modules": [*_ALWAYS, *modules]})
         connection.sendall(len(data).to_bytes(8, "big") + data)
         answer = connection.makefile().read()
     assert answer == "ready", answer
@@ -108,9 +108,9 @@ def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# What `python(...)` leads to: started often, so it imports little.
+# What `python(...)` leads to: started often, so it imports little; json, socket and signal would double its time.
 _STUB = """
-import os, signal, sys
+import os, sys
 
 words = sys.argv[1:]
 unbuffered = False
@@ -118,14 +118,22 @@ while words[:1] in (["-u"], ["-B"]):  # multiprocessing passes -B on where no by
     unbuffered |= words.pop(0) == "-u"
 if not words or words[0].startswith("-") and words[0] not in ("-m", "-c"):
     os.execv(REAL, [REAL, *sys.argv[1:]])
-import array, fcntl, json, socket
+import _signal as signal, _socket as socket, array, marshal
 
 
 def is_open(descriptor):
     try:
-        return fcntl.fcntl(descriptor, fcntl.F_GETFD) >= 0
+        os.get_inheritable(descriptor)
+        return True
     except OSError:
         return False
+
+
+def answer():
+    line = b""
+    while not line.endswith(b"\\n") and (more := connection.recv(1)):
+        line += more
+    return int(line or -9)  # without an answer: the server is gone, and the process with it
 
 
 descriptors = [each for each in map(int, os.listdir("/proc/self/fd")) if is_open(each)]
@@ -133,13 +141,12 @@ connection = socket.socket(socket.AF_UNIX)
 connection.connect(SOCKET)
 request = {"words": words, "unbuffered": unbuffered, "environ": dict(os.environ), "folder": os.getcwd()}
 request |= {"descriptors": descriptors, "stub": os.getpid()}
-data = json.dumps(request).encode()
+data = marshal.dumps(request)
 data = len(data).to_bytes(8, "big") + data
 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
 sent = connection.sendmsg([data], rights)
 connection.sendall(data[sent:])
-answers = connection.makefile()
-pid = int(answers.readline())
+pid = answer()
 
 
 def pass_on(signum, frame):
@@ -152,7 +159,7 @@ def pass_on(signum, frame):
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
         signal.signal(getattr(signal, name), pass_on)
-status = int(answers.readline() or -9)  # without an answer: the server is gone, and the process with it
+status = answer()
 if status >= 0:
     os._exit(status)
 signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
@@ -252,7 +259,7 @@ def _receive(connection: socket.socket) -> dict[str, Any] | None:
             os.close(descriptor)
         connection.close()
         return None
-    return json.loads(data[8:]) | {"received": received}
+    return marshal.loads(data[8:]) | {"received": received}
 
 
 def _import(modules: list[str]) -> bytes:
@@ -321,6 +328,8 @@ def _become(request: dict[str, Any], stub: str) -> None:
 
 def _forget_another_copy() -> None:
     """Let this process import commhooks itself if its `sys.path` leads to another one than that of the server."""
+    if tables := sys.modules.get("commhooks.compressors.native.tables"):
+        tables._IMPORTED_IN = os.getpid()  # this is no fork of a program that has used OpenMP
     found = importlib.machinery.PathFinder.find_spec("commhooks")
     if found is not None and found.origin != getattr(sys.modules.get("commhooks"), "__file__", None):
         for name in [name for name in sys.modules if name.partition(".")[0] == "commhooks"]:

@@ -49,9 +49,9 @@ def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
     found = run_ranks(_measure, world_size=3)
     report, text = found[0]
     assert [each["ranks"] for each in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
-    assert all(each["mbit_per_s"] > 10 and 0 < each["latency_ms"] < 1000 for each in report["pairs"])
+    assert all(each["mbit_per_s"] > 0 and each["latency_ms"] > 0 for each in report["pairs"])
     assert list(report["machines"].values()) == [[0, 1, 2]]
-    assert report["link"]["mbit_per_s"] > 10 and 0 < report["link"]["latency_ms"] / 1000 < report["took_s"]
+    assert report["link"]["mbit_per_s"] > 0 and 0 < report["link"]["latency_ms"] / 1000 < report["took_s"]
     assert report["advice"] and report["advice"][-1] in " ".join(text.split())
     for name in ("plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"):
         assert name in text

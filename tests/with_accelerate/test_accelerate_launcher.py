@@ -94,40 +94,32 @@ def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
 # ---- it works --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["section", "variable"])
+@pytest.mark.parametrize("way", [pytest.param("section", marks=fully_shard_on_gloo), "variable"])
 def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary: Path, tmp_path: Path) -> None:
+    """The section of our launcher with replicas that are sharded, the variable of Accelerate's with DDP."""
     arguments = ["--config_file", "other.yaml", "-m", "--lr=0.1", "two words", "--", "-x"]  # all of them the script's
-    command, environ = [*OURS, f"--config_file={config}", "-m", "tests.with_accelerate.launched_script"], {}
-    if way == "variable":
-        config.write_text(ACCELERATE)
+    if way == "section":
+        before, ranks, environ = SHARDED + SECTION, 4, {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        command = [*OURS, f"--config_file={config}", "-m", "tests.with_accelerate.launched_script"]
+    else:
+        before, ranks, environ = ACCELERATE, 2, {VARIABLE: str(tmp_path / "hook.yaml")}
         (tmp_path / "hook.yaml").write_text(HOOK)
         command = [*STOCK, f"--config_file={config}", str(Path(__file__).with_name("launched_script.py"))]
-        environ = {VARIABLE: str(tmp_path / "hook.yaml")}
+    config.write_text(before)
     status, output = run([*command, str(tmp_path), *arguments], temporary, **environ)
     assert status == 0, output
-    for rank in range(2):
+    for rank in range(ranks):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["arguments"] == arguments and found["main"] == "__main__"
-        assert found["processes"] == 2 and found["rank_variable"] == str(rank)
+        assert found["processes"] == ranks and found["rank_variable"] == str(rank)
+        assert way == "variable" or "dp_shard_cp=2" in found["mesh"]
         options = "{'matrix_approximation_rank': 1, 'start_powerSGD_iter': 1}"
         # The script's own bucket_cap_mb=3 wins over the 9 of the file.
         assert found["handler"] == f"CommHookKwargs(bucket_cap_mb=3, hook='powerSGD', hook_options={options})"
         assert found["stats"]["compressed_steps"] == 2
     assert "accelerate-commhooks launch: " not in output
     assert left_behind(temporary) == []
-    assert config.read_text() == (ACCELERATE + SECTION if way == "section" else ACCELERATE)
-
-
-@fully_shard_on_gloo
-def test_replicas_that_are_sharded(config: Path, temporary: Path, tmp_path: Path) -> None:
-    config.write_text(SHARDED + SECTION)
-    command = [*OURS, "--config_file", str(config), "-m", "tests.with_accelerate.launched_script", str(tmp_path)]
-    status, output = run(command, temporary, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    assert status == 0, output
-    for rank in range(4):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["processes"] == 4 and "dp_shard_cp=2" in found["mesh"]
-        assert found["stats"]["compressed_steps"] == 2 and found["stats"]["hook"] == "powerSGD"
+    assert config.read_text() == before
 
 
 # ---- it is not used --------------------------------------------------------------------------------------------------

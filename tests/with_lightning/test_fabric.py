@@ -191,29 +191,6 @@ def test_what_loses_the_state_is_a_warning(run_ranks: Any, tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def _accumulated(hook: Any) -> dict[str, Any]:
-    """Two batches per step, the first without synchronisation."""
-    fabric = _fabric(hook)
-    model, optimizer = _setup(fabric)
-    for step in range(4):
-        for part in range(2):
-            x, y = _batch(10 * step + part)
-            with fabric.no_backward_sync(model, enabled=part == 0):
-                fabric.backward(torch.nn.functional.mse_loss(model(x), y) / 2)
-        optimizer.step()
-        optimizer.zero_grad()
-    hook = fabric.strategy.comm_hook
-    return {"weights": _weights(model), "stats": None if hook is None else hook.stats()}
-
-
-def test_accumulation_synchronises_once_per_step(run_ranks: Any) -> None:
-    plain, exact, compressed = (run_ranks(_accumulated, each) for each in (None, "allreduce", HOOK))
-    for rank in (0, 1):
-        assert_equal(exact[rank]["weights"], plain[rank]["weights"])
-        assert exact[rank]["stats"]["backward_passes"] == 4 and compressed[rank]["stats"]["compressed_steps"] == 2
-    assert_equal(compressed[0]["weights"], compressed[1]["weights"])
-
-
 def _scaled() -> Any:
     from lightning.fabric.plugins import MixedPrecision
 

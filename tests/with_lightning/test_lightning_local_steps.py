@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_lightning_fsdp2 import Sharded, whole
+from test_lightning_fsdp2 import Sharded
 from test_lightning_fsdp2 import fit as fit_sharded
 from test_lightning_fsdp2 import strategy as sharded
 from torch.distributed.tensor import DTensor
@@ -26,12 +26,13 @@ from tests.support.lightning_support import (
     weights,
 )
 
-EVERY = 5  # so that the checkpoint, after 8 steps, and the validations, after 4, are in mid-round
+EVERY = 5  # so that checkpoints, ends of epochs and validations, after 4 or 8 steps, are in mid-round
 HOOK = commhooks.DiLoCo(sync_every=EVERY, outer_momentum=0.3)
 
 
 class _Looks(pl.Callback):
-    """Keeps copies of the weights before a validation begins, and when the module's own `on_train_end` is called."""
+    """Keeps copies of the weights at the end of the first epoch, before a validation begins, and when the module's own
+    `on_train_end` is called."""
 
     def __init__(self, root: str) -> None:
         self.root, self.seen = root, {}
@@ -40,6 +41,9 @@ class _Looks(pl.Callback):
         if trainer.global_step == 2:
             self.seen["own"] = weights(module)
             trainer.save_checkpoint(f"{self.root}/model.ckpt", weights_only=True)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.seen.setdefault("epoch", weights(module))  # the first, in mid-round and without a validation
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.seen["validated"] = weights(module)
@@ -53,7 +57,8 @@ class _LooksAtTheEnd(Model):
 def _look(root: str) -> dict[str, Any]:
     model, looks = _LooksAtTheEnd(), _Looks(root)
     model.seen = looks.seen
-    made = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, limit_val_batches=1, callbacks=[looks])
+    settings = {"max_epochs": 2, "limit_val_batches": 1, "check_val_every_n_epoch": 2, "callbacks": [looks]}
+    made = trainer(root, strategy=strategy(hook=HOOK), **settings)
     made.fit(model, data(), data())
     looks.seen["saved"] = torch.load(f"{root}/model.ckpt", weights_only=True)["state_dict"]
     return looks.seen
@@ -62,7 +67,7 @@ def _look(root: str) -> dict[str, Any]:
 def test_whoever_looks_at_the_model_sees_the_common_one(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(_look, str(tmp_path))
     assert difference(first["own"], second["own"]) > 1e-5
-    for where in ("validated", "end"):
+    for where in ("epoch", "validated", "end"):
         assert_equal(first[where], second[where])
     # The average of two ranks, sent in blocks of 4 bits, is near neither of them.
     assert difference(first["saved"], first["own"]) > 1e-5
@@ -98,35 +103,6 @@ def test_a_sharded_fit_resumes_in_mid_round(run_ranks: Any, tmp_path: Path) -> N
         assert_equal(result["resumed"]["weights"], result["through"]["weights"])
         assert_equal(result["through"]["weights"], found[0]["through"]["weights"])
         assert result["through"]["stats"]["step"] == 4  # after steps 3, 4, 7 and 8
-
-
-def _copies(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    return {name: each.clone() for name, each in whole(module).items()}  # one shard is the weight itself
-
-
-class _LooksAtShards(pl.Callback):
-    def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        self.seen["trained"] = _copies(module)
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        self.seen["validated"] = _copies(module)
-
-
-def _validate_sharded(root: str) -> dict[str, Any]:
-    looks = _LooksAtShards()
-    made = trainer(root, strategy=sharded(hook=HOOK), max_epochs=1, limit_val_batches=1, callbacks=[looks])
-    made.fit(Sharded(), data(), data())
-    return looks.seen
-
-
-@fully_shard_on_gloo
-def test_a_validation_ends_the_round_of_replicas_that_are_sharded(run_ranks: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(_validate_sharded, str(tmp_path))
-    assert difference(first["trained"], second["trained"]) > 1e-5
-    assert_equal(first["validated"], second["validated"])
 
 
 class _Swaps(pl.Callback):

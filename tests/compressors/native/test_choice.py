@@ -76,7 +76,6 @@ SAID = {
         {"broken": [1]},
         r"ranks \[1\]: the native kernel cannot be compiled: /bin/false .*CC. .*COMMHOOKS_NATIVE=0 turns it off",
     ),
-    "none has a compiler": ({"broken": [0, 1]}, r"ranks \[0, 1\]: the native kernel cannot be compiled"),
     "another kind": ({"other": [1]}, r"the ranks' kernels differ: ranks \[0\]: native \w+ .*; ranks \[1\]: native \w+"),
     "switched off on rank 1": ({"off": [1]}, r"kernels differ: ranks \[0\]: native .*; ranks \[1\]: torch \("),
     "switched off on rank 0": ({"off": [0]}, ""),

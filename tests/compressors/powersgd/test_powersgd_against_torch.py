@@ -116,7 +116,6 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
 
 
 CASES = {
-    "rank 1": {"matrix_approximation_rank": 1},
     "rank 4": {"matrix_approximation_rank": 4},
     "no error feedback": {"matrix_approximation_rank": 2, "use_error_feedback": False},
     "no warm start": {"matrix_approximation_rank": 2, "warm_start": False},

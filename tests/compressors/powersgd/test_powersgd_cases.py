@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks.comm.wire import WIRE_DTYPES, wire_dtype_of
 from tests.support.ddp_steps import conservation_error, residuals
 from tests.support.kernels import computing_with
 from tests.support.models import (
@@ -45,6 +46,7 @@ def _run(
     dtype: torch.dtype, wrapper: str | None, wire: torch.dtype, kernel: str
 ) -> list[tuple[list[Gradients], list[float]]]:
     """For each case the gradients, and what was lost of each matrix in each step."""
+    assert wire_dtype_of(dtype, WIRE_DTYPES.get(wrapper or "")) == wire
     found = []
     for case in CASES:
         ddp = wrap(SHAPES, case.bucket_cap_mb, dtype)

@@ -45,25 +45,25 @@ Weights = dict[str, torch.Tensor]
 
 
 def trained_state(start: int, layout: str) -> tuple[bytes, Weights, Weights]:
-    """Four steps; the pickled state and the weights then; and the weights four steps later."""
+    """Three steps; the pickled state and the weights then; and the weights two steps later."""
     ddp = wrap(mlp(), **LAYOUTS[layout])
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start)
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    train(ddp, 4)
+    train(ddp, 3)
     saved, then = _pickled(state), weights(ddp.module)
-    train(ddp, 4, first_step=4)
+    train(ddp, 2, first_step=3)
     return saved, then, weights(ddp.module)
 
 
 def resumed_weights(saved: list[bytes], then: Weights, layout: str) -> Weights:
-    """The other four steps, by another DDP with other initial weights."""
+    """The other two steps, by another DDP with other initial weights."""
     state = _unpickled(saved[dist.get_rank()])
     module = mlp(seed=99)
     module.load_state_dict(then)
     ddp = wrap(module, **LAYOUTS[layout])
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    train(ddp, 4, first_step=4)
-    assert state.iter == 8 and replicas_equal(ddp)
+    train(ddp, 2, first_step=3)
+    assert state.iter == 5 and replicas_equal(ddp)
     return weights(ddp.module)
 
 

@@ -79,7 +79,7 @@ def gradients_under(state: Any, hook: Callable[..., Any] | None) -> list[dict[st
     if hook is not None:
         ddp.register_comm_hook(state, hook)
     found = []
-    for step in range(3):
+    for step in range(2):
         backward(ddp, step)
         found.append(gradients(ddp))
         descend(ddp)

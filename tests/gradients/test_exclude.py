@@ -11,6 +11,7 @@ import commhooks
 from commhooks import PowerSGD
 from commhooks.gradients.names import matching
 from tests.support.ddp_steps import local_gradients, log_lines, mean_over_ranks, process_group_of_one, residuals, wrap
+from tests.support.inside import session_of
 
 
 class Net(nn.Module):
@@ -123,6 +124,8 @@ def test_resuming_with_other_exclusions():
         with log_lines() as lines:
             resumed.load_state_dict(saved)
         assert any("no longer compresses these parameters" in line and "embed.weight" in line for line in lines)
+        # Whoever compresses it again, much later, would add what was left in it.
+        assert session_of(resumed).state["residual"].keys() == {"middle.weight", "Embed2.weight"}
         step(other)
         again = resumed.state_dict()["parameters"]
         assert again["embed.weight"]["q"] is None and again["embed.weight"]["residual"] is None

@@ -63,7 +63,7 @@ def test_a_failure_of_one_rank_fails_the_test_and_not_the_next(run_ranks, how, t
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match=text):
         run_ranks(_fail, how, timeout_s=5 if how == "hang" else 120)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert run_ranks(_fail, "nothing") == [None, None]
 
 

@@ -121,7 +121,9 @@ def _get_into(trouble: Trouble) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if trouble.stopped_s:
         if trouble.stopped_s < float("inf"):
-            subprocess.Popen(["sh", "-c", f"sleep {trouble.stopped_s}; kill -CONT {os.getpid()}"])
+            is_stopped = f"grep -q '^State:.T' /proc/{os.getpid()}/status"
+            waits = f"until {is_stopped}; do sleep 0.02; done; sleep {trouble.stopped_s}"
+            subprocess.Popen(["sh", "-c", f"{waits}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
 

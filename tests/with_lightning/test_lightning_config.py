@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks
-from commhooks import BF16Compress, HookConfigError, PowerSGD
+from commhooks import BF16Compress, HookConfigError
 from lightning_commhooks import CommHookDDP
 from tests.support import lightning_support as support
 from tests.support.lightning_support import Data, Model, assert_equal, cli_config, data, trainer, weights
@@ -208,34 +208,20 @@ def test_cli_takes_a_callable(tmp_path: Path, hook: str, name: str) -> None:
     assert request.name == name
 
 
-def test_cli_options_of_a_hook_by_name(tmp_path: Path) -> None:
-    config = _config(tmp_path, "powerSGD", hook_options={"matrix_approximation_rank": 3})
-    strategy = _cli(["--config", config], run=False).trainer.strategy
-    assert strategy._request.config == PowerSGD(matrix_approximation_rank=3)
-    config = _config(tmp_path, "powerSGD", hook_options={"matrix_rank": 3})
-    # jsonargparse wraps what is raised at construction; the sentence is in it.
-    with pytest.raises(ValueError, match="did you mean 'matrix_approximation_rank'"):
-        _cli(["--config", config], run=False)
-
-
 @pytest.mark.parametrize(
-    ("hook", "init_args", "text"),
+    ("init_args", "text"),
     [
-        (
-            {"class_path": "commhooks.PowerSGD", "init_args": {"matrix_rank": 2}},
-            {},
-            "Option 'matrix_rank' is not accepted",
-        ),
-        (POWERSGD, {"bucket_cap": 25}, "Option 'bucket_cap' is not accepted"),
-        (POWERSGD, {"wrapper": "fp8"}, "fp8"),
-        (POWERSGD, {"save_residual": "men"}, "men"),
+        ({"bucket_cap": 25}, "Option 'bucket_cap' is not accepted"),
+        ({"wrapper": "fp8"}, "fp8"),
+        ({"save_residual": "men"}, "men"),
     ],
 )
 def test_cli_typos_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], hook: Any, init_args: dict[str, Any], text: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], init_args: dict[str, Any], text: str
 ) -> None:
+    """Those of options: options/test_options.py."""
     with pytest.raises(SystemExit):
-        _cli(["--config", _config(tmp_path, hook, **init_args)], run=False)
+        _cli(["--config", _config(tmp_path, POWERSGD, **init_args)], run=False)
     assert text in capsys.readouterr().err
 
 

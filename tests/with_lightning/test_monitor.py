@@ -110,8 +110,7 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 CASES: dict[str, Any] = {
     "without": lambda root: fit(root, None),
     "all": lambda root: fit(root, CommHookMonitor()),
-    "clipping": lambda root: fit(root, CommHookMonitor(1), gradient_clip_val=1e-3),
-    "accumulation": lambda root: fit(root, CommHookMonitor(1), accumulate_grad_batches=2),
+    "clipping": lambda root: fit(root, CommHookMonitor(1), gradient_clip_val=1e-3, accumulate_grad_batches=2),
     "two optimizers": lambda root: fit(root, CommHookMonitor(1), model=support.TwoOptimizersModel()),
     "no logger": lambda root: fit(root, CommHookMonitor(1), log=False),
     "no progress bar": lambda root: fit(root, CommHookMonitor(1, progress_bar=None), log=False),
@@ -185,7 +184,6 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        ("accumulation", [0, 1, 2, 3]),
         ("two optimizers", list(range(8))),
         ("fp16", [1, 3, 5, 7]),
         ("user's", [1, 3, 5, 7]),
@@ -211,7 +209,8 @@ def test_once_every_n_steps(ranks: list[dict[str, Any]], case: str, steps: list[
 
 def test_gradients_are_measured_before_clipping_and_after_unscaling(ranks: list[dict[str, Any]]) -> None:
     clipped, plain, scaled = (ranks[0][case]["logged"] for case in ("clipping", "all", "scaler"))
-    assert len(clipped["commhooks/gradient_norm"]) == 8 and min(clipped["commhooks/gradient_norm"].values()) > 0.01
+    norms = clipped["commhooks/gradient_norm"]  # with two batches per step
+    assert list(norms) == [0, 1, 2, 3] and min(norms.values()) > 0.01
     for name, step in (("gradient_norm", 1), ("residual_over_gradient", 3)):  # float16 against float32
         name = f"commhooks/{name}"
         assert scaled[name][step] == pytest.approx(plain[name][step], rel=0.1)

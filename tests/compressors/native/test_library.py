@@ -18,16 +18,13 @@ from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import FactorTable, MatrixTable, PieceTable, Table, address
 from tests.support.compilers import needs_compiler
 
-NOTHING = """#define JOIN(name, real) commhooks_##name##_##real
-#define FUNCTION(name, real) int JOIN(name, real)(void) { return 0; }
-"""
-
 
 @pytest.fixture
 def fresh_load(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Loads the library as a process that has not done so yet, with functions that do nothing: quickly compiled."""
-    folder = tmp_path_factory.mktemp("sources")
-    (folder / "all.c").write_text(NOTHING + "".join(f"FUNCTION({each}, REAL)\n" for each in library._FUNCTIONS))
+    folder, macros = tmp_path_factory.mktemp("sources"), "#define JOIN(name, real) commhooks_##name##_##real\n"
+    macros += "#define FUNCTION(name, real) int JOIN(name, real)(void) { return 0; }\n"
+    (folder / "all.c").write_text(macros + "".join(f"FUNCTION({each}, REAL)\n" for each in library._FUNCTIONS))
     monkeypatch.setattr(library, "FOLDER", folder)
     monkeypatch.setattr(library, "SOURCES", {"all.c": ()})
 

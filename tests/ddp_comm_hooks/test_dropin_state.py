@@ -91,7 +91,9 @@ def group_set_after_loading() -> dict[str, torch.Tensor]:
     state.process_group = pair
     ddp = wrap(mlp(), process_group=pair)
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    train(ddp, 4)
+    train(ddp, 2)
+    assert _unpickled(_pickled(state)).process_group is None and state.process_group is pair
+    train(ddp, 2, first_step=2)
     assert state.iter == 4 and replicas_equal(ddp, pair)
     return weights(ddp.module)
 

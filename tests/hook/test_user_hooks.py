@@ -162,6 +162,23 @@ def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
         assert equal and "5.weight" in resumed
 
 
+def _sub_group() -> torch.Tensor | None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    ddp = wrap(mlp(), process_group=pair)
+    commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=commhooks.PowerSGDState(None, 2, 0))
+    train(ddp, 1)
+    return torch.cat([each.detach().flatten() for each in ddp.parameters()])
+
+
+def test_the_group_of_a_state_is_the_models_own(run_ranks: Any) -> None:
+    """Rank 2 is not in the model's group and never answers."""
+    first, second, third = run_ranks(_sub_group, world_size=3)
+    assert torch.equal(first, second)
+    assert third is None
+
+
 def test_one_state_for_two_models_is_refused() -> None:
     state = commhooks.PowerSGDState(None, 2, 0)
     with process_group_of_one():

@@ -55,7 +55,7 @@ soak: $(READY)
 stragglers: $(READY)
 	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
-# About 5,000 damaged or hostile payloads, files, folders and settings, six times what `make test` has: some minutes.
+# About 5,000 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
 hostile: $(READY)
 	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py \
 		tests/checkpoint/test_hostile_settings.py $(ARGS)

@@ -14,7 +14,7 @@ import pytest
 from snippets import Snippet, WrongSnippet, check, find_snippets
 
 import commhooks
-from commhooks.compressors.auto import options as candidates
+from commhooks.auto import options as candidates
 from tests.support.features import trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, nodes
 from tests.support.workers import RanksFailed

@@ -14,8 +14,6 @@ from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.membership import PROTOCOL, Membership, Torchft
 from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes, members_of, places_of
-from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -261,8 +259,7 @@ def _build_hook(
     nodes = _nodes_for(request, session, source)
     if nodes is not None:
         session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
-        if isinstance(session.compressor, AdaptiveCompressor):
-            session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
+        session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
 
@@ -303,9 +300,9 @@ def _signature(
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
-    """Divide the ranks into nodes. Without `ranks_per_node`, the hook `auto` uses machines as nodes."""
+    """Divide the ranks into nodes. Without `ranks_per_node` some compressors use machines as nodes."""
     group = session.consensus.binding.group()
-    chooses = isinstance(session.compressor, AutoCompressor) and request.ranks_per_node is None
+    chooses = session.compressor.uses_machines and request.ranks_per_node is None
     # Between nodes, stale gradients of unused parameters would count as new gradients.
     if not chooses or not isinstance(source, DDPGradients) or source.finds_unused:
         return find_nodes(request.ranks_per_node, group, source.device)

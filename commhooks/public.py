@@ -2,7 +2,7 @@
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
 from commhooks.auto.options import Auto
-from commhooks.comm.membership import Torchft
+from commhooks.members.options import Torchft
 from commhooks.compressors.base import (
     RESIDUAL,
     Compressor,

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.membership import Torchft, torchft_of
+from commhooks.members.options import Torchft, torchft_of
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor

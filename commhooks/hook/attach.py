@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.membership import PROTOCOL, Membership, Torchft
-from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes, members_of, places_of
+from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -32,18 +31,20 @@ from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.compressor_hook import CompressorHook
 from commhooks.hook.function_hook import FunctionHook
 from commhooks.hook.local_steps_hook import LocalStepsHook
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import FragmentSession
-from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.options import LocalSteps
 from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
+    from commhooks.members.options import Torchft
 
 logger = logger_of(__name__)
 
@@ -63,7 +64,7 @@ def attach(
     total_steps: int | None = None,
     check_every: int | None = None,
     ranks_per_node: RanksPerNode = None,
-    members: Torchft | str | None = None,
+    members: "Torchft | str | None" = None,
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
@@ -233,23 +234,15 @@ def _build_hook(
         of_function = FunctionHook(request, source, state, function)
         return of_function, of_function.run, of_function.end_pass
     if isinstance(compressor, LocalStepsCompressor):
-        loss_scale = binding.loss_scale
         if compressor.config.delay:  # its collectives overlap with the model's own
             own = new_group([range(source.group.size())], source.group, source.device)
             binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {
-            name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
-        }
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        machines = None
-        if request.members is not None:
-            membership = _membership(request.members, source)
-            machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
-        partner: Partner = machines or FixedPartner(binding.group, nodes)
-        outer = FragmentSession(compressor, binding, sizes, partner)
-        outer.consensus.compute_with(choice)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
-        members = None if machines is None else Members(driver, machines)
+        if request.members is None:
+            fixed = FixedPartner(binding.group, nodes)
+            driver = _driver(request, compressor, source, binding, choice, fixed)
+            return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
+        driver, members = _driver_among_machines(request, compressor, source, binding, choice)
         return LocalStepsHook(request, source, driver, members), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
@@ -271,32 +264,36 @@ def _process_group_of_one(model: torch.nn.Module) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _membership(options: Torchft, source: GradientSource) -> Membership:
-    """Let this machine come to the others. All ranks of the model must call this."""
-    for group in filter(None, (source.group, source.shard_group)):
-        machines = members_of(places_of(group, source.device))
-        if len(machines) > 1:
-            raise AttachError(
-                f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job "
-                "of its own, such as `torchrun --standalone`, and the hook connects them"
-            )
-    return Membership(options, source.group, source.shard_group, source.device)
+def _driver(
+    request: HookRequest,
+    compressor: LocalStepsCompressor[Any],
+    source: GradientSource,
+    binding: Binding,
+    choice: KernelChoice,
+    partner: Partner,
+) -> LocalStepsDriver:
+    names = source.names.named_parameters()
+    sizes = {name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)}
+    outer = FragmentSession(compressor, binding, sizes, partner)
+    outer.consensus.compute_with(choice)
+    return LocalStepsDriver(request.name, source, outer, binding.loss_scale)
 
 
-def _signature(
-    request: HookRequest, compressor: Compressor[Any], source: GradientSource, membership: Membership
-) -> dict[str, Any]:
-    """Describe by name what must be equal on all machines. All ranks of the model must call this, and get the same."""
-    shapes, whole, shards = source.described(), source.whole.named_parameters(), source.place[1]
-    numbers = sum(each.numel() for each in whole.values())
-    extents, key = [source.extent(name) for name in whole], membership.key_of_shards
-    return {
-        "protocol between machines": PROTOCOL,
-        "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
-        "number of ranks": source.group.size() * shards,
-        "sharding": "none" if source.shard_group is None else f"{shards} shards, key {key(agreement_key(extents)):x}",
-        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {key(agreement_key(shapes)):x}",
-    }
+def _driver_among_machines(
+    request: HookRequest,
+    compressor: LocalStepsCompressor[Any],
+    source: GradientSource,
+    binding: Binding,
+    choice: KernelChoice,
+) -> tuple[LocalStepsDriver, "Members"]:
+    # Imported here, so that a hook without `members` runs without that package, and without torchft.
+    from commhooks.members.join import join
+    from commhooks.members.members import Members
+
+    assert request.members is not None
+    machines = join(request.members, request.name, compressor, source)
+    driver = _driver(request, compressor, source, binding, choice, machines)
+    return driver, Members(driver, machines)
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
@@ -21,13 +21,15 @@ from commhooks.errors import (
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource, HookCallbacks
 from commhooks.hook.local_steps_hook import LocalStepsHook
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
 from commhooks.report import norms
 from commhooks.request import SAVE_RESIDUAL, HookRequest
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
 
 logger = logger_of(__name__)
 
@@ -144,7 +146,7 @@ class CommHook:
         return self._hook.status().options
 
     @property
-    def members(self) -> Members | None:
+    def members(self) -> "Members | None":
         """The machines, if they come and go (`attach(members=...)`); None otherwise."""
         return self._hook.members if isinstance(self._hook, LocalStepsHook) else None
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,19 +12,21 @@ from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.compressors.state_field import StateField
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
+
 
 class LocalStepsHook:
     """Implements `Hook` for local steps, which `LocalStepsDriver` runs."""
 
     def __init__(
-        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: Members | None = None
+        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: "Members | None" = None
     ) -> None:
         self.driver, self.counters = driver, driver.counters
         self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)

@@ -18,6 +18,9 @@ VERSION = 3
 UNEXPLAINED_LIMIT = 2
 """Exchanges that may fail with a newcomer, although all machines reach each other, before it is refused."""
 
+MOST_SAME_NAMES = 10
+"""Reports of a newcomer after which a machine of the same name is not the same one before a restart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -89,10 +92,12 @@ def read(id: str, content: object) -> Report:
     signature that says so. Raises NotAReport if this is not from commhooks, or damaged."""
     if not isinstance(content, Mapping) or type(content.get("commhooks")) is not int:
         raise NotAReport(f"{id!r} of another job")
+    if content.get("left") is True:
+        return Report(id=id, left=True)
     if content["commhooks"] != VERSION:
         signature = {"protocol between machines": str(content["commhooks"])}
         participates = content.get("participates") is True
-        return Report(id=id, signature=signature, participates=participates, left=content.get("left") is True)
+        return Report(id=id, signature=signature, participates=participates)
     values = {each.name: _checked(id, each.name, content.get(each.name)) for each in dataclasses.fields(Report)}
     if values["id"] != id:
         raise NotAReport(f"{id!r}, which reports as {values['id']!r}")
@@ -143,6 +148,8 @@ class Decision:
         machines: that exchange (EXCHANGE) or begin (BEGIN), sorted by id; this one is among them.
         heals: the machines that take the state of this one.
         participants: the machines that train the next round.
+        left_out: why machines do not take part, a sentence each.
+        pause_s: how long to wait before this machine asks again.
         source: whose state to take.
         name: of the exchange. The connections that were made under another name are used again if `reuse`.
     """
@@ -153,6 +160,8 @@ class Decision:
     machines: tuple[Report, ...] = ()
     heals: tuple[Report, ...] = ()
     participants: tuple[Report, ...] = ()
+    left_out: tuple[str, ...] = ()
+    pause_s: float = 0.0
     source: Report | None = None
     name: str = ""
     reuse: bool = False
@@ -199,7 +208,8 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
         return Decision(action=Action.REFUSED, reason=reason)
     alike = _alike(own, present)
     if own not in alike:
-        return Decision(action=Action.WAIT, reason=f"{own.name} waits for another machine of this name to end")
+        reason = f"{own.name} waits for another machine of this name to end"
+        return Decision(action=Action.WAIT, reason=reason, pause_s=1.0)
     if any(report.attempt for report in alike):
         return _settle(own, alike)
     reached, cut_off = _reached(alike)
@@ -208,8 +218,8 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
     least = max(report.min_machines for report in alike)
     if len(reached) < least:
         there = f"{len(reached)} of min_machines={least} {'is' if len(reached) == 1 else 'are'} here; waiting"
-        return Decision(action=Action.WAIT, reason=there)
-    return _step(own, reached)
+        return Decision(action=Action.WAIT, reason=there, left_out=tuple(cut_off.values()), pause_s=1.0)
+    return dataclasses.replace(_step(own, reached), left_out=tuple(cut_off.values()))
 
 
 def _settle(own: Report, reports: Sequence[Report]) -> Decision:
@@ -296,9 +306,11 @@ def _refusal(own: Report, present: Sequence[Report]) -> str:
             f"machine {own.name} has another {what} than machine {elder.name} "
             f"({own.signature.get(what)} and {elder.signature.get(what)}): start it as the others"
         )
+    if own.number > MOST_SAME_NAMES and any(own.name == elder.name for elder in elders):
+        return f"two machines have the name {own.name}: give each a name of its own (commhooks.Torchft(name=...))"
     for elder in alike:
-        if _is_loopback(own.host) != _is_loopback(elder.host):
-            local = own if _is_loopback(own.host) else elder
+        if is_loopback(own.host) != is_loopback(elder.host):
+            local = own if is_loopback(own.host) else elder
             other = elder if local is own else own
             return (
                 f"machine {local.name} has the address {local.host}, at which only its own host reaches it, and machine "
@@ -325,7 +337,7 @@ def _alike(own: Report, present: Sequence[Report]) -> list[Report]:
 
 
 @functools.cache
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

@@ -81,7 +81,7 @@ class StateServer:
             daemon_threads = True
 
             def handle_error(self, *_: Any) -> None:
-                if not isinstance(sys.exception(), OSError):  # a machine that gives up closes the connection
+                if not isinstance(sys.exc_info()[1], OSError):  # a machine that gives up closes the connection
                     super().handle_error(*_)
 
             def service_actions(self) -> None:  # called every half second

@@ -74,7 +74,7 @@ def quantized_all_reduce(
     ranks = resolve_group(group)
     if tensor.numel() == 0:
         return
-    with precision.full_precision(tensor.device):
+    with precision.full_precision():
         flat = tensor.contiguous().view(-1)
         residuals = {} if residual is None else {_NAME: residual.contiguous().view(-1)}
         step = StepInfo(0, ranks.size(), rank=ranks.rank())

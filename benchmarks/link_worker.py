@@ -89,7 +89,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         """Let the hook begin anew and decide; equal on all ranks."""
         models[label] = new(label)
         hook, spent_s, steps = models[label][0][1], 0.0, 0
-        while steps < DECIDED_WITHIN and (notes := hook.state_dict("drop")["notes"])["phase"] != "resting":
+        while steps < DECIDED_WITHIN and (notes := hook.state_dict("drop")["notes"])["phase"] != "decided":
             spent_s += step(label, batch)[0]
             steps += 1
         return {

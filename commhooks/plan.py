@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
 from commhooks.engine.reduction import FLAT, FlatReduction
@@ -203,7 +202,7 @@ def whole_plan(
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
-        f"{hook}: {compressor.chosen}" if isinstance(compressor, AdaptiveCompressor) else hook,
+        f"{hook}: {compressor.label}" if compressor.label else hook,
         tuple(rows),
         compressor.wire_dtype,
         compressor.start_step,

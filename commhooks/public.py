@@ -1,8 +1,8 @@
 """The public names. The first access to one of them in `commhooks` imports this module, and with it torch."""
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
+from commhooks.auto.options import Auto
 from commhooks.comm.membership import Torchft
-from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import (
     RESIDUAL,
     Compressor,

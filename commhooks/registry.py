@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from commhooks.compressors.auto.compressor import AutoCompressor
+from commhooks.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor, NoopCompressor
 from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from commhooks.comm.membership import Torchft, torchft_of
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -364,6 +363,4 @@ def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
 def _not_between_nodes(compressor: type[Compressor[Any]]) -> str:
     if not compressor.Config.sends:
         return "sends nothing"
-    if issubclass(compressor, AdaptiveCompressor) and compressor.with_nodes is AdaptiveCompressor.with_nodes:
-        return "measures ranks that all compress the whole model"
     return "" if compressor.plan is Compressor.plan else "compresses whole buckets"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count, check_learned, check_range, damaged
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import Failure, JointSave, pieces
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
@@ -141,7 +140,7 @@ class LearnedStateCheckpointer:
                 if each.per == "bucket"
             },
             "hook_state": None,
-            **({"notes": compressor.notes} if isinstance(compressor, AdaptiveCompressor) else {}),
+            **({} if compressor.notes is None else {"notes": compressor.notes}),
         }
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
@@ -154,8 +153,7 @@ class LearnedStateCheckpointer:
         same_ranks = content.get("world_size") == self._world_size
         try:
             compressor = self._session.compressor.with_start(start)
-            if isinstance(compressor, AdaptiveCompressor):
-                compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
+            compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
         except HookConfigError as error:
             raise damaged(str(error)) from error
         state = self._read(content, compressor, strict=strict)

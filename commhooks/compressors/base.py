@@ -156,9 +156,32 @@ class Compressor(ABC, Generic[ConfigT]):
         return start
 
     @property
+    def begins(self) -> int:
+        """The earliest step at which compression can begin; `start_step` if that is certain."""
+        return self.start_step
+
+    @property
+    def how_to_begin_earlier(self) -> str:
+        """Advice for the message about a run that ends before `begins`."""
+        return f"Set {self.config.start_option} to a smaller number"
+
+    @property
     def summary(self) -> str:
         """The main options, shown in the summary at the first backward pass."""
         return ""
+
+    effect: str = ""
+    """What the summary says in place of the plan, as long as nothing is compressed; "": the plan."""
+
+    @property
+    def label(self) -> str:
+        """What the compressor does now, shown beside the hook's name in plans; "" if the name says it."""
+        return ""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Further entries of `CommHook.stats`, of plain types."""
+        return {}
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the initial value of a field, on the CPU, for `StateField.refit`, or None if the field starts
@@ -193,6 +216,35 @@ class Compressor(ABC, Generic[ConfigT]):
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
         """Average a bucket before compression begins, or one in which nothing is compressed."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size)
+
+    # ---- for compressors that change during a run --------------------------------------------------------------------
+
+    uses_machines: ClassVar[bool] = False
+    """Whether machines count as nodes if `ranks_per_node` is None."""
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether the exchange runs between nodes, on gradients averaged inside them, if the ranks form nodes."""
+        return True
+
+    def with_nodes(self, ranks_per_node: int) -> Any:
+        """Return the compressor to use where the ranks form nodes. Called once, before the first backward pass."""
+        return self
+
+    @property
+    def notes(self) -> Any:
+        """What a checkpoint keeps beside the learned state, in plain types; None: nothing. Equal on all ranks."""
+        return None
+
+    def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> Any:
+        """Return a compressor that continues with saved `notes`, which may be damaged (None: nothing was saved).
+        `step`: number of committed steps at the save. Raises HookConfigError if the notes cannot be used."""
+        return self
+
+    def listener(self, session: Any) -> Any:
+        """Return a `Listener` to the backward passes of `session` (both in `engine/session.py`), which may replace the
+        compressor between two passes; None: no listener."""
+        return None
 
     # ---- the same for all compressors --------------------------------------------------------------------------------
 

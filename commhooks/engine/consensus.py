@@ -17,13 +17,12 @@ import torch.distributed as dist
 from commhooks.comm.collectives import Send, agreement_key, gather_rows, gather_texts, on_all_shards
 from commhooks.comm.counters import Counters
 from commhooks.comm.groups import is_logging_rank
-from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.buckets import KnownBuckets
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
-from commhooks.errors import HookRunError, log_summary, logger_of
+from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
@@ -70,7 +69,7 @@ class Consensus:
     """Holds what must be equal on all ranks of a session, and compares it across the ranks.
 
     Attributes:
-        compressor: the current compressor; a load or `auto` may replace it (`replace_compressor`).
+        compressor: the current compressor; a load or a listener may replace it (`replace_compressor`).
         reduction: whether each rank compresses all of a bucket, or a share of it.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, equal on all ranks; None before the first backward pass.
@@ -105,9 +104,7 @@ class Consensus:
         self._reduction = reduction
 
     def reduction_of(self, compressor: Compressor[Any]) -> FlatReduction:
-        """Return the reduction of `compressor`. An adaptive compressor decides itself whether to use the nodes."""
-        flat = isinstance(compressor, AdaptiveCompressor) and not compressor.between_nodes
-        return FLAT if flat else self._reduction
+        return self._reduction if compressor.between_nodes else FLAT
 
     def bind(self, binding: Binding) -> None:
         self.binding = binding
@@ -139,42 +136,15 @@ class Consensus:
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare the ranks' states unless that has happened since the start, a load or a change of the compressor. At
-        the end of an adaptive compressor's watch, let it decide. All ranks of `group` must call this before each
-        backward pass. `flat`: the first bucket.
+        """Compare the ranks' states unless that has happened since the start, a load or a change of the compressor. All
+        ranks of `group` must call this before each backward pass. `flat`: the first bucket.
 
         Raises:
             HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
                 the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
-        # Compare before `_reconsider`: ranks at different steps would issue different collectives there.
-        agreement = self.agreement or self._compare(group, flat)
-        if isinstance(self.compressor, AdaptiveCompressor):
-            self._reconsider(self.compressor, group, flat.device)
-            agreement = self.agreement or self._compare(group, flat)
-        return agreement
-
-    def decision_is_due(self, adaptive: AdaptiveCompressor[Any]) -> bool:
-        watch = adaptive.watch
-        return watch is not None and self._held.steps(watch.end, exact=False)[0] >= watch.end
-
-    def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
-        held = self._held
-        if not self.decision_is_due(adaptive):
-            return
-        held.settle()  # so that all ranks decide at the same committed step
-        # Do not hold the lock here: a save in another thread may hold it while it waits for the other ranks' saves.
-        ranks = Ranks(group, device, self._counters, self.binding.shard_group)
-        compressor, remark = adaptive.reconsidered(ranks, held.state.step)
-        if compressor is not adaptive:
-            with held.lock:  # a save in another thread must not read a state that is half replaced
-                held.state.keep_fields(compressor.state_fields)
-                if compressor.chosen != adaptive.chosen:
-                    held.state.drop_local()
-                self.replace_compressor(compressor)
-        if remark and self.buckets.is_logging_rank:
-            log_summary(remark)
+        return self.agreement or self._compare(group, flat)
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and the step over all shards. Choose a kernel if
@@ -185,8 +155,7 @@ class Consensus:
         # A load has allocated these tensors on the stream of its own thread.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
-        notes = compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
-        in_force = compressor.config, notes
+        in_force = compressor.config, compressor.notes
         configuration = agreement_key(compressor.name, in_force, compressor.wire_dtype, shapes)
         chosen, device = self.choice, flat.device
         if chosen is None:

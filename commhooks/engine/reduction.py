@@ -28,7 +28,6 @@ import torch.distributed as dist
 from commhooks.comm.collectives import Send, gather_rows, start
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import concat_into, scatter_into
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
@@ -287,8 +286,7 @@ class HierarchicalReduction(FlatReduction):
         return self._owners[name] == self.nodes.local_rank
 
     def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-        adaptive = isinstance(compressor, AdaptiveCompressor)
-        if compressor.selective if adaptive else compressor.transactional:
+        if not compressor.elementwise:
             return list(plans)
         # Without learned state all parameters take part, except sparse gradients, which cannot be divided into shares.
         return [

@@ -8,14 +8,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all, wait_for_abandoned
 from commhooks.comm.counters import Counters
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus, SendComparison
@@ -23,7 +23,6 @@ from commhooks.engine.immediate import reduce_immediately
 from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
-from commhooks.engine.watched import WatchedPasses
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
@@ -62,7 +61,21 @@ class ExchangeDriver:
             self.state.to_host()
 
 
+class Listener(Protocol):
+    """Listens to the backward passes of a session. All ranks have the same listener."""
+
+    def before_pass(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Called between two passes, on all ranks of `group`, which have the same compressor and are at the same
+        committed step. May replace the compressor (`Session.replace_compressor`), equally on all ranks."""
+
+    def after_pass(self, step_at_most: int, good: torch.Tensor) -> None:
+        """Called after the commit. `step_at_most`: upper bound of the number of steps committed before this pass.
+        `good`: whether this pass was committed (0-dim bool tensor on the device of the buckets)."""
+
+
 class Session(ExchangeDriver):
+    """Averages the gradients of one model. `listener`: made by the compressor; None for most."""
+
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
@@ -71,7 +84,7 @@ class Session(ExchangeDriver):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        self._watched = WatchedPasses(self.consensus, self.held)
+        self.listener: Listener | None = compressor.listener(self)
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
@@ -109,6 +122,16 @@ class Session(ExchangeDriver):
             with self._computing(flat), self.counters.clocks.measure(flat.device):
                 self._finish_pass(self._pass)
 
+    def replace_compressor(self, compressor: Compressor[Any], *, keep_local: bool) -> None:
+        """Continue with another compressor from the next pass on. All ranks must call this between the same two passes.
+        Learned state whose field the new compressor does not have is deleted, and without `keep_local` also what
+        differs between ranks, such as residuals."""
+        with self.held.lock:  # a save in another thread must not read a state that is half replaced
+            self.state.keep_fields(compressor.state_fields)
+            if not keep_local:
+                self.state.drop_local()
+            self.consensus.replace_compressor(compressor)
+
     def close(self) -> None:
         """Free the buffers, and move the learned state to the host until another training of the model begins."""
         self._drop_pass()
@@ -124,11 +147,11 @@ class Session(ExchangeDriver):
         if self._closed:
             consensus.buckets.clear()
             self._closed = False
-        binding, agreement = consensus.binding, consensus.agreement
-        if isinstance(consensus.compressor, AdaptiveCompressor):
-            self._watched.before_pass(consensus.compressor)
-        if agreement is None or isinstance(consensus.compressor, AdaptiveCompressor):
-            agreement = consensus.reach(binding.group(), bucket.flat)
+        binding = consensus.binding
+        agreement = consensus.agreement or consensus.reach(binding.group(), bucket.flat)
+        if self.listener is not None:
+            self.listener.before_pass(binding.group(), bucket.flat.device)
+            agreement = consensus.agreement or consensus.reach(binding.group(), bucket.flat)
         compressor = consensus.compressor
         step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
         compressing = step >= agreement.start
@@ -188,8 +211,8 @@ class Session(ExchangeDriver):
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         self._messages.forget_abandoned()
-        if isinstance(consensus.compressor, AdaptiveCompressor):
-            self._watched.after_pass(consensus.compressor, current.step_at_most, good)
+        if self.listener is not None:
+            self.listener.after_pass(current.step_at_most, good)
         current.fulfil()
         self._pass = None
 

@@ -14,8 +14,6 @@ from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.membership import PROTOCOL, Membership, Torchft
 from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes, members_of, places_of
-from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -35,13 +33,16 @@ from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.compressor_hook import CompressorHook
 from commhooks.hook.function_hook import FunctionHook
 from commhooks.hook.local_steps_hook import LocalStepsHook
+from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.options import LocalSteps
+from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
@@ -242,12 +243,16 @@ def _build_hook(
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        membership = None if request.members is None else _membership(request.members, source)
-        outer = FragmentSession(compressor, binding, sizes, nodes, membership)
+        machines = None
+        if request.members is not None:
+            membership = _membership(request.members, source)
+            machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
+        partner: Partner = machines or FixedPartner(binding.group, nodes)
+        outer = FragmentSession(compressor, binding, sizes, partner)
         outer.consensus.compute_with(choice)
-        signature = {} if membership is None else _signature(request, compressor, source, membership)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale, signature)
-        return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
+        members = None if machines is None else Members(driver, machines)
+        return LocalStepsHook(request, source, driver, members), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
     else:
@@ -256,8 +261,7 @@ def _build_hook(
     nodes = _nodes_for(request, session, source)
     if nodes is not None:
         session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
-        if isinstance(session.compressor, AdaptiveCompressor):
-            session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
+        session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
     run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
     return CompressorHook(request, source, session), run, session.end_pass
 
@@ -298,9 +302,9 @@ def _signature(
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
-    """Divide the ranks into nodes. Without `ranks_per_node`, the hook `auto` uses machines as nodes."""
+    """Divide the ranks into nodes. Without `ranks_per_node` some compressors use machines as nodes."""
     group = session.consensus.binding.group()
-    chooses = isinstance(session.compressor, AutoCompressor) and request.ranks_per_node is None
+    chooses = session.compressor.uses_machines and request.ranks_per_node is None
     # Between nodes, stale gradients of unused parameters would count as new gradients.
     if not chooses or not isinstance(source, DDPGradients) or source.finds_unused:
         return find_nodes(request.ranks_per_node, group, source.device)

@@ -8,7 +8,6 @@ from typing import Any
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.checkpoint.user_state import UserStateCheckpointer
-from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.cast import AllReduce, Noop
 from commhooks.compressors.unit_plan import Unit
 from commhooks.engine.session import Session
@@ -54,12 +53,14 @@ class CompressorHook:
             plain = isinstance(compressor.config, (AllReduce, Noop))
             return None if plain and self._request.wrapper is None else Use(acted=True)
         acted = self.counters.numel_before > 0
-        if isinstance(compressor, AdaptiveCompressor):
-            begins, remedy, or_later = compressor.begins, compressor.how_to_begin_earlier, " or later"
-        else:
-            begins, or_later = compressor.start_step, ""
-            remedy = f"Set {compressor.config.start_option} to a smaller number"
-        return Use(acted, plain=not acted, begins=begins, acts=begins, remedy=remedy, or_later=or_later)
+        return Use(
+            acted,
+            plain=not acted,
+            begins=compressor.begins,
+            acts=compressor.begins,
+            remedy=compressor.how_to_begin_earlier,
+            or_later="" if compressor.begins == compressor.start_step else " or later",
+        )
 
     def stats(self) -> dict[str, Any]:
         session, compressor = self.session, self.session.compressor
@@ -68,9 +69,7 @@ class CompressorHook:
         if not self._request.off:
             assert session.consensus.choice is not None
             found["kernel"] = session.consensus.choice.name
-        if isinstance(compressor, AdaptiveCompressor):
-            found |= {"chosen": compressor.chosen, "chosen_at": compressor.chosen_at}
-        return found
+        return found | compressor.stats
 
     def summary(self) -> Summary:
         compressor, consensus = self.session.compressor, self.session.consensus
@@ -78,8 +77,8 @@ class CompressorHook:
         unit, alone, warnings = Unit.of(before), "", []
         if not self.learns:
             effect = f"{unit.text(before)} -> {unit.text(sent)} per step and rank"
-        elif isinstance(compressor, AdaptiveCompressor) and not self.counters.numel_before:
-            effect = f"the fastest hook here. Until then {unit.text(before)} per step and rank"
+        elif compressor.effect and not self.counters.numel_before:
+            effect = f"{compressor.effect}. Until then {unit.text(before)} per step and rank"
         else:
             effect = self.plan().summary()
         use = self._use()

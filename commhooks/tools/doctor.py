@@ -22,10 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
-from commhooks.comm.groups import backend_of
-from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.auto.options import (
+from commhooks.auto.options import (
     ALLREDUCE,
     BF16,
     FP16,
@@ -37,6 +34,8 @@ from commhooks.compressors.auto.options import (
     choose,
     powersgd,
 )
+from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
+from commhooks.comm.groups import backend_of
 from commhooks.compressors.cast import Noop
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.errors import AttachError, DoctorError, HookConfigError
@@ -174,7 +173,7 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     others = [
         Candidate(name, name)
         for name, compressor in COMPRESSORS.items()
-        if compressor not in BUILT_IN and not issubclass(compressor, AdaptiveCompressor)
+        if compressor not in BUILT_IN and not compressor.uses_machines
     ]
     return [NOOP, ALLREDUCE, FP16, BF16, INT8, INT4, *low_rank, *others]
 

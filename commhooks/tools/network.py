@@ -3,7 +3,6 @@ docs/commands.md describes the model of the prediction."""
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from commhooks.comm.collectives import Op, collective_error, gather_rows, gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
-from commhooks.compressors.auto.options import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import DoctorError, HookConfigError
 from commhooks.local_steps.options import LocalSteps
@@ -29,10 +27,24 @@ from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
 from commhooks.tools.common import process_group, seconds_of
 
-PLAIN = dataclasses.replace(ALLREDUCE, label="plain DDP")
+
+@dataclass(frozen=True)
+class Predicted:
+    """Names a hook with options as in `attach`. `label`: its name in the table."""
+
+    label: str
+    hook: str
+    options: dict[str, Any]
+
+
+PLAIN = Predicted("plain DDP", "allreduce", {})
 CANDIDATES = (
-    *(PLAIN, BF16, INT8, powersgd(4, {})),
-    *(Candidate(f"diloco, every {every} steps", "diloco", {"sync_every": every}) for every in (5, 30)),
+    PLAIN,
+    Predicted("bf16", "bf16_compress", {}),
+    Predicted("int8", "int8_compress", {}),
+    Predicted("powerSGD rank 4", "powerSGD", {"matrix_approximation_rank": 4}),
+    Predicted("diloco, every 5 steps", "diloco", {"sync_every": 5}),
+    Predicted("diloco, every 30 steps", "diloco", {"sync_every": 30}),
 )
 """In order of increasing loss."""
 SMALL = 0.15
@@ -318,7 +330,7 @@ class Exchange:
     """Holds the predicted time that a step spends on the network with one hook, on average. `between_nodes`: whether
     this is with `ranks_per_node`, because it is faster."""
 
-    candidate: Candidate
+    candidate: Predicted
     seconds: float
     between_nodes: bool
 
@@ -328,7 +340,7 @@ def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
     return [_exchange(candidate, parameters, cluster) for candidate in CANDIDATES]
 
 
-def _exchange(candidate: Candidate, parameters: list[ParameterInfo], cluster: Cluster) -> Exchange:
+def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cluster) -> Exchange:
     compressor = HookRequest.parse(candidate.hook, hook_options=candidate.options).new_compressor(total_steps=1)
     assert compressor is not None
     plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))

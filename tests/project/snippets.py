@@ -6,8 +6,10 @@
     bash     every command must exist, with its files, targets, extras and flags
     text     not looked at
 
-A fence that needs more than `import torch` names what it needs in a comment above it, which no page shows:
+A comment above a fence, which no page shows, says what is there when it runs. python and diff must have one:
 
+    <!-- snippet: alone -->       nothing: the snippet imports what it uses
+    <!-- snippet: torchrun -->    nothing: a script of its own that torchrun starts, without a process group
     <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process group
     <!-- snippet: members -->     as for `ddp`, with a lighthouse of torchft
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
@@ -60,7 +62,7 @@ RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
 _ACCELERATE_NEEDS = ("accelerate", "accelerate sharded")
 _OTHER_NEEDS = ("transformers", "transformers sharded", "continued", "output", "fabric ranks")
-NEEDS = ("", "ddp", "members", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
+NEEDS = ("", "alone", "torchrun", "ddp", "members", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
 _FENCE = re.compile(r"^(\s*)(```+|~~~+)\s*(\S*)")
@@ -91,9 +93,14 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
     snippets: list[Snippet] = []
     lines = markdown.splitlines()
     number = 0
+    in_list = False
     while number < len(lines):
         opening = _FENCE.match(lines[number])
         if opening is None:
+            if lines[number][:1].strip():
+                in_list = re.match(r"[-*] |\d+\. ", lines[number]) is not None
+            if re.match(r"    +(?!options: )\S", lines[number]) and not in_list:  # "options" of mkdocstrings
+                raise WrongSnippet(f"{page}:{number + 1}: code without a fence, which nothing checks")
             number += 1
             continue
         end = number + 1
@@ -108,6 +115,8 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
             raise WrongSnippet(f"{where}: language {opening[3]!r}; expected one of {', '.join(LANGUAGES)}")
         if needs not in NEEDS:
             raise WrongSnippet(f"{where}: unknown comment 'snippet: {needs}'")
+        if not needs and opening[3] in ("python", "diff"):
+            raise WrongSnippet(f"{where}: no comment says what is there when it runs, such as <!-- snippet: alone -->")
         text = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
         if needs == "output":
             if not snippets or snippets[-1].needs not in RUN_AS_SCRIPTS:
@@ -155,6 +164,9 @@ def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -
             else:
                 chain = [*_chain_above(snippet), (str(snippet), version)]
                 needs = _first(snippet).needs + (" ranks" if snippet.needs == "lightning" else "")
+                if needs == "torchrun":
+                    run_with_torchrun("\n".join(text for _, text in chain), place)
+                    continue
                 if needs.startswith("transformers"):
                     pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
                 ranks = 4 if needs.endswith(" sharded") else 2
@@ -241,16 +253,12 @@ args = TrainingArguments(
 )
 """
 _SHARDED = """
-from tests.support.accelerators import pretend_to_have_accelerators
-
 settings = {"use_cpu": True, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "report_to": "none"}
 settings |= {"disable_tqdm": True, "dataloader_pin_memory": False}
 
 
 def TrainingArguments(*args, given=TrainingArguments, **kwargs):
-    made = given(*args, **settings | kwargs)
-    pretend_to_have_accelerators()
-    return made
+    return given(*args, **settings | kwargs)
 """
 _TRAINER_TRAINED = """
 assert trainer.state.global_step == 4, "nothing was trained"
@@ -270,7 +278,8 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     sharded = needs.endswith(" sharded")
     needs = needs.removesuffix(" sharded")
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(_DDP if needs in ("ddp", "members", "attached", "accelerate") else "import torch", namespace)
+    if needs != "alone":
+        exec(_DDP if needs in ("ddp", "members", "attached", "accelerate") else "import torch", namespace)
     lighthouse = None if needs != "members" else _lighthouse()
     if needs == "attached":
         exec(_ATTACHED + _STEPS, namespace)
@@ -288,7 +297,7 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             from tests.support.accelerators import accelerate_launched, pretend_to_have_accelerators
 
             undo.enter_context(accelerate_launched(**outside))
-            if sharded:
+            if sharded and needs == "accelerate":
                 pretend_to_have_accelerators()
         if needs in ("lightning ranks", "fabric ranks"):
             exec(_LIGHTNING, namespace)
@@ -362,6 +371,17 @@ def run_script(text: str, folder: Path, check: str = _TRAINED) -> str:
     if done.returncode != 0:
         raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
+
+
+def run_with_torchrun(text: str, folder: Path) -> None:
+    script = folder / "snippet.py"
+    script.write_text(text)
+    env = clean_env.cleaned(os.environ, str(folder)) | {"PYTHONPATH": str(REPOSITORY)}
+    torchrun = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
+    if done.returncode != 0:
+        raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from snippets import Snippet, WrongSnippet, check, find_snippets
 
 import commhooks
-from commhooks.compressors.auto import options as candidates
+from commhooks.auto import options as candidates
 from tests.support.features import trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, nodes
 from tests.support.workers import RanksFailed
@@ -26,6 +26,8 @@ PAGES = {
 SNIPPETS = [
     snippet for page, text in PAGES.items() for snippet in find_snippets(page.relative_to(REPOSITORY).as_posix(), text)
 ]
+CONTINUED = {snippet.above for snippet in SNIPPETS}
+"""They run with the snippet that continues them."""
 COMMAND = r"(?<!`)`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`"
 INLINE_COMMANDS = [(page.name, code) for page, text in PAGES.items() for code in re.findall(COMMAND, text)]
 
@@ -36,7 +38,7 @@ def _marked(snippet: Snippet) -> Any:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("snippet", [_marked(snippet) for snippet in SNIPPETS])
+@pytest.mark.parametrize("snippet", [_marked(snippet) for snippet in SNIPPETS if snippet not in CONTINUED])
 def test_snippet(snippet, run_ranks, tmp_path):
     check(snippet, run_ranks, tmp_path)
 
@@ -189,7 +191,12 @@ def test_the_pages_show_each_kind():
 @pytest.mark.parametrize(
     ("markdown", "text"),
     [
-        ("```python\nimport commhooks\ncommhooks.no_such_name\n```", "has no attribute 'no_such_name'"),
+        ("<!-- snippet: alone -->\n```python\nimport commhooks\ncommhooks.no_such_name\n```", "has no attribute 'no_such_name'"),
+        ("<!-- snippet: alone -->\n```python\ntorch\n```", "name 'torch' is not defined"),
+        (
+            "<!-- snippet: torchrun -->\n```python\nimport torch\ntorch.distributed.get_world_size()\n```",
+            "Default process group has not been initialized",
+        ),
         (
             "<!-- snippet: attached -->\n```python\nif dist.get_rank(): model[0].bias.data.add_(1)\n```",
             "replicas differ",
@@ -223,6 +230,8 @@ def test_it_is_found(markdown, text, run_ranks, tmp_path):
     [
         ("```pythn\nx\n```", "language 'pythn'"),
         ("```python\nx\n", "never closed"),
+        ("```python\nx\n```", "no comment says what is there when it runs"),
+        ("A list:\n\n- x\n\n    more of it\n\nAn end:\n\n    x = 1\n", "page.md:9: code without a fence"),
         ("<!-- snippet: dpd -->\n```python\nx\n```", "unknown comment"),
     ],
 )

@@ -83,18 +83,14 @@ AREAS = {
                 "engine/test_disagreement",
                 "compressors/test_different_sends::test_the_send_is_named_on_all_ranks",
                 "compressors/native/test_choice",
-                "compressors/auto/test_auto_training::test_ranks_with_different_decisions_say_so",
-                "compressors/auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
+                "auto/test_auto_training::test_ranks_with_different_decisions_say_so",
+                "auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
                 "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading",
             ),
         ),
         Part(
             "streams",
             ("engine/test_streams", "hook/test_metrics"),
-        ),
-        Part(
-            "watched",
-            ("compressors/auto/test_watched_steps", "compressors/auto/test_auto_training"),
         ),
         Part(
             "*",

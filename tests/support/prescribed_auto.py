@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
-from commhooks.compressors.adaptive import ObservedPass, Ranks
-from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.options import ALLREDUCE, QUALITIES, Auto, Candidate, powersgd
-from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP, Decision
+from commhooks.auto.compressor import AutoCompressor
+from commhooks.auto.options import ALLREDUCE, QUALITIES, Auto, Candidate, powersgd
+from commhooks.auto.trials import TRIAL_STEPS, WARM_UP, Decision
+from commhooks.auto.watch import ObservedPass, Ranks
 from commhooks.options import LARGEST_STEP
 from commhooks.registry import register_compressor
 from tests.support.inside import session_of
@@ -58,14 +58,14 @@ class PrescribedAutoCompressor(AutoCompressor):
         """Decided at once, for tests without `reconsidered`."""
         if start == LARGEST_STEP:
             return super().with_start(start)
-        return self._with(Decision(self.config.candidates[-1], None, since=start, phase="resting"))
+        return self._with(Decision(self.config.candidates[-1], None, since=start, phase="decided"))
 
 
 def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
     """Make a decision for one of the simple candidates."""
     known = {each.label: each for each in Auto(quality="close").candidates}
     chosen = known.pop(label)
-    made = Decision(chosen, None, tuple(known.values()), since=since, phase="resting")
+    made = Decision(chosen, None, tuple(known.values()), since=since, phase="decided")
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]
 
 

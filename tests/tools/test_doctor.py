@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import DoctorError
-from commhooks.compressors.auto.options import ALLREDUCE, BF16, FP16, INT8, NOOP, powersgd
+from commhooks.auto.options import ALLREDUCE, BF16, FP16, INT8, NOOP, powersgd
 from commhooks.tools.cli import main
 from commhooks.tools.doctor import DoctorReport, Measured, check_model, copy_of, wrapped
 from tests.support.ddp_steps import backward, batch, descend, mlp, process_group_of_one, wrap

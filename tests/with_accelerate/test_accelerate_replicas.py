@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
@@ -262,6 +263,10 @@ def _refused() -> dict[str, str]:
     with pytest.raises(HookConfigError) as error:
         old.prepare(make_model())
     found["FSDP1"] = str(error.value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ValueError) as refused:
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    found["CPUs, by Accelerate"] = str(refused.value)
     return found
 
 
@@ -275,6 +280,7 @@ def test_other_dimensions_of_parallelism_are_refused() -> None:
 SENTENCES = {
     "per_rank": "expected 'mean' (the default), the mean over the replicas, or 'drop'",
     "over all": "use one replica per machine: ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=",
+    "CPUs, by Accelerate": "but got DistributedType.MULTI_CPU",  # as docs/transformers.md says
     "FSDP1": "Use fsdp_version=2, with ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH)",
 }
 SENTENCES["over all, attach"] = SENTENCES["over all"]

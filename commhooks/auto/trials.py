@@ -3,7 +3,7 @@
 phase       measured steps                                        next
 measuring   the current candidate, at first plain all-reduce      the trials
 trying      one candidate after another, in real training steps   another trial, or the choice
-resting     the last steps of a rest                              another rest, or measuring if the time has changed
+decided     nothing                                               measuring after a resume with other ranks or options
 """
 
 import math
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from commhooks.compressors.adaptive import Watch
-from commhooks.compressors.auto.options import ALLREDUCE, Auto, Candidate, choose
+from commhooks.auto.options import ALLREDUCE, Auto, Candidate, choose
 from commhooks.compressors.unit_plan import Unit
 from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
@@ -20,21 +19,25 @@ from commhooks.options import LARGEST_STEP
 WARM_UP = 2
 """Number of steps not measured after a change, because memory is allocated, and at first DDP rebuilds its buckets."""
 TRIAL_STEPS = 8
-"""Number of steps measured per candidate and at the end of a rest, or more until they take `TRIAL_S`."""
+"""Number of steps measured per candidate, or more until they take `TRIAL_S`."""
 TRIAL_S = 0.25
 """Minimum total time of the measured steps, in seconds."""
-MOST_SHARE = 0.01
-"""The fraction of the training time that trials may take after the first decision."""
 MOST_EXTENSIONS = 5
 """How many times in a row a phase may be extended because of too few valid measurements."""
-CHANGED = 0.25
-"""The relative change in the time of a step after which all candidates are measured again."""
 NO_TIMES = "the measured times make no sense, so nothing changes"
 SHORTEST_S = 1e-9
 """The shortest step, in seconds, that a saved decision may contain."""
 LARGEST = 1e18
 """The largest number that a saved decision may contain."""
-_PHASES = ("measuring", "trying", "resting")
+_PHASES = ("measuring", "trying", "decided")
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Names the steps to measure, from `begin` to before `end`. At `end` a decision follows."""
+
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Decision:
     """Holds the current candidate, and the state of the measurements.
 
     Attributes:
-        watch: the steps of this phase to measure; None: never measure again.
+        watch: the steps of this phase to measure; None if it is decided.
         since: number of committed steps when the candidate became current; None before the first decision.
         extended: how many times in a row the phase was extended because of too few valid measurements.
         switches: how many times the current candidate has changed.
@@ -111,6 +114,8 @@ class Decision:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
             labels = set(known)
             watch, since, phase = saved["watch"], saved["since"], saved["phase"]
+            if phase == "resting":  # of versions that measured again from time to time
+                phase, watch = "decided", None
             if phase not in _PHASES:
                 raise ValueError(f"phase {shown(phase)}")
             tried_s, counted_bytes = (_by_label(saved["figures"][key]) for key in ("tried_s", "counted_bytes"))
@@ -146,33 +151,25 @@ def longer(now: Decision, step: int, steps: int) -> Decision:
     return replace(now, watch=Watch(now.watch.begin, step + steps))
 
 
-def extended(now: Decision, config: Auto, step: int) -> Decision:
+def extended(now: Decision, step: int) -> Decision:
     """Extend the phase after too few valid measurements on some rank. End it after `MOST_EXTENSIONS`."""
     if now.extended < MOST_EXTENSIONS:
         return replace(longer(now, step, TRIAL_STEPS), extended=now.extended + 1)
     if now.phase == "trying":
-        return _ended(replace(now, tried_s={**now.tried_s, now.candidate.label: math.nan}), config, step)
-    return resting(replace(now, why=NO_TIMES, since=step if now.since is None else now.since), config, step)
+        return _ended(replace(now, tried_s={**now.tried_s, now.candidate.label: math.nan}), step)
+    return _decided(replace(now, why=NO_TIMES, since=step if now.since is None else now.since))
 
 
 def after_measuring(
-    now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
+    now: Decision, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
-    return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)
+    return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), step)
 
 
-def after_trial(now: Decision, config: Auto, step: int, step_s: float) -> Decision:
-    return _next_trial(replace(now, tried_s={**now.tried_s, now.candidate.label: step_s}), config, step)
-
-
-def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decision:
-    """Rest again, or measure if the time of a step has changed since the choice or was unknown."""
-    then_s = now.tried_s.get(now.candidate.label, math.nan)
-    if abs(step_s - then_s) <= CHANGED * then_s:
-        return resting(now, config, step)
-    return _measuring(now, config, step)
+def after_trial(now: Decision, step: int, step_s: float) -> Decision:
+    return _next_trial(replace(now, tried_s={**now.tried_s, now.candidate.label: step_s}), step)
 
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
@@ -194,28 +191,11 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
     )
     if not same_ranks:
         return replace(_measuring(now, config, step), tried_s={}, counted_bytes={})
-    if now.phase == "measuring":
-        return now
-    missing = {each.label for each in allowed} - usable.keys()
-    # If `others` is empty, no measurement was valid; the next one comes at the end of the rest.
-    if saved.others and (missing or now.known != saved.known):
+    changed = now.known != saved.known or len(usable) < len(allowed)
+    # If `others` is empty, no measurement was valid, and the choice stays.
+    if now.phase != "measuring" and saved.others and changed:
         return _measuring(now, config, step)
-    anew = resting(now, config, step)
-    if now.phase == "resting" and (now.watch is None or anew.watch is None or now.watch.end > anew.watch.end):
-        return anew
     return now
-
-
-def resting(now: Decision, config: Auto, step: int) -> Decision:
-    """Rest for `check_again_every` steps, or longer if trials like the last ones cost more than `MOST_SHARE`."""
-    every = config.check_again_every
-    if every is None:
-        return replace(now, phase="resting", watch=None, extended=0)
-    step_s, trials_s = now.tried_s.get(now.candidate.label, math.nan), list(now.tried_s.values())[1:]
-    lost_s = sum(max(TRIAL_STEPS * each, TRIAL_S) * (1 - step_s / each) for each in trials_s if each > step_s)
-    cost = lost_s / step_s / MOST_SHARE if lost_s else 0
-    end = min(LARGEST_STEP, step + max(every, math.ceil(cost)))
-    return replace(now, phase="resting", watch=Watch(end - TRIAL_STEPS, end), extended=0)
 
 
 def worth_trying(now: Decision) -> list[str]:
@@ -239,17 +219,21 @@ def _sends_as_much(now: Decision, label: str) -> bool:
     return label != ALLREDUCE.label and ALLREDUCE.label in sent and sent[label] >= sent[ALLREDUCE.label]
 
 
-def _next_trial(now: Decision, config: Auto, step: int) -> Decision:
+def _next_trial(now: Decision, step: int) -> Decision:
     label, *_ = [*worth_trying(now), ""]
     if not label:
-        return _ended(now, config, step)
+        return _ended(now, step)
     watch = Watch(step + WARM_UP, step + WARM_UP + TRIAL_STEPS)
     return replace(_with(now, label, step), phase="trying", watch=watch, extended=0)
 
 
-def _ended(now: Decision, config: Auto, step: int) -> Decision:
+def _ended(now: Decision, step: int) -> Decision:
     label = choose(now.tried_s, now.known, _before(now))
-    return resting(replace(_with(now, label, step), why=_reason(now, label)), config, step)
+    return _decided(replace(_with(now, label, step), why=_reason(now, label)))
+
+
+def _decided(now: Decision) -> Decision:
+    return replace(now, phase="decided", watch=None, extended=0)
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:

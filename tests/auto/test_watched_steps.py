@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.compressors.adaptive import ObservedPass
-from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.engine import watched
+from commhooks.auto import watch as watched
+from commhooks.auto.compressor import AutoCompressor
+from commhooks.auto.watch import ObservedPass
 from tests.support.cuda_stand_ins import Event, cuda_stand_ins
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run

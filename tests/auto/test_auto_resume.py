@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 
 from commhooks import HookRunError, PayloadError
-from commhooks.compressors.adaptive import Watch
-from commhooks.compressors.auto.options import Auto
-from commhooks.compressors.auto.trials import TRIAL_STEPS, Decision, resumed
+from commhooks.auto.options import Auto
+from commhooks.auto.trials import TRIAL_STEPS, Decision, Watch, resumed
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
 from tests.support.training import Run, residuals
 
 
 def _in_a_trial() -> dict[str, Any]:
-    options = {"measure_steps": 4, "quality": "low rank", "check_again_every": 10}
+    options = {"measure_steps": 4, "quality": "low rank"}
     run = new(**options).train(5)
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
@@ -74,7 +73,7 @@ def _elastic(saved: dict[str, Any]) -> dict[str, Any]:
 
 def test_another_number_of_ranks_measures_anew_with_the_choice_in_force(run_ranks: Any) -> None:
     saved = run_ranks(_save)[0]
-    assert saved["hook"]["notes"]["phase"] == "resting"
+    assert saved["hook"]["notes"]["phase"] == "decided"
     ranks = run_ranks(_elastic, saved, world_size=3)
     for rank in ranks:
         before, after = rank["before"], rank["after"]
@@ -136,18 +135,18 @@ POWER = "powerSGD rank 16"
 OFFERED = {each.label: each for each in Auto(quality="close").candidates}
 
 
-def _resting(label: str, **more: Any) -> Decision:
+def _decided(label: str, **more: Any) -> Decision:
     """With quality="close"."""
     known = dict(OFFERED)
     sent = dict.fromkeys(known, 100.0)
-    made = Decision(known.pop(label), Watch(40, 48), tuple(known.values()), 3, "resting", counted_bytes=sent)
+    made = Decision(known.pop(label), None, tuple(known.values()), 3, "decided", counted_bytes=sent)
     made = dataclasses.replace(made, tried_s={label: 0.4})
     return dataclasses.replace(made, **more)
 
 
 def _resumed(saved: Decision, **options: Any) -> Decision:
     """At step 7. What it becomes can be saved and loaded."""
-    made = resumed(saved, Auto(**{"quality": "close", "check_again_every": 100, **options}), 7, same_ranks=True)
+    made = resumed(saved, Auto(**{"quality": "close", **options}), 7, same_ranks=True)
     assert Decision.from_plain(made.to_plain()).known == made.known
     return made
 
@@ -156,20 +155,22 @@ def _measures(made: Decision, saved: Decision) -> bool:
     return (made.phase, made.watch, made.since) == ("measuring", Watch(9, 17), saved.since)
 
 
-BEGUN = Decision(OFFERED["allreduce"], Watch(9, 17))
+WATCH = Watch(9, 17)
+BEGUN = Decision(OFFERED["allreduce"], WATCH)
 
 
 @pytest.mark.parametrize("label", ["int8", POWER])
 def test_the_same_options_change_nothing(label: str) -> None:
-    for now in (_resting(label), _resting(label, phase="trying"), _resting(label, phase="measuring")):
+    phases = {"decided": None, "trying": WATCH, "measuring": WATCH}
+    for now in (_decided(label, phase=phase, watch=watch) for phase, watch in phases.items()):
         assert _resumed(now) == now
-    given_up = dataclasses.replace(BEGUN, since=3, phase="resting")
-    assert _resumed(given_up).phase == "resting"
+    given_up = dataclasses.replace(BEGUN, since=3, phase="decided", watch=None)
+    assert _resumed(given_up) == given_up
 
 
 @pytest.mark.parametrize("label", ["int8", POWER])
 def test_another_exclude_counts_after_a_resume(label: str) -> None:
-    now = _resting(label)
+    now = _decided(label)
     made = _resumed(now, exclude=["*embed*"])
     assert _measures(made, now) and made.candidate.label == label
     assert all(each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values())
@@ -177,26 +178,17 @@ def test_another_exclude_counts_after_a_resume(label: str) -> None:
 
 def test_a_choice_of_other_options_is_made_anew() -> None:
     low = dataclasses.replace(OFFERED[POWER], options={"matrix_approximation_rank": 2, "exclude": []})
-    assert _resumed(dataclasses.replace(_resting(POWER), candidate=low)) == BEGUN
+    assert _resumed(dataclasses.replace(_decided(POWER), candidate=low)) == BEGUN
 
 
 def test_another_quality_counts_after_a_resume() -> None:
-    now = _resting("int8")
+    now = _decided("int8")
     made = _resumed(now, quality="same")
     labels = {"allreduce", "bf16", "int8"}
     assert _measures(made, now) and made.known.keys() == made.counted_bytes.keys() == labels
-    same = _resting("int8", others=made.others, counted_bytes=made.counted_bytes)  # saved with quality="same"
+    same = _decided("int8", others=made.others, counted_bytes=made.counted_bytes)  # saved with quality="same"
     assert _measures(_resumed(same), same)
-    assert _resumed(_resting("int4"), quality="same") == BEGUN
-
-
-def test_when_to_look_again_counts_after_a_resume() -> None:
-    now = _resting("int8")
-    given_up = dataclasses.replace(BEGUN, since=3, phase="resting", watch=None)
-    assert _resumed(given_up).watch == Watch(99, 107) and _resumed(given_up, check_again_every=None).watch is None
-    assert _resumed(now, check_again_every=None).watch is None
-    assert _resumed(now, check_again_every=20).watch == Watch(19, 27)
-    assert _resumed(dataclasses.replace(now, watch=None)).watch == Watch(99, 107)
+    assert _resumed(_decided("int4"), quality="same") == BEGUN
 
 
 BAD: list[tuple[str, Any]] = [
@@ -242,9 +234,9 @@ def test_a_damaged_decision_is_refused_and_changes_nothing() -> None:
 
 
 def test_decisions_of_earlier_versions_are_read() -> None:
-    """They had further figures, with which they predicted."""
-    made = _resting("int8", tried_s={"allreduce": 1.0, "int8": 0.4})
-    saved = made.to_plain()
+    """They measured again from time to time, and had further figures, with which they predicted."""
+    made = _decided("int8", tried_s={"allreduce": 1.0, "int8": 0.4})
+    saved = made.to_plain() | {"phase": "resting", "watch": [40, 48]}
     saved["figures"] |= {"step_s": 0.4, "waiting_s": None, "predicted_s": {"int8": 0.5}, "codec_s": {}, "spent_s": 0.1}
     saved["figures"] |= {"mbit_per_s": 941.0, "latency_ms": 0.2}
     assert Decision.from_plain(saved) == made

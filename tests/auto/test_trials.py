@@ -5,14 +5,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from commhooks.compressors.adaptive import Watch
-from commhooks.compressors.auto import trials
-from commhooks.compressors.auto.options import Auto, choose
-from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP, Decision
+from commhooks.auto import trials
+from commhooks.auto.options import Auto, choose
+from commhooks.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP, Decision, Watch
 from tests.support.prescribed_auto import TRIAL, decided
 
 NAN, INF = math.nan, math.inf
-CONFIG = Auto(quality="close", measure_steps=10, check_again_every=100)
+CONFIG = Auto(quality="close", measure_steps=10)
 OFFERED = [each for each in CONFIG.candidates if each.hook != "powerSGD"]
 KNOWN = {each.label: each for each in OFFERED}
 SENT = {"allreduce": 100.0, "bf16": 50.0, "int8": 26.0, "int4": 14.0}
@@ -50,7 +49,7 @@ def test_choose(times: dict[str, float], now: str, expected: str) -> None:
 def _begun(step_s: float = 1.0, config: Auto = CONFIG) -> Decision:
     """After ten steps of all-reduce."""
     return trials.after_measuring(
-        trials.begin(config, 0), config, 10, step_s, [each for each in OFFERED if each in config.candidates], SENT
+        trials.begin(config, 0), 10, step_s, [each for each in OFFERED if each in config.candidates], SENT
     )
 
 
@@ -61,8 +60,8 @@ def _run(times: Mapping[str, float], config: Auto = CONFIG) -> tuple[list[str], 
         labels.append(now.candidate.label)
         assert now.since == step and now.watch == Watch(step + WARM_UP, step + TRIAL)
         step += TRIAL
-        now = trials.after_trial(now, config, step, times[now.candidate.label])
-    assert now.phase == "resting" and now.watch is not None and now.watch.end >= step + 100
+        now = trials.after_trial(now, step, times[now.candidate.label])
+    assert now.phase == "decided" and now.watch is None
     return labels, now
 
 
@@ -93,23 +92,23 @@ def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], cho
 def test_what_sends_as_much_as_all_reduce_is_not_tried() -> None:
     """Of a model in bfloat16; and int4 where everything is excluded. Afterwards, with int8 in force, neither."""
     sent = {"allreduce": 50.0, "bf16": 50.0, "int8": 26.0, "int4": 50.0}
-    now = trials.after_measuring(trials.begin(CONFIG, 0), CONFIG, 10, 1.0, OFFERED, sent)
+    now = trials.after_measuring(trials.begin(CONFIG, 0), 10, 1.0, OFFERED, sent)
     assert (now.candidate.label, now.phase) == ("int8", "trying")
-    now = trials.after_trial(now, CONFIG, 20, 0.5)
-    assert (now.candidate.label, now.phase) == ("int8", "resting") and Decision.from_plain(now.to_plain()) == now
+    now = trials.after_trial(now, 20, 0.5)
+    assert (now.candidate.label, now.phase) == ("int8", "decided") and Decision.from_plain(now.to_plain()) == now
     assert "not tried, because they send no less of this model: bf16, int4" in now.why and "alone" not in now.why
-    now = trials.after_measuring(now, CONFIG, 130, 1.0, OFFERED, sent)
+    now = trials.after_measuring(now, 130, 1.0, OFFERED, sent)
     assert (now.candidate.label, trials.worth_trying(now)) == ("allreduce", ["allreduce"])  # which is in force now
 
 
 def test_a_trial_without_a_time_ends_the_trials() -> None:
     now = _begun()
     for turn in range(MOST_EXTENSIONS):
-        now = trials.extended(now, CONFIG, 18 + TRIAL_STEPS * turn)
+        now = trials.extended(now, 18 + TRIAL_STEPS * turn)
         assert now.phase == "trying" and now.candidate.label == "int4" and now.watch is not None
         assert (now.watch.begin, now.watch.end) == (10 + WARM_UP, 18 + TRIAL_STEPS * (turn + 1))
-    now = trials.extended(now, CONFIG, 60)
-    assert (now.phase, now.since, now.candidate.label, now.switches) == ("resting", 60, "allreduce", 2)
+    now = trials.extended(now, 60)
+    assert (now.phase, now.since, now.candidate.label, now.switches) == ("decided", 60, "allreduce", 2)
     assert "int4 could not be measured" in now.why and set(now.known) == set(SENT)
     assert Decision.from_plain(now.to_plain()).to_plain() == now.to_plain()
 
@@ -118,37 +117,21 @@ def test_times_that_never_make_sense_end_the_measuring() -> None:
     now = trials.begin(CONFIG, 0)
     assert now.watch == Watch(WARM_UP, 10)
     for turn in range(MOST_EXTENSIONS):
-        now = trials.extended(now, CONFIG, 10 + turn)
+        now = trials.extended(now, 10 + turn)
         assert now.phase == "measuring" and now.watch == Watch(WARM_UP, 10 + turn + TRIAL_STEPS)
-    now = trials.extended(now, CONFIG, 99)
-    assert (now.phase, now.since, now.candidate.label, now.extended) == ("resting", 99, "allreduce", 0)
+    now = trials.extended(now, 99)
+    assert (now.phase, now.since, now.candidate.label, now.extended) == ("decided", 99, "allreduce", 0)
     assert "make no sense" in now.why
-    # It is not known, so the next look measures.
-    assert trials.after_rest(now, CONFIG, 199, 1.0).phase == "measuring"
 
 
-@pytest.mark.parametrize(("step_s", "phase"), [(1.2, "resting"), (1.3, "measuring"), (0.7, "measuring")])
-def test_after_a_rest(step_s: float, phase: str) -> None:
+def test_trials_after_a_resume_compare_with_the_choice_in_force() -> None:
     now = decided("int8", since=10, tried_s={"allreduce": 3.0, "int8": 1.0}, counted_bytes=SENT)
-    made = trials.after_rest(now, CONFIG, 110, step_s)
-    assert made.phase == phase and made.candidate == now.candidate and made.since == 10
-    assert made.watch == (Watch(112, 120) if phase == "measuring" else Watch(210 - TRIAL_STEPS, 210))
-
-
-def test_later_trials_compare_with_the_choice_in_force() -> None:
-    now = trials.after_rest(decided("int8", since=10, tried_s={"allreduce": 3.0, "int8": 1.0}), CONFIG, 110, 2.0)
-    now = trials.after_measuring(now, CONFIG, 120, 2.0, OFFERED, SENT)
+    now = trials.resumed(now, CONFIG, 110, same_ranks=False)
+    assert (now.phase, now.candidate.label, now.since) == ("measuring", "int8", 10)
+    now = trials.after_measuring(now, 120, 2.0, OFFERED, SENT)
     assert now.candidate.label == "int4" and list(now.tried_s) == ["int8"]
-    now = trials.after_trial(now, CONFIG, 130, 2.1)
+    now = trials.after_trial(now, 130, 2.1)
     assert now.candidate.label == "bf16"  # nothing is won by sending less: the network is not what takes long
-    now = trials.after_trial(now, CONFIG, 140, 1.85)
-    now = trials.after_trial(now, CONFIG, 150, 1.9)
-    assert (now.candidate.label, now.phase, now.since) == ("int8", "resting", 150)  # nothing gains a tenth
-
-
-def test_it_looks_again_later_where_trials_are_expensive() -> None:
-    labels, now = _run({"allreduce": 1.0, "int4": 3.0, "int8": 2.0, "bf16": 0.5})
-    # 8 steps each, of 3 s and 2 s in place of 0.5 s: 64 steps of half a second, 1 % of 6400.
-    assert now.watch is not None and now.watch.end == 10 + len(labels) * TRIAL + 6400
-    never = Auto(quality="close", check_again_every=None)
-    assert trials.resting(now, never, 50).watch is None
+    now = trials.after_trial(now, 140, 1.85)
+    now = trials.after_trial(now, 150, 1.9)
+    assert (now.candidate.label, now.phase, now.since) == ("int8", "decided", 150)  # nothing gains a tenth

@@ -1,7 +1,7 @@
 """Define the hook auto, which delegates buckets to the current candidate and decides which candidate is current.
 
-At the end of a phase the ranks exchange their measurements, and every rank decides from the same numbers (`trials.py`).
-The decision is saved; see `Decision`.
+`StepWatch` times the steps. At the end of a phase the ranks exchange their measurements, and every rank decides from
+the same numbers (`trials.py`). The decision is saved; see `Decision`.
 """
 
 import math
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass, Ranks, Watch
-from commhooks.compressors.auto import trials
-from commhooks.compressors.auto.options import Auto, Candidate
-from commhooks.compressors.auto.trials import Decision
+from commhooks.auto import trials
+from commhooks.auto.options import Auto, Candidate
+from commhooks.auto.trials import Decision, Watch
+from commhooks.auto.watch import ObservedPass, Ranks, StepWatch
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, average
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
@@ -53,12 +53,14 @@ def _of_inner(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name))
 
 
-class AutoCompressor(AdaptiveCompressor[Auto]):
+class AutoCompressor(Compressor[Auto]):
     """Delegates to the compressor of the current candidate. `decision` is None for a new training."""
 
     Config = Auto
     title = "auto"
     wrappers = False
+    uses_machines = True
+    effect = "the fastest hook here"
     enough_passes = 3
     """Number of valid measurements needed for a decision."""
 
@@ -143,8 +145,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     # ---- the decision ------------------------------------------------------------------------------------------------
 
+    def listener(self, session: Any) -> StepWatch:
+        return StepWatch(session)
+
     @property
     def watch(self) -> Watch | None:
+        """The steps to measure; None if no further decision follows."""
         return self.decision.watch
 
     @property
@@ -155,12 +161,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return type(self)(self.config, ranks_per_node=ranks_per_node)
 
     @property
-    def chosen(self) -> str:
+    def label(self) -> str:
         return self.decision.candidate.label
 
     @property
-    def chosen_at(self) -> int | None:
-        return None if self.decision.phase == "trying" else self.decision.since
+    def stats(self) -> dict[str, Any]:
+        return {"chosen": self.label, "chosen_at": None if self.decision.phase == "trying" else self.decision.since}
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -186,10 +192,13 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     # ---- measuring ---------------------------------------------------------------------------------------------------
 
     def observe(self, seen: ObservedPass) -> None:
+        """Record one step of `watch` on this rank. Called after the commit."""
         self._steps_s.append(seen.step_s)
         self._latest = seen
 
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AutoCompressor", str]:
+        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on all ranks at the
+        end of `watch`, at the same committed step, between two passes. All ranks return equal results."""
         before, after = self.decision, self._decided(ranks, step)
         message = after.message if after.why != before.why else ""
         if after.candidate != before.candidate or after.since != before.since:
@@ -208,19 +217,17 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         step_s = max(times) if all(math.isfinite(each) for each in times) else math.nan
         # A rank may have missed passes, or may have other buckets.
         if len(set(buckets)) > 1 or min(passes) < self.enough_passes or not math.isfinite(step_s):
-            return trials.extended(now, self.config, step)
+            return trials.extended(now, step)
         missing_s = trials.TRIAL_S - min(passes) * step_s
         if missing_s > 0:
             return trials.longer(now, step, math.ceil(missing_s / step_s))
-        if now.phase == "resting":
-            return trials.after_rest(now, self.config, step, step_s)
         if now.phase == "trying":
-            return trials.after_trial(now, self.config, step, step_s)
+            return trials.after_trial(now, step, step_s)
         offered = self._offered(ranks)
         # Shards of a model send different numbers of bytes.
         rows = ranks.table([counted_bytes(new(each), self._seen) for each in offered])
         sent = {each.label: max(column) for each, column in zip(offered, zip(*rows, strict=True), strict=True)}
-        return trials.after_measuring(now, self.config, step, step_s, offered, sent)
+        return trials.after_measuring(now, step, step_s, offered, sent)
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
         now = self.decision.candidate
@@ -232,7 +239,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
 
     def _has_memory_for(self, candidate: Candidate) -> bool:
-        needed = self._seen.memory(self._with(Decision(candidate, None, since=0, phase="resting"))).total
+        needed = self._seen.memory(self._with(Decision(candidate, None, since=0, phase="decided"))).total
         try:
             torch.empty(needed, dtype=torch.uint8, device=self._seen.layouts[0].device)
         except (RuntimeError, MemoryError):  # torch's OutOfMemoryError is a RuntimeError

@@ -1,4 +1,4 @@
-"""Define the options of the hook auto, and the candidates that auto, the doctor and `commhooks network` compare."""
+"""Define the options of the hook auto, and the candidates from which it chooses."""
 
 import math
 from collections.abc import Mapping
@@ -66,8 +66,6 @@ class Auto(HookConfig):
         quality: "same": all-reduce, bf16 and int8, which train like all-reduce within its noise; "close": also int4 and
             PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
         measure_steps: number of steps of plain all-reduce that are measured before the first decision.
-        check_again_every: steps until it measures the current hook again, and all hooks if the time of a step has
-            changed by more than a quarter; more steps if the trials would take more than 1 % of the time. None: never.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that int8, int4 and PowerSGD do
             not compress.
     """
@@ -77,15 +75,12 @@ class Auto(HookConfig):
 
     quality: str = "same"
     measure_steps: int = 10
-    check_again_every: int | None = 500
     exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(f"{type(self).__name__}: quality", self.quality, QUALITIES)
         self._require(2 <= self.measure_steps <= 10_000, "measure_steps", "2 to 10000")
-        again = self.check_again_every
-        self._require(again is None or 10 <= again <= 2**31, "check_again_every", "10 or more, or None")
 
     @property
     def candidates(self) -> list[Candidate]:

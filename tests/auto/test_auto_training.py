@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import HookConfigError, HookRunError
-from commhooks.compressors.adaptive import Ranks, Watch
-from commhooks.compressors.auto import compressor as auto_compressor
-from commhooks.compressors.auto import trials
-from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.options import Auto, Candidate
-from commhooks.compressors.auto.trials import TRIAL_S, TRIAL_STEPS, WARM_UP, Decision
+from commhooks.auto import compressor as auto_compressor
+from commhooks.auto import trials
+from commhooks.auto.compressor import AutoCompressor
+from commhooks.auto.options import Auto, Candidate
+from commhooks.auto.trials import TRIAL_S, TRIAL_STEPS, WARM_UP, Decision, Watch
+from commhooks.auto.watch import Ranks
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.gradients.names import ModelNames, all_names
 from commhooks.plan import parameter_plans
@@ -84,7 +84,7 @@ def _decides_by_the_clock() -> dict[str, Any]:
     reference = Run.new(hook="allreduce").train(6)
     weights, labels = run.weights(), set()
     with mock.patch.object(trials, "TRIAL_S", 0.03):
-        while decision_of(run).phase != "resting":
+        while decision_of(run).phase != "decided":
             labels.add(decision_of(run).candidate.label)
             run.train(5)
     return {
@@ -131,41 +131,11 @@ def test_each_candidate_is_tried_in_training_steps(run_ranks: Any) -> None:
     ranks = run_ranks(_tries_all)
     for rank in ranks:
         assert rank["labels"] == ["allreduce"] * BEGIN + ["int8"] * TRIAL + ["bf16"] * TRIAL + ["allreduce"]
-        assert rank["decision"] == ranks[0]["decision"] and rank["decision"]["phase"] == "resting"
+        assert rank["decision"] == ranks[0]["decision"] and rank["decision"]["phase"] == "decided"
         assert torch.equal(rank["weights"], ranks[0]["weights"])
     (line,) = ranks[0]["lines"]
     assert f"auto: allreduce from step {BEGIN + 2 * TRIAL} on, " in line and ranks[1]["lines"] == []
     assert "nothing helps here; a step takes 1000 ms, 2000 ms with int8, 1500 ms with bf16" in line
-
-
-def _looks_again() -> dict[str, Any]:
-    run = new(check_again_every=10)
-    run.train(BEGIN + TRIAL)
-    labels = [run.hook.stats()["chosen"]]
-    phases = [decision_of(run).phase]
-    run.train(11)  # nothing has changed
-    phases.append(decision_of(run).phase)
-    switches = decision_of(run).switches
-    config = session_of(run.hook).compressor.config
-    object.__setattr__(config, "tried_s", 1.5)  # another job on the network
-    object.__setattr__(config, "bf16_s", None)
-    run.train(10)
-    phases.append(decision_of(run).phase)
-    run.train(4 + TRIAL)
-    return {
-        "labels": [*labels, run.hook.stats()["chosen"]],
-        "phases": phases,
-        "switches": [switches, decision_of(run).switches],
-        "weights": run.weights(),
-    }
-
-
-def test_it_looks_again_and_changes_when_the_times_have(run_ranks: Any) -> None:
-    ranks = run_ranks(_looks_again)
-    for rank in ranks:
-        assert rank["labels"] == ["int8", "allreduce"]
-        assert rank["phases"] == ["trying", "resting", "measuring"] and rank["switches"] == [1, 2]
-        assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
 def _one_rank_has_no_times(after: int) -> dict[str, Any]:
@@ -186,7 +156,7 @@ def test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce(run_rank
     ranks = run_ranks(_one_rank_has_no_times, 1)
     for rank in ranks:
         assert rank["decision"].to_plain() == ranks[0]["decision"].to_plain()
-        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "resting"
+        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "decided"
     assert [len(rank["lines"]) for rank in ranks] == [1, 0] and "make no sense" in ranks[0]["lines"][0]
 
 
@@ -194,7 +164,7 @@ def test_a_trial_that_cannot_be_measured_is_taken_back(run_ranks: Any) -> None:
     ranks = run_ranks(_one_rank_has_no_times, BEGIN + 1)
     for rank in ranks:
         assert rank["decision"].to_plain() == ranks[0]["decision"].to_plain()
-        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "resting"
+        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "decided"
     assert "int8 could not be measured" in ranks[0]["lines"][0]
 
 
@@ -203,7 +173,7 @@ def _different_decisions(differ: str) -> str:
     session = session_of(run.hook)
     compressor = session.compressor
     assert isinstance(compressor, AutoCompressor)
-    other = {"what": decided("int4"), "when": decided(phase="resting", watch=Watch(9, 17))}[differ]
+    other = {"what": decided("int4"), "when": decided(phase="measuring", watch=Watch(9, 17))}[differ]
     session.consensus.replace_compressor(compressor._with(other if dist.get_rank() else decided("int8")))
     with pytest.raises(HookRunError) as caught:
         run.train(1)
@@ -237,15 +207,15 @@ def test_a_save_in_another_thread_does_not_wait_for_the_decision() -> None:
         assert decision_of(run).phase == "trying"
 
 
-def test_where_the_host_does_not_read_each_outcome_a_look_takes_no_longer() -> None:
+def test_where_the_host_does_not_read_each_outcome_nothing_is_extended() -> None:
     """As on an accelerator: the step that the host knows is that of the latest decision."""
     with process_group_of_one(), masks():
-        run = new(check_again_every=20)
+        run = new()
         extended = []
-        for _ in range(2 + TRIAL + 45):
+        for _ in range(2 + TRIAL + 3):
             run.train(1)
             extended.append(decision_of(run).extended)
-        assert decision_of(run).phase == "resting" and not any(extended)
+        assert decision_of(run).phase == "decided" and not any(extended)
 
 
 def _taken_back(finite: bool) -> dict[str, Any]:
@@ -279,7 +249,7 @@ def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     names = ModelNames(list(model.named_parameters()), all_names(model))
     alone = auto_compressor.new(offered)
-    decision = Decision(offered, None, since=3, phase="resting")
+    decision = Decision(offered, None, since=3, phase="decided")
     chosen = AutoCompressor(Auto(quality="close", exclude=["0.*"]), decision=decision)
     plans = [parameter_plans(each, names) for each in (chosen, alone)]
     assert plans[0] == plans[1] and chosen.wire_dtype == alone.wire_dtype
@@ -292,8 +262,8 @@ def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
 
 def test_one_rank_has_nothing_to_gain() -> None:
     with process_group_of_one():
-        run = Run.new(hook="auto", hook_options={"measure_steps": 6, "check_again_every": None}).train(12)
-        while decision_of(run).phase != "resting":
+        run = Run.new(hook="auto", hook_options={"measure_steps": 6}).train(12)
+        while decision_of(run).phase != "decided":
             run.train(10)
         assert run.hook.stats()["chosen"] == "allreduce" and decision_of(run).watch is None
         reference = Run.new(hook="allreduce").train(run.step)
@@ -303,7 +273,7 @@ def test_one_rank_has_nothing_to_gain() -> None:
 def test_without_a_watch_nothing_is_measured() -> None:
     with process_group_of_one():
         run = Run.new(hook="powerSGD", hook_options={"start_powerSGD_iter": 1})
-        with mock.patch("commhooks.engine.watched.mark", side_effect=AssertionError):
+        with mock.patch("commhooks.auto.watch.mark", side_effect=AssertionError):
             run.train(3)
         assert commhooks.__version__ and run.hook.stats()["chosen"] is None
 
@@ -313,10 +283,10 @@ def test_short_steps_are_tried_for_a_quarter_of_a_second() -> None:
         run = new(tried_s=0.01).train(BEGIN + TRIAL + 1)
         assert decision_of(run).phase == "trying" and decision_of(run).since == BEGIN
         run.train(math.ceil(TRIAL_S / 0.01) - TRIAL_STEPS)
-        assert decision_of(run).phase == "resting" and run.hook.stats()["chosen"] == "int8"
+        assert decision_of(run).phase == "decided" and run.hook.stats()["chosen"] == "int8"
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    for options in ({"quality": "good"}, {"measure_steps": 1}, {"check_again_every": 3}, {"exclude": [""]}):
+    for options in ({"quality": "good"}, {"measure_steps": 1}, {"exclude": [""]}):
         with pytest.raises(HookConfigError, match="Auto: "):
             Auto(**options)  # type: ignore[arg-type]

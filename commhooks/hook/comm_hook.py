@@ -76,7 +76,7 @@ class CommHook:
         )
 
     def quiet(self) -> None:
-        """Log neither the summary nor the warning that the hook has no effect. For callers such as the doctor."""
+        """Log neither the summary nor the warning that the hook has no effect."""
         self._quiet = True
         self._unused.silence()
 

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.members.options import Torchft, torchft_of
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
@@ -25,6 +24,7 @@ from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
 from commhooks.local_steps.options import LocalSteps
+from commhooks.members.options import Torchft, torchft_of
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,

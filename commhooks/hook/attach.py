@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes
 from commhooks.compressors.base import Compressor

@@ -35,9 +35,7 @@ def join(options: Torchft, hook: str, compressor: Compressor[Any], source: Gradi
     return MachineSteps(machine, source, _signature(hook, compressor, source, ranks))
 
 
-def _signature(
-    hook: str, compressor: Compressor[Any], source: GradientSource, ranks: RanksOfMachine
-) -> dict[str, str]:
+def _signature(hook: str, compressor: Compressor[Any], source: GradientSource, ranks: RanksOfMachine) -> dict[str, str]:
     """Describe by name what must be equal on all machines. All ranks of the model must call this, and get the same."""
     shapes, whole, shards = source.described(), source.whole.named_parameters(), source.place[1]
     numbers = sum(parameter.numel() for parameter in whole.values())

@@ -281,4 +281,3 @@ class _Request:
     def answer(self, limit_s: float) -> Quorum | None:
         self._thread.join(limit_s)
         return self._found
-

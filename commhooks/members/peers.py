@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import gc
-import json
 import os
 import socket
 import struct
@@ -178,10 +177,10 @@ class Connections:
         places = ", ".join(f"{machine.name} at {machine.servers[self._shard]}" for machine in silent)
         return NotConnected(f"{places} does not answer", [machine.id for machine in silent])
 
-    def give_up(self, machines: Sequence[Report], unreachable: Sequence[str]) -> bool:
-        """Close the connections after an exchange with `machines` has failed, and tell the others. Find out which of
-        them cannot be reached, beside `unreachable`, and return whether all can."""
-        self._failed.append(self._connecting)
+    def give_up(self, machines: Sequence[Report], name: str, unreachable: Sequence[str]) -> bool:
+        """Close the connections after the exchange `name` with `machines` has failed, and tell the others. Find out
+        which of them cannot be reached, beside `unreachable`, and return whether all can."""
+        self._failed.append(name)
         self.disconnect()
         others = [machine for machine in machines if machine.id != self._id]
         silent = {*unreachable, *({machine.id for machine in others} - self._statuses(others).keys())}

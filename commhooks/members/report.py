@@ -298,9 +298,7 @@ def _refusal(own: Report, present: Sequence[Report]) -> str:
     if not alike:
         elder = elders[0]
         what = next(
-            what
-            for what in [*elder.signature, *own.signature]
-            if own.signature.get(what) != elder.signature.get(what)
+            what for what in [*elder.signature, *own.signature] if own.signature.get(what) != elder.signature.get(what)
         )
         return (
             f"machine {own.name} has another {what} than machine {elder.name} "
@@ -313,9 +311,9 @@ def _refusal(own: Report, present: Sequence[Report]) -> str:
             local = own if is_loopback(own.host) else elder
             other = elder if local is own else own
             return (
-                f"machine {local.name} has the address {local.host}, at which only its own host reaches it, and machine "
-                f"{other.name} has {other.host}: start {local.name} with TORCHFT_LIGHTHOUSE set to an address of the "
-                "lighthouse that other hosts reach"
+                f"machine {local.name} has the address {local.host}, at which only its own host reaches it, and "
+                f"machine {other.name} has {other.host}: start {local.name} with TORCHFT_LIGHTHOUSE set to an address "
+                "of the lighthouse that other hosts reach"
             )
     if own.unexplained >= UNEXPLAINED_LIMIT and not own.exchanged:
         return (

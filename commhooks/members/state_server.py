@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,7 @@ class StateServer:
         if kind != "state" or served is None or step != str(served.step):
             request.send_error(404)
         elif part.startswith("done/"):
-            served.readers.discard(urllib.request.unquote(part.removeprefix("done/")))
+            served.readers.discard(urllib.parse.unquote(part.removeprefix("done/")))
             _send(request, memoryview(b""))
             if not served.readers:
                 self._free()
@@ -192,7 +193,7 @@ def fetch(server: str, step: int, limit_s: float) -> tuple[bytes, Callable[[int,
 
 def has_read(server: str, step: int, machine: str) -> None:
     """Tell a `StateServer` that `machine` has read the state of `step`."""
-    question = f"http://{server}/state/{step}/done/{urllib.request.quote(machine, safe='')}"
+    question = f"http://{server}/state/{step}/done/{urllib.parse.quote(machine, safe='')}"
     try:
         _opener.open(question, timeout=STATUS_LIMIT_S).close()
     except NETWORK_ERRORS:

@@ -198,8 +198,8 @@ class MachineSteps:
             lighthouse.seen(reports)
         if strangers:
             self._lines.warn(
-                "another job uses the lighthouse, and is ignored: %s. Give each run a lighthouse of its own, because it "
-                "waits for all machines that use it",
+                "another job uses the lighthouse, and is ignored: %s. Give each run a lighthouse of its own, because "
+                "it waits for all machines that use it",
                 ", ".join(strangers[:3]),
                 once=True,
             )
@@ -232,7 +232,7 @@ class MachineSteps:
             exchanged = self._own.exchanged or len(decision.machines) > 1
             self._own = dataclasses.replace(self._own, exchanged=exchanged, unexplained=0)
         elif self._ranks.exchanges:
-            all_reached = self._connections.give_up(decision.machines, unreachable)
+            all_reached = self._connections.give_up(decision.machines, decision.name, unreachable)
             unexplained = self._own.unexplained + 1 if all_reached else 0
             self._own = dataclasses.replace(self._own, unexplained=unexplained)
         return attempt, "" if confirmed else failure or "another rank of this machine has failed"
@@ -305,7 +305,7 @@ class MachineSteps:
 
     @torch.no_grad()
     def _take(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> list[str]:
-        """Set all state of this rank from another machine's. Return the labels of the parts that only one of them has."""
+        """Set all state of this rank from another machine's. Return the labels of the parts that only one has."""
         state, counts = self._outer.state, [0, 0]
         own: dict[str, tuple[Any, Callable[[Any], None]]] = {
             "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),

@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     port = server.address().rpartition(":")[2]
     try:
         print(f"export {VARIABLE}=http://{host_for_others()}:{port}", flush=True)
-        print("Set this on every machine, if they reach this address; otherwise with one that they reach. Ctrl-C ends it.", flush=True)
+        print("Set this on every machine, or another address of this one that they reach. Ctrl-C ends it.", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
         server.shutdown()

@@ -9,8 +9,10 @@ but not if half or more of all have not. Nobody can tell it that a machine has l
 """
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -21,7 +23,7 @@ from urllib.parse import urlsplit
 
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.members.lines import LINE_EVERY_S, Lines
-from commhooks.members.report import Report
+from commhooks.members.report import Report, is_loopback
 from commhooks.members.state_server import NETWORK_ERRORS, ask
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -30,6 +32,7 @@ _HEARTBEAT_LIMIT_S = 5.0
 _ANSWERED_FOR_S = 6.0
 """A machine that has left counts as alive for 5 s more, in which the others answer for it."""
 _POST_LIMIT_S = 0.5
+_SIOCGIFADDR = 0x8915
 
 Quorum = list[tuple[str, Any]]
 """The id of each machine, and what it has sent."""
@@ -69,7 +72,8 @@ def host_for_others() -> str:
     for outside in ("192.0.2.1", "2001:db8::1"):  # addresses of nobody, reserved for documentation
         with contextlib.suppress(OSError):
             return _host_towards(outside, 80)
-    return socket.gethostname()
+    others = (host for host in interfaces().values() if not is_loopback(host))
+    return next(others, socket.gethostname())
 
 
 def _host_towards(host: str, port: int) -> str:
@@ -78,6 +82,17 @@ def _host_towards(host: str, port: int) -> str:
         probe.connect(address)  # sends nothing
         own: str = probe.getsockname()[0]
     return f"[{own}]" if ":" in own else own
+
+
+def interfaces() -> dict[str, str]:
+    """Return the network interfaces of this machine that have an IPv4 address, by name. Linux only."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 class Heartbeats:

@@ -1,15 +1,13 @@
 """The ranks of this machine, which act as one, and the connections of a rank with the same ranks of other machines."""
 
 import contextlib
-import fcntl
 import gc
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import adopt
 from commhooks.errors import AttachError
+from commhooks.members.lighthouse import interfaces
 from commhooks.members.report import Report, is_loopback
 from commhooks.members.state_server import NETWORK_ERRORS, STATUS_LIMIT_S, ask, host_and_port
 
@@ -177,11 +176,14 @@ class Connections:
         places = ", ".join(f"{machine.name} at {machine.servers[self._shard]}" for machine in silent)
         return NotConnected(f"{places} does not answer", [machine.id for machine in silent])
 
-    def give_up(self, machines: Sequence[Report], name: str, unreachable: Sequence[str]) -> bool:
-        """Close the connections after the exchange `name` with `machines` has failed, and tell the others. Find out
-        which of them cannot be reached, beside `unreachable`, and return whether all can."""
+    def give_up(self, name: str) -> None:
+        """Close the connections after the exchange `name` has failed, and tell the others."""
         self._failed.append(name)
         self.disconnect()
+
+    def all_answer(self, machines: Sequence[Report], unreachable: Collection[str] = ()) -> bool:
+        """Find out which of `machines` do not answer, beside `unreachable`, and keep them in mind. Return whether all
+        do."""
         others = [machine for machine in machines if machine.id != self._id]
         silent = {*unreachable, *({machine.id for machine in others} - self._statuses(others).keys())}
         self.unreachable |= {machine.id: machine for machine in others if machine.id in silent}
@@ -254,7 +256,8 @@ def check_interface(host: str) -> None:
     if os.environ.get("GLOO_SOCKET_IFNAME") or is_loopback(host.strip("[]")):
         return
     if is_loopback(gloo := _address_of_gloo()):
-        interface = _interface_of(host) or f"the interface with the address {host}"
+        there = [name for name, address in interfaces().items() if address == host]
+        interface = next(iter(there), f"the interface with the address {host}")
         raise AttachError(
             f"members: gloo would listen at {gloo}, to which the host name {socket.gethostname()} leads, and other "
             f"machines cannot connect there: set GLOO_SOCKET_IFNAME={interface}"
@@ -272,14 +275,3 @@ def _address_of_gloo() -> str:
                 listener.bind(address)
                 return str(address[0])
     return "127.0.0.1"
-
-
-def _interface_of(host: str) -> str:
-    """Return the name of the interface with the IPv4 address `host`, on Linux; "" if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(answer[20:24]) == host:
-                    return name
-    return ""

@@ -232,8 +232,9 @@ class MachineSteps:
             exchanged = self._own.exchanged or len(decision.machines) > 1
             self._own = dataclasses.replace(self._own, exchanged=exchanged, unexplained=0)
         elif self._ranks.exchanges:
-            all_reached = self._connections.give_up(decision.machines, decision.name, unreachable)
-            unexplained = self._own.unexplained + 1 if all_reached else 0
+            self._connections.give_up(decision.name)
+            all_answer = self._connections.all_answer(decision.machines, unreachable)
+            unexplained = self._own.unexplained + 1 if all_answer else 0
             self._own = dataclasses.replace(self._own, unexplained=unexplained)
         return attempt, "" if confirmed else failure or "another rank of this machine has failed"
 
@@ -284,6 +285,8 @@ class MachineSteps:
         arrived: Mapping[int, torch.Tensor] = {}
         if self._ranks.exchanges:
             try:
+                if not self._connections.all_answer([source]):
+                    raise OSError("it does not answer")
                 form, read_tensor = fetch(server, step, self._limit(deadline))
                 arrived = self._common.read(form, read_tensor)
             except NETWORK_ERRORS as error:

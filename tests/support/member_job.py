@@ -165,7 +165,7 @@ def main(given: dict) -> None:
                 more["nonfinite"] = stats["nonfinite_steps"]
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)
             before = now
-            time.sleep(0.01)
+            time.sleep(given.get("sleep_s", 0.01))
         if given.get("save") and shards is not None:
             dcp.save(sharded_content(module, optimizer, hook), checkpoint_id=f"{given['folder']}/{name}")
             said("saved", state=state({}))

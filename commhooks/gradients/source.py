@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import HookRunError
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
 from commhooks.gradients.precision import dtype_name
 from commhooks.gradients.torch_private import current_task, run_after_backward
@@ -262,7 +263,7 @@ class PlainGradients(GradientSource):
             self._task = current_task()
             run_after_backward(self._end_pass)
 
-    @torch.no_grad()
+    @plain_mode()
     def _end_pass(self) -> None:
         self._task = -1
         assert self._callbacks is not None

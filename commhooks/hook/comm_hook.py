@@ -17,6 +17,7 @@ from commhooks.errors import (
     shown,
 )
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource, HookCallbacks, PassListener
 from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.members import Members
@@ -70,7 +71,7 @@ class CommHook:
         )
 
     def quiet(self) -> None:
-        """Log neither the summary nor the warning that the hook has no effect. For callers such as the doctor."""
+        """Log neither the summary nor the warning that the hook has no effect."""
         self._quiet = True
         self._unused.silence()
 
@@ -109,6 +110,7 @@ class CommHook:
         for warning in found.warnings:
             logger.warning("%s", warning)
 
+    @plain_mode()
     def detach(self) -> None:
         """Remove the hook from a model sharded by `fully_shard`, so that another hook can be attached. Every rank must
         call this between two backward passes. Without a hook, gradients are not averaged over the replicas. A hook that
@@ -123,6 +125,7 @@ class CommHook:
         self._hook.close()
         self.detached = True
 
+    @plain_mode()
     def close(self) -> None:
         """End the training: free the buffers, move the learned state to the host, and remove the hook from a model
         sharded by `fully_shard`. `stats()`, `plan()` and `state_dict()` still work; another backward pass raises
@@ -153,6 +156,7 @@ class CommHook:
         bucket, and the buckets are known after the first backward pass."""
         return self._hook.plan()
 
+    @plain_mode()
     def stats(self) -> dict[str, Any]:
         """Return the counters of this rank since `attach`. Bytes are the sizes of the tensors passed to collectives.
         Synchronises with the accelerator if the outcome of recent steps is unread. A value is None if it is unknown
@@ -206,6 +210,7 @@ class CommHook:
         so_far = {name: None if counted[name] is None else count for name, count in c.cumulative().items()}
         return counted | {"so_far": so_far}
 
+    @plain_mode()
     def norms(self) -> dict[str, float | None]:
         """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` on this rank, each a float or None,
         over the compressed parameters, or over all parameters for hooks without learned state, which have no residual.
@@ -218,6 +223,7 @@ class CommHook:
             gradients = {name: each for name, each in self._source.gradients().items() if name in measured}
             return norms(gradients, residuals, factor)
 
+    @plain_mode()
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """Return the hook's state for a checkpoint: step, Q, residuals, options. Tensors are on the CPU.
 
@@ -272,6 +278,7 @@ class CommHook:
                 )
         return to_distributed(saved, kept, self._source)
 
+    @plain_mode()
     def synchronize(self, *, optimizers: bool = False) -> bool:
         """Average the weights now, for example before a validation, if the hook averages weights once in several steps
         (`diloco`, `local_sgd`). With other hooks this does nothing. *All ranks must call* this between two steps.
@@ -307,6 +314,10 @@ class CommHook:
 
     def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
         """Check `saved` without changing anything, and return a function that applies it; see `load_state_dict`."""
+        with plain_mode():
+            return plain_mode()(self._checked_load(saved, strict))
+
+    def _checked_load(self, saved: object, strict: bool | None) -> Callable[[], None]:
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:

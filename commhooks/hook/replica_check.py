@@ -4,6 +4,7 @@ import torch
 
 from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_all_shards
 from commhooks.errors import HookRunError
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.torch_private import current_task
 from commhooks.hook.protocol import Hook
@@ -18,7 +19,7 @@ class ReplicaCheck:
         self._source, self._hook, self._every = source, hook, every
         self._passes = 0
 
-    @torch.no_grad()
+    @plain_mode()
     def before_pass(self) -> None:
         if not self._hook.status().replicas_agree:
             return

@@ -48,7 +48,7 @@ class SimulatedRanks:
         """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed; True for a compressor
         without learned state, which averages non-finite values, too."""
         ranks = zip(self._compressors, buckets, self._works, self.states, strict=True)
-        with precision.full_precision(self.layout.device):
+        with precision.full_precision():
             tasks = [
                 new_task(compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
                 for rank, (compressor, flat, work, state) in enumerate(ranks)

@@ -20,13 +20,13 @@ Shows before training what a hook compresses in a model, as print(hook.plan()) d
 why it is not compressed, the bytes per step and rank, and the memory.
 
   commhooks plan train:build_model --hook powerSGD --options matrix_approximation_rank=4
-  commhooks plan package.module:build_model --exclude '*embed*' '*head*'
+  commhooks plan ../job/model.py:build_model --exclude '*embed*' '*head*'
 """
 DOCTOR = """\
 Measures on your own ranks and network which hook makes training faster, if any. Start it like the
 training:
 
-  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build
+  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build   # or folder/file.py:build
 
 The function build takes no argument and returns (model, batch_fn): the model on its device, with or without
 DistributedDataParallel, and a function that computes a loss of the model that it is given:

@@ -36,8 +36,8 @@ class PayloadError(CommHookError, ValueError):
     names."""
 
 
-class DoctorError(CommHookError, RuntimeError):
-    """`commhooks.doctor` or `commhooks network` cannot measure; the message gives the reason and the remedy."""
+class CommandError(CommHookError, RuntimeError):
+    """A command of `commhooks` cannot run here; the message gives the reason and the remedy."""
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
 from commhooks.gradients.ddp import BucketReader
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import PositionalNames
 from commhooks.gradients.precision import dtype_name
 
@@ -198,7 +199,11 @@ class PowerSGDState:
         self.process_group = None
         counters = Counters()
         vars(counters).update(saved["counters"])
-        self._new_session(PowerSGD(**saved["options"]), LearnedState(**saved["learned"]), counters)
+        learned = LearnedState(**saved["learned"])
+        with plain_mode():  # the caller may read the pickle in inference mode
+            for tensors in learned.entries.values():
+                tensors.update((name, tensor.clone()) for name, tensor in tensors.items() if tensor.is_inference())
+        self._new_session(PowerSGD(**saved["options"]), learned, counters)
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 

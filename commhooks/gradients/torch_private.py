@@ -138,10 +138,6 @@ def count_accumulate_hooks(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
-def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
-    return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
-
-
 def all_reduces(unit: "FSDPModule") -> bool:
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
     return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))

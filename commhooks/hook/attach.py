@@ -26,19 +26,23 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.compressor_hook import CompressorHook
 from commhooks.hook.function_hook import FunctionHook
 from commhooks.hook.local_steps_hook import LocalStepsHook
+from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.options import LocalSteps
+from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
 
@@ -135,6 +139,7 @@ def attach(
 
 
 @print_error_on_rank_zero()
+@plain_mode()
 def attach_request(
     model: torch.nn.Module,
     request: HookRequest,
@@ -238,12 +243,16 @@ def _build_hook(
             name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
         }
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        membership = None if request.members is None else _membership(request.members, source)
-        outer = FragmentSession(compressor, binding, sizes, nodes, membership)
+        machines = None
+        if request.members is not None:
+            membership = _membership(request.members, source)
+            machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
+        partner: Partner = machines or FixedPartner(binding.group, nodes)
+        outer = FragmentSession(compressor, binding, sizes, partner)
         outer.consensus.compute_with(choice)
-        signature = {} if membership is None else _signature(request, compressor, source, membership)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale, signature)
-        return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
+        members = None if machines is None else Members(driver, machines)
+        return LocalStepsHook(request, source, driver, members), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
     else:

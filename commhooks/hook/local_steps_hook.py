@@ -23,12 +23,14 @@ from commhooks.request import HookRequest
 class LocalStepsHook:
     """Implements `Hook` for local steps, which `LocalStepsDriver` runs."""
 
-    def __init__(self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver) -> None:
+    def __init__(
+        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: Members | None = None
+    ) -> None:
         self.driver, self.counters = driver, driver.counters
         self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)
-        self.members = None if driver.members is None else Members(driver)
+        self.members = members
 
     def status(self) -> Status:
         compressor = self._outer.compressor
@@ -57,9 +59,9 @@ class LocalStepsHook:
             "step": self.checkpointer.step,
             "kernel": self._outer.consensus.choice.name,
             "step_in_round": self.driver.in_round,
-            "members": None if self.members is None else self.members.size,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
+            **self.driver.partner.stats(),
         }
 
     def summary(self) -> Summary:
@@ -68,10 +70,8 @@ class LocalStepsHook:
         compressor, consensus = self._outer.compressor, self._outer.consensus
         assert consensus.choice is not None
         kernel = "native kernel" if consensus.choice.native else ""
-        nodes = "" if self._outer.nodes is None else self._outer.nodes.description
-        nodes = nodes if self.members is None else "among machines that come and go"
         return Summary(
-            [each for each in (compressor.summary, kernel, nodes) if each],
+            [each for each in (compressor.summary, kernel, self.driver.partner.description) if each],
             f"{self.plan().summary()}{more}",
             ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
             "trains without",
@@ -90,7 +90,7 @@ class LocalStepsHook:
     def plan(self) -> ModelPlan:
         plan, nodes = (
             session_plan(self._request.name, self._outer, self._source.sparse, self._saved_by),
-            self._outer.nodes,
+            self.driver.partner.nodes,
         )
         return plan if nodes is None else dataclasses.replace(plan, arrangement=nodes.description)
 

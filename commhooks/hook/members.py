@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from commhooks.errors import HookConfigError
+from commhooks.errors import HookConfigError, HookRunError, log_summary, logger_of
 from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.local_steps.members import MemberSteps
+
+logger = logger_of(__name__)
 
 
 class Members:
@@ -13,9 +16,8 @@ class Members:
     All ranks of a machine must call `leave` together. The other methods do not communicate.
     """
 
-    def __init__(self, driver: LocalStepsDriver) -> None:
-        assert driver.members is not None
-        self._driver, self._steps = driver, driver.members
+    def __init__(self, driver: LocalStepsDriver, steps: MemberSteps) -> None:
+        self._driver, self._steps = driver, steps
 
     @property
     def names(self) -> list[str]:
@@ -53,4 +55,16 @@ class Members:
         """Leave the training, between two steps: end the round early and send this machine's part, if the others come
         to their outer step within `wait_s` seconds (None: `Torchft.leave_s`). They no longer wait for this machine.
         Returns whether its part was sent. A later outer step raises HookRunError."""
-        return self._driver.leave(wait_s)
+        membership = self._steps.membership
+        sent, wait_s = False, membership.options.leave_s if wait_s is None else wait_s
+        if wait_s > 0 and self._steps.joined and self._driver.diverged:
+            try:
+                self._driver.end_round(wait_s)
+                sent = True
+            except HookRunError as error:
+                if membership.logs:
+                    logger.warning("members: this machine leaves without its part of the round: %s", error)
+        if sent and membership.logs:
+            log_summary("members: this machine leaves, and has sent its part of the round")
+        self._steps.leave()
+        return sent

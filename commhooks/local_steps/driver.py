@@ -10,7 +10,7 @@ save, and `CommHook.synchronize`.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import FragmentSession
-from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
 
@@ -44,14 +44,11 @@ class LocalStepsDriver:
         loss_scale: as passed to `attach`. With a GradScaler a rank may skip a step, and would come late to the outer
             step. So in each pass before an outer step the ranks agree whether any of them will skip; if so, the round
             continues.
-        signature: what must be equal on all machines, if machines come and go.
 
     Attributes:
         in_round: number of passes in the running round.
         diverged: whether the ranks have trained since they had equal weights.
         still_sent: messages about what DDP still sends in every pass.
-        members: runs the outer steps if machines come and go; None otherwise. The machines first meet after the first
-            step of the optimizers, so that a machine that joins can take their state.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class LocalStepsDriver:
         source: GradientSource,
         outer: FragmentSession,
         loss_scale: Callable[[], LossScale] | None,
-        signature: Mapping[str, Any] | None = None,
     ) -> None:
         self.outer = outer
         self.counters = outer.counters
@@ -84,9 +80,8 @@ class LocalStepsDriver:
             source.stepped(), weakref.WeakMethod(self._after_steps), weakref.WeakMethod(self._lr_factor)
         )
         self._common = CommonState(name, source, self._optimizers, loss_scale, self.counters, logs=self._logs)
-        self.members: MemberSteps | None = None
-        if outer.membership is not None:
-            self.members = MemberSteps(outer.membership, outer, self._common, source, signature or {})
+        self.partner = outer.partner
+        self.partner.bind(outer, self._common)
         # Run before torch's own hooks, because the hook of fully_shard gathers the weights.
         self._before_forward = self.module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
@@ -105,8 +100,7 @@ class LocalStepsDriver:
         self.outer.forget()
         self._optimizers.close()
         self._before_forward.remove()
-        if self.members is not None:
-            self.members.membership.close()
+        self.partner.close()
         self.outer.close()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -121,7 +115,7 @@ class LocalStepsDriver:
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
             future = reduce_immediately(self._exact, bucket, group, self.counters)
-        elif (own := self.outer.averaging_group) is not None:
+        elif (own := self.partner.averaging_group) is not None:
             future = reduce_immediately(self._exact, bucket, own, self.counters, "intra_node")
         else:
             future = new_future(flat.device)
@@ -130,6 +124,7 @@ class LocalStepsDriver:
             self.end_pass()
         return future
 
+    @plain_mode()
     def _begin_pass(self, first: Bucket) -> None:
         self._refuse_repeated_pass()
         self.outer.consensus.reach(self._source.group, first.flat)
@@ -154,7 +149,7 @@ class LocalStepsDriver:
         batch_norms = (each for each in self.module.modules() if isinstance(each, torch.nn.SyncBatchNorm))
         for what, communicates in {
             "find_unused_parameters=True": bool(self.still_sent),
-            "ranks_per_node": self.outer.averaging_group is not None,
+            "ranks_per_node": self.partner.averaging_group is not None,
             "start_iter": starting,
             "SyncBatchNorm": any(each.training for each in batch_norms),
         }.items():
@@ -174,7 +169,7 @@ class LocalStepsDriver:
             self._count(repeated)
 
     def _late(self) -> None:
-        with torch.no_grad():
+        with plain_mode():
             self._catch_up()
         self._count(repeated=False)
 
@@ -190,8 +185,7 @@ class LocalStepsDriver:
         self.in_round += 1
 
     def _is_due(self) -> bool:
-        first = self.members is not None and not self.members.joined
-        return first or self.outer.due(self.in_round + 1)
+        return not self.partner.has_met or self.outer.due(self.in_round + 1)
 
     def _all_step(self) -> bool:
         """Return whether no rank will skip the step of this pass; the same on all ranks. Also True if the weights of a
@@ -211,7 +205,7 @@ class LocalStepsDriver:
         """Return the factor of the learning rate of `optimizer` in its next step, and log it once per class."""
         if self.averages:
             return 1.0
-        factor = self.outer.compressor.config.lr_factor_of(optimizer, self.outer.apart)
+        factor = self.outer.compressor.config.lr_factor_of(optimizer, self.partner.apart)
         if factor != 1.0 and self._logs and (name := type(optimizer).__name__) not in self._logged:
             self._logged.add(name)
             log_summary(f"{self._name} multiplies the learning rate of {name} by {factor:.3g} in each step (lr_factor)")
@@ -223,7 +217,7 @@ class LocalStepsDriver:
         if self._due:
             self._outer_step()
 
-    @torch.no_grad()
+    @plain_mode()
     def before_forward(self, module: torch.nn.Module) -> None:
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
@@ -245,22 +239,17 @@ class LocalStepsDriver:
             )
             self._outer_step()
 
-    @torch.no_grad()
+    @plain_mode()
     def _outer_step(self, *, early: bool = False, limit_s: float | None = None) -> None:
         """Run the outer step that is due, or with `early` end the round before its last pass. All ranks must call this
-        between the same two steps. `limit_s` is how long to wait for other machines, if they come and go."""
+        between the same two steps. `limit_s`: see `Partner.end_round`."""
         self._due = False
         self._optimizers.forget()
         self._source.before_weights_change()
         state = self.outer.state
         discarded = state.nonfinite_steps
-        if self.members is not None:
-            ended = self.members.run(self.members.joined, limit_s)
-        elif early:
-            self.outer.end_round()
-            ended = True
-        else:
-            ended = self.outer.advance(self.in_round)
+        exchange = self.outer.end_round if early else functools.partial(self.outer.advance, self.in_round)
+        ended = self.partner.end_round(exchange, trained=self.partner.has_met, limit_s=limit_s)
         if ended:
             self.in_round, self.diverged = 0, not (early or self.outer.immediate)
             self._common.share(optimizers=False)
@@ -275,22 +264,10 @@ class LocalStepsDriver:
                 self.counters.backward_passes,
             )
 
-    def leave(self, wait_s: float | None) -> bool:
-        """See `Members.leave`."""
-        assert self.members is not None
-        sent, wait_s = False, self.members.membership.options.leave_s if wait_s is None else wait_s
-        if wait_s > 0 and self.members.joined and self.diverged:
-            try:
-                with torch.inference_mode(False):
-                    self._outer_step(limit_s=wait_s)
-                sent = True
-            except HookRunError as error:
-                if self._logs:
-                    logger.warning("members: this machine leaves without its part of the round: %s", error)
-        if sent and self._logs:
-            log_summary("members: this machine leaves, and has sent its part of the round")
-        self.members.leave()
-        return sent
+    def end_round(self, limit_s: float) -> None:
+        """End the round that is under way before its last pass, between two steps. Raises HookRunError after `limit_s`
+        seconds, or if the partner cannot exchange."""
+        self._outer_step(limit_s=limit_s)
 
     def _go_to_anchor(self) -> None:
         self._source.before_weights_change()
@@ -346,7 +323,7 @@ class LocalStepsDriver:
                 )
             return not trained
         share = functools.partial(self._share, optimizers)
-        with torch.inference_mode(False), torch.no_grad():  # frameworks validate in inference mode
+        with plain_mode():  # frameworks validate in inference mode
             if saver is None or self._source.group.size() == 1:
                 share()
                 return True
@@ -363,7 +340,7 @@ class LocalStepsDriver:
         return failure is None
 
     def _share(self, optimizers: bool) -> None:
-        if self.diverged and self.members is None:  # machines meet only at the ends of their rounds
+        if self.diverged and not self.partner.only_whole_rounds:
             self._outer_step(early=True)
         self._differences = self._common.share(optimizers=optimizers)
         self._shared_at[False] = self._passes
@@ -376,10 +353,11 @@ class LocalStepsDriver:
     def is_exact(self, *, together: bool) -> bool:
         """Return whether a run that resumes from the state saved now continues exactly as this run. Warn if not.
         `together`: whether `synchronize` succeeded before the save."""
-        if self.members is not None and self.diverged:
+        if self.partner.only_whole_rounds and self.diverged:
             self._warn_once(
-                "this save in the middle of a round is marked inexact, because machines meet only at the ends of "
-                "rounds. A run that resumes from it begins a round with the saved weights."
+                "this save in the middle of a round is marked inexact, because %s. A run that resumes from it begins a "
+                "round with the saved weights.",
+                self.partner.only_whole_rounds,
             )
             return False
         if not together and (self.diverged or self._passes > self._shared_at[True]):

@@ -11,12 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, broadcast_first, good_on_all
-from commhooks.comm.membership import Membership
-from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
@@ -32,6 +29,7 @@ from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
 from commhooks.local_steps.offload import to_host
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
+from commhooks.local_steps.partner import Partner
 
 
 class FragmentSession(ExchangeDriver):
@@ -44,10 +42,7 @@ class FragmentSession(ExchangeDriver):
     Args:
         binding: the model and the ranks. With a `delay` nothing else may use the group.
         sizes: number of elements of each whole parameter, of which this rank may have a shard.
-        nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages its
-            weights with one rank of every other node. None: all ranks average their weights.
-        membership: the machines, which come and go; `MemberSteps` then runs the outer steps by `held_step`. The ranks
-            of a machine average gradients. None: the ranks of the model are all.
+        partner: with whom the exchanges run.
 
     Attributes:
         immediate: whether all weights are exchanged together while the training waits.
@@ -58,13 +53,12 @@ class FragmentSession(ExchangeDriver):
         compressor: LocalStepsCompressor[Any],
         binding: Binding,
         sizes: Mapping[str, int],
-        nodes: Nodes | None,
-        membership: Membership | None = None,
+        partner: Partner,
     ) -> None:
         super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
         config = compressor.config
         self.immediate = config.fragments == 1 and config.delay == 0
-        self.nodes, self.membership = nodes, membership
+        self.partner = partner
         self._fragments = divided(sizes, config.fragments)
         self._distance, self._delay = config.sync_every // config.fragments, config.delay
         self._buffers: dict[int, list[OuterStepWorkspace]] = {}
@@ -78,27 +72,6 @@ class FragmentSession(ExchangeDriver):
         compressor = super().compressor
         assert isinstance(compressor, LocalStepsCompressor)
         return compressor
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that average their weights with this rank."""
-        if self.membership is not None:
-            assert self.membership.group is not None  # connected for this outer step
-            return self.membership.group
-        return self.consensus.binding.group() if self.nodes is None else self.nodes.inter_node
-
-    @property
-    def apart(self) -> int:
-        """The number of ranks, nodes or machines that train apart."""
-        return self.group.size() if self.membership is None else max(1, len(self.membership.machines))
-
-    @property
-    def averaging_group(self) -> dist.ProcessGroup | None:
-        """The ranks that average their gradients with this rank in each pass; None without other ranks."""
-        if self.nodes is not None:
-            return self.nodes.intra_node
-        model = self.consensus.binding.group()
-        return model if self.membership is not None and model.size() > 1 else None
 
     def due(self, passes: int) -> bool:
         """Return whether a fragment must be sent or applied after `passes` passes of the round."""
@@ -121,8 +94,8 @@ class FragmentSession(ExchangeDriver):
                 return True
         return False
 
-    def end_round(self) -> None:
-        """End the round early: apply the exchange in flight, then exchange all weights."""
+    def end_round(self) -> bool:
+        """End the round early: apply the exchange in flight, then exchange all weights. Return True."""
         self._arrive()
         self._turn = 0
         parameters = self.consensus.binding.names.named_parameters()
@@ -134,6 +107,7 @@ class FragmentSession(ExchangeDriver):
             wait_for_background(device)
         else:
             self._exchange(buffers)
+        return True
 
     def forget(self, *, until_timeout: bool = False) -> None:
         """Drop the exchange in flight and begin a round. With `until_timeout` wait for the exchange up to the process
@@ -163,7 +137,7 @@ class FragmentSession(ExchangeDriver):
                         keep_for_current_stream([kept[name]])
 
     def new_exchange(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
-        group = self.group
+        group = self.partner.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
         task = ExchangeTask(self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name)
         return RunningExchange(task, flat, functools.partial(self._issue, group))
@@ -172,9 +146,8 @@ class FragmentSession(ExchangeDriver):
         return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def held_step(self, weight: float, *, exchanges: bool) -> "HeldOuterStep":
-        """Begin an outer step of all weights among the machines, without a commit. `weight` is the weight of this
-        machine's differences in the mean. If `exchanges` is False, this rank gets the result from rank 0 of its
-        model."""
+        """Begin an outer step of all weights, without a commit. `weight` is the weight of this replica's differences in
+        the mean. If `exchanges` is False, this rank gets the result from rank 0 of its model."""
         self.held.settle()  # a save may have written the residuals on another stream
         return HeldOuterStep(self, self._fragment(0), weight, exchanges)
 
@@ -191,7 +164,7 @@ class FragmentSession(ExchangeDriver):
         weights = [each.detach() for work in buffers for each in work.layout.parameters]
         good = self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
-        with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
+        with precision.full_precision(products=False), self.counters.clocks.measure(device):
             for work in buffers:
                 started.append((work, self.new_exchange(work, packed(work.layout, good))))
                 started[-1][1].advance()
@@ -206,16 +179,15 @@ class FragmentSession(ExchangeDriver):
         buffers (`good`) are finite."""
         finish_sends([exchange])
         good = good & exchange.finite
-        if self.nodes is not None:  # the ranks of a node must keep equal weights
-            good = good_on_all(good, self.nodes.intra_node, "the node")
+        if self.partner.nodes is not None:  # the ranks of a node must keep equal weights
+            good = good_on_all(good, self.partner.nodes.intra_node, "the node")
         self.write_anchor([exchange], good)
         write_back(work.layout, exchange.result)
         return good
 
     def write_anchor(self, exchanged: Sequence[RunningExchange], good: torch.Tensor) -> None:
         with self.held.committing(good.device):
-            # The residual of a machine is that of the rank that exchanges.
-            self.state.local_shared = self.membership is not None
+            self.state.local_shared = self.partner.first_rank_exchanges
             for each in exchanged:
                 each.advance(_verdict(good))
             wait_for_copies(good.device)
@@ -247,8 +219,8 @@ class FragmentSession(ExchangeDriver):
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
         """Return whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges one
         part."""
-        if self.nodes is not None:
-            good = good_on_all(good, self.nodes.intra_node, "the node")
+        if self.partner.nodes is not None:
+            good = good_on_all(good, self.partner.nodes.intra_node, "the node")
         if self.consensus.binding.shards is not None:
             good = good_on_all(good, self.consensus.binding.shards(), "all shards")
         return good
@@ -275,8 +247,7 @@ def _verdict(good: torch.Tensor) -> torch.Tensor | bool:
 
 
 class HeldOuterStep:
-    """Runs an outer step of all weights among the machines. It can be abandoned until `commit`, because nothing is
-    written before."""
+    """Runs an outer step of all weights. It can be abandoned until `commit`, because nothing is written before."""
 
     def __init__(
         self, session: FragmentSession, buffers: Sequence[OuterStepWorkspace], weight: float, exchanges: bool
@@ -322,7 +293,7 @@ class HeldOuterStep:
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
         device = self._buffers[0].layout.device
-        with precision.full_precision(device, products=False), self._session.counters.clocks.measure(device):
+        with precision.full_precision(products=False), self._session.counters.clocks.measure(device):
             yield
 
 
@@ -355,7 +326,7 @@ class _DelayedExchange:
 
     def _exchange(self) -> None:
         # Leave the precision of products alone: it is a setting of the process, and the training may be multiplying.
-        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
+        with precision.full_precision(products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance()
             finish_sends(self._running)
@@ -383,7 +354,7 @@ class _DelayedExchange:
         return self._finite
 
     def commit(self, verdict: torch.Tensor | bool) -> None:
-        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
+        with precision.full_precision(products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance(verdict)
 

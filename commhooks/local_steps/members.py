@@ -37,9 +37,11 @@ from http.client import HTTPException
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collectives
 from commhooks.comm.membership import Machine, Membership
+from commhooks.comm.nodes import Nodes
 from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary, logger_of
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
@@ -55,27 +57,56 @@ _LINE_EVERY_S = 10.0
 
 
 class MemberSteps:
-    """Runs the outer steps of a machine.
+    """Implements `Partner` for machines that come and go. The ranks of a machine average gradients.
 
     Attributes:
         joined: whether this machine has met the others.
         registered: further state for a machine that joins: name -> functions that return and set it.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        outer: FragmentSession,
-        common: CommonState,
-        source: GradientSource,
-        signature: Mapping[str, Any],
-    ) -> None:
+    description = "among machines that come and go"
+    nodes: Nodes | None = None
+    first_rank_exchanges = True
+    only_whole_rounds = "machines meet only at the ends of rounds"
+    _outer: FragmentSession
+    _common: CommonState
+
+    def __init__(self, membership: Membership, source: GradientSource, signature: Mapping[str, Any]) -> None:
         self.membership, self.joined = membership, False
         self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
-        self._outer, self._common, self._source = outer, common, source
+        self._source = source
         self._signature = dict(signature)
         self._failures = 0
         self._left = False
+
+    @property
+    def has_met(self) -> bool:
+        return self.joined
+
+    @property
+    def apart(self) -> int:
+        return max(1, len(self.membership.machines))
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        return self._source.group if self._source.group.size() > 1 else None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert self.membership.group is not None  # connected for this outer step
+        return self.membership.group
+
+    def bind(self, steps: FragmentSession, common: CommonState) -> None:
+        self._outer, self._common = steps, common
+
+    def end_round(self, exchange: Callable[[], bool], *, trained: bool, limit_s: float | None) -> bool:
+        return self.run(trained, limit_s)
+
+    def stats(self) -> dict[str, Any]:
+        return {"members": max(1, len(self.membership.machines))}
+
+    def close(self) -> None:
+        self.membership.close()
 
     # ---- an outer step -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from commhooks.comm.groups import GLOO_INTERFACE
-from commhooks.errors import DoctorError, HookConfigError
+from commhooks.errors import CommandError, HookConfigError
 from commhooks.import_path import import_path
 from commhooks.request import why_not_called
 
@@ -72,13 +72,13 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
     """Context manager: use the existing process group, or make one of the ranks started by torchrun, on GPUs with the
-    device of LOCAL_RANK. Raises DoctorError if torchrun has started no ranks (`example` is a command that does), or
+    device of LOCAL_RANK. Raises CommandError if torchrun has started no ranks (`example` is a command that does), or
     `init_process_group` fails. `backend`: nccl, gloo; None: torch's choice."""
     if dist.is_initialized():
         yield
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise DoctorError(f"no process group: start this like the training, such as {example}")
+        raise CommandError(f"no process group: start this like the training, such as {example}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     try:
@@ -86,7 +86,7 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
         hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
-        raise DoctorError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
+        raise CommandError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
     try:
         yield
     finally:

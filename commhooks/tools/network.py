@@ -21,7 +21,7 @@ from commhooks.comm.collectives import Op, collective_error, gather_rows, gather
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.errors import DoctorError, HookConfigError
+from commhooks.errors import CommandError, HookConfigError
 from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
@@ -67,7 +67,7 @@ CONNECTIONS_LEGEND = (
 ONE_MACHINE = "All ranks are on one machine, so this is the speed of its memory and processors, not of a network."
 LEGEND = (
     "Predicted from the line 'all at once', as if nothing overlapped with the backward pass and the codec took no "
-    "time; * with ranks_per_node. `commhooks doctor` measures a step of your own model."
+    "time; * with ranks_per_node."
 )
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _LARGEST_BYTES, _SMALLEST_BYTES = 32 * 2**20, 64 * 2**10
@@ -92,7 +92,7 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     numbers of parameters, by the names that the report shows. `step_ms`: the time of a step without a network, if
     known."""
     if group.size() == 1:
-        raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
+        raise CommandError("there is one rank, and no network to measure: start as many as the training will have")
     began = time.perf_counter()
     on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -168,7 +168,6 @@ def test_without_the_other_names_nothing_is_refused():
     assert not torch_private.joined_with_uneven_division(anything)
     assert not torch_private.has_optimizer_in_backward(anything)
     assert not torch_private.count_accumulate_hooks(anything)
-    assert not torch_private.delays_all_reduce(anything)
     assert torch_private.all_reduces(anything)
     assert torch_private.compiled_from(anything) is None
     assert torch_private.timeout_of(anything, torch.device("cpu")) is None

@@ -159,7 +159,7 @@ def main(given: dict) -> None:
             stats = hook.stats()
             now = stats["step"], stats["step_in_round"] == 0
             if now != before and now[1]:
-                part = [each.name for each in hook._hook.driver.outer.membership.connected]
+                part = [each.name for each in hook._hook.driver.partner.membership.connected]
                 more = {"names": hook.members.names, "part": part, "rank": hook.members.rank, "position": position[0]}
                 more["nonfinite"] = stats["nonfinite_steps"]
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)

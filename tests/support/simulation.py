@@ -57,7 +57,7 @@ class SimulatedRanks:
     def step(self, buckets: Sequence[torch.Tensor]) -> bool:
         """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed; True for a compressor
         without learned state, which averages non-finite values, too."""
-        with precision.full_precision(self.layout.device):
+        with precision.full_precision():
             tasks = [
                 new_task(compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
                 for rank, (compressor, flat, work, state) in enumerate(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import commhooks
 from commhooks import HookConfigError
@@ -28,7 +29,7 @@ NO_MODEL = "tests.support.plan_models:no_model"
 ERRORS = [
     # arguments, what stderr says, exit status
     (["plan", "m:f", "--exclud", "a"], "unrecognized arguments: --exclud (did you mean '--exclude'?)", 2),
-    (["doctor", "m:f", "--step", "4"], "unrecognized arguments: --step (did you mean '--steps'?)", 2),
+    (["plan", "m:f", "--option", "a=4"], "unrecognized arguments: --option (did you mean '--options'?)", 2),
     (["hooks", "powerSGD"], "unrecognized arguments: powerSGD", 2),
     (["--vers"], "unrecognized arguments: --vers", 2),
     (["hoks"], "invalid choice: 'hoks'", 2),
@@ -60,7 +61,7 @@ def test_what_is_wrong(arguments: list[str], says: str, status: int, capsys: Any
 
 def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
     """Which takes seconds to import: here nothing can import it. Completion as bash asks argcomplete for it."""
-    commands, typed = ["hooks", "plan", "doctor", "network"], "commhooks plan --wr"
+    commands, typed = ["hooks", "plan", "network", "env"], "commhooks plan --wr"
     code = f"""
 import contextlib, os, sys
 sys.modules |= dict.fromkeys(["torch", "accelerate", "omegaconf", "rich"])
@@ -75,7 +76,7 @@ main([])
     run: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "timeout": 280}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **run)
     assert done.returncode == 0 and done.stdout.count("usage: ") == 1 + len(commands), done.stderr
-    assert f"commhooks {commhooks.__version__}\n" in done.stdout and "batch_fn(model)" in done.stdout
+    assert f"commhooks {commhooks.__version__}\n" in done.stdout and "--step-ms" in done.stdout
     assert (tmp_path / "found").read_text().strip() == "--wrapper"
     assert "powerSGD" in cli.hook_names() and "noop" not in cli.hook_names() and tuple(WIRE_DTYPES) == cli.WRAPPERS
 
@@ -148,9 +149,18 @@ def test_it_prints_the_plan_of_the_attached_hook(hook: str, capsys: Any) -> None
 
     with process_group_of_one():
         expected = lines(str(commhooks.attach(wrap(mlp()), hook).plan()))
-    for model in (MODEL, "tests.support.plan_models:build_for_the_doctor"):
-        assert main(["plan", model, "--hook", hook]) == 0
-        assert lines(capsys.readouterr().out) == expected
+    assert main(["plan", MODEL, "--hook", hook]) == 0
+    assert lines(capsys.readouterr().out) == expected
+
+
+def test_env_prints_what_a_bug_report_needs(capsys: Any) -> None:
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__ and "gloo" in found["backends"] and found["interfaces"]
+    assert found["native kernels"] in ("compiled and loaded", "turned off by COMMHOOKS_NATIVE=0")
+    assert all(name in text and each in text for name, each in found.items())
 
 
 # ---- the user's functions --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,16 @@ from commhooks.gradients.torch_private import current_task, run_after_backward
 Future = torch.futures.Future[torch.Tensor]
 
 
+class PassListener(Protocol):
+    """Listens to the synchronised backward passes of a model."""
+
+    def before_pass(self) -> None:
+        """Called before the first bucket of every pass."""
+
+    def after_pass(self) -> None:
+        """Called after the last bucket was passed to the hook. Not called if the pass ends in an exception."""
+
+
 @dataclass
 class HookCallbacks:
     """Holds the functions that a source of gradients calls in each backward pass.
@@ -28,7 +38,7 @@ class HookCallbacks:
         run: reduces one bucket and returns a future of the result.
         finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
-        before_pass: called before the first bucket of every pass.
+        listeners: what else is called in every pass.
         after_first_pass: called at the end of the first pass.
     """
 
@@ -36,12 +46,13 @@ class HookCallbacks:
     run: Callable[[Bucket], Future]
     finish: Callable[[], None]
     owner: object = None
-    before_pass: Callable[[], None] | None = None
+    listeners: Sequence[PassListener] = ()
     after_first_pass: Callable[[], None] | None = None
 
     def reduce(self, bucket: Bucket) -> Future:
-        if bucket.is_first and self.before_pass is not None:
-            self.before_pass()
+        if bucket.is_first:
+            for listener in self.listeners:
+                listener.before_pass()
         return self.run(bucket)
 
     def end_pass(self) -> None:
@@ -50,6 +61,8 @@ class HookCallbacks:
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
+        for listener in self.listeners:
+            listener.after_pass()
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()

@@ -15,6 +15,7 @@ from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
 from commhooks.gradients.precision import dtype_name
+from commhooks.gradients.profiling import span
 from commhooks.gradients.torch_private import current_task, run_after_backward
 
 Future = torch.futures.Future[torch.Tensor]
@@ -53,7 +54,8 @@ class HookCallbacks:
         if bucket.is_first:
             for listener in self.listeners:
                 listener.before_pass()
-        return self.run(bucket)
+        with span("hook call", self.name):
+            return self.run(bucket)
 
     def end_pass(self) -> None:
         """End a pass in which no bucket was marked as the last."""

@@ -1,7 +1,5 @@
 """`CommHook`: the user's handle on an attached hook."""
 
-import sys
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +18,8 @@ from commhooks.errors import (
 )
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
-from commhooks.gradients.source import Future, GradientSource, HookCallbacks
+from commhooks.gradients.source import Future, GradientSource, HookCallbacks, PassListener
+from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
 from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
@@ -55,12 +54,9 @@ class CommHook:
         self._request, self._hook, self._source = request, hook, source
         self._rank, self._world_size = source.group.rank(), source.group.size()
         self._logs = is_logging_rank(source.group, source.shard_group)
-        self._unused = UnusedWarning(request.name, hook, logs=self._logs and self._world_size > 1)
+        logs_use = self._logs and self._world_size > 1
+        self._unused = UnusedWarning(request.name, hook, source.stepped(), logs=logs_use)
         self._quiet = self._warned_of_copies = False
-        weakref.finalize(self, _at_exit, weakref.ref(self))
-
-    def __del__(self) -> None:
-        self._unused.ended()  # with the model
 
     def __repr__(self) -> str:
         module = self._source.module
@@ -94,16 +90,19 @@ class CommHook:
         on_unused: Callable[[str], None] | None,
     ) -> None:
         every = self._request.check_every
-        check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
-        self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
+        listeners: list[PassListener] = [self._unused]
+        listeners += [] if every is None else [ReplicaCheck(self._source, self._hook, every)]
+        if self._logs and self._source.shard_group is not None:
+            warn_of_unsharded(self._source.not_averaged())
+        elif self._logs and (self._world_size > 1 or self.members is not None):
+            listeners.append(LateParameters(self._source))
+        self._source.register(HookCallbacks(self.name, run, finish, self, listeners, self._begun), state)
         self._unused.callback = on_unused
-        if self._hook.status().use is None:
-            self._unused.silence()
-        if self._source.from_ddp:  # fully_shard calls a hook wherever it reduces
-            self._unused.watch(self._source.stepped())
+        # fully_shard calls a hook wherever it reduces
+        self._unused.begin(self._source.stepped() if self._source.from_ddp else ())
 
     def _begun(self) -> None:
-        self._unused.called()
+        self._unused.after_first_pass()
         if self._quiet or not self._logs:
             return
         found, use, wrapper = self._hook.summary(), self._hook.status().use, self._request.wrapper
@@ -359,13 +358,3 @@ class CommHook:
         if self._logs:
             logger.warning("%s: it begins with fresh memory (strict=False)%s", text, checkpointer.not_begun_anew)
         return checkpointer.begin_anew
-
-
-def _at_exit(hook: "weakref.ref[CommHook]") -> None:
-    """Run at interpreter exit, and when the hook is deleted; `hook` then returns None."""
-    alive = hook()
-    if alive is None:
-        return
-    if getattr(sys, "last_value", None) is not None:  # an exception ends the interpreter
-        alive.quiet()
-    alive._unused.ended()

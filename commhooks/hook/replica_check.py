@@ -34,6 +34,9 @@ class ReplicaCheck:
         source = self._source
         on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)
 
+    def after_pass(self) -> None:
+        return None
+
     def _compare(self, own: list[int]) -> None:
         """`own`: 1 if this rank takes part, its step, and a hash of the plan."""
         group, counters, step = self._source.group, self._hook.counters, own[1]

@@ -232,7 +232,8 @@ class LocalStepsDriver:
         if self._due:
             self._warn_once(
                 "no torch.optim optimizer has stepped all parameters since backward pass %s, so this outer step comes "
-                "late, with the next forward or backward pass. Until then each rank has its own weights. Reasons: an "
+                "late, with the next forward or backward pass. Until then each rank has its own weights. Reasons: "
+                "gradients that are accumulated over several passes (run all passes but the last in no_sync()), an "
                 "optimizer that is not a torch.optim.Optimizer, several optimizers that take turns, or parameters in "
                 "no optimizer.",
                 self.counters.backward_passes,

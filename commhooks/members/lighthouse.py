@@ -32,6 +32,7 @@ _HEARTBEAT_LIMIT_S = 5.0
 _ANSWERED_FOR_S = 6.0
 """A machine that has left counts as alive for 5 s more, in which the others answer for it."""
 _POST_LIMIT_S = 0.5
+_LOOK_EVERY_S = 1.0
 _SIOCGIFADDR = 0x8915
 
 Quorum = list[tuple[str, Any]]
@@ -183,6 +184,7 @@ class Lighthouse:
         self._left: dict[str, float] = {}  # machines that have left -> when they were last in a quorum
         self._others: list[str] = []  # the servers of the others in the latest quorum
         self._request: _Request | None = None
+        self._closed = threading.Event()
         self._new_client: Callable[[], Any] = lambda: LighthouseClient(address, timedelta(seconds=timeout_s))
         try:
             self._client = self._new_client()
@@ -205,8 +207,8 @@ class Lighthouse:
                 waited = time.monotonic() - began
                 if self.heartbeats.orphaned or (deadline is not None and time.monotonic() >= deadline):
                     return None
-                if waited >= LINE_EVERY_S - 1:
-                    self._lines.warn("%s waits for %s since %.0f s", report.name, self._reason(), waited)
+                if waited >= LINE_EVERY_S:
+                    self._lines.warn("%s has waited %.0f s for %s", report.name, waited, self._reason())
                 if waited >= self._limit_s:
                     threading.Thread(target=self._call_those_that_hang, daemon=True).start()
         finally:
@@ -219,30 +221,31 @@ class Lighthouse:
         self._left |= {report.id: now for report in reports if report.left}
         self._others = [report.servers[0] for report in reports if report.servers and report.id != self._id]
 
-    def leave(self) -> None:
-        """Tell the others that they need not wait for this machine. Takes up to half a second."""
+    def close(self) -> None:
+        """Tell the others that they need not wait for this machine. Takes up to a second."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
         self.heartbeats.stop()
         self._post(self._id)
-        if self._request is not None:  # the others' quorum ends a request that nobody waits for any more
+        if self._request is not None:  # the next quorum also ends a request that nobody waits for any more
             self._request.answer(_POST_LIMIT_S)
-
-    def close(self) -> None:
-        self.heartbeats.stop()
 
     def _reason(self) -> str:
         if not self.heartbeats.reached:
             return f"the lighthouse at {self._address}, which does not answer"
         return "the other machines, which have not reached their outer step"
 
-    def _wait_for_quorum(self, report: Report) -> Quorum:
-        while True:
+    def _wait_for_quorum(self, report: Report) -> Quorum | None:
+        while not self._closed.is_set():
             try:
                 # A request that ends too early would leave the others with a list of the dead.
                 return self._send(self._client, report, timedelta(days=1))
             except Exception:  # the lighthouse is gone: connect again when it is back
-                time.sleep(_HEARTBEAT_S)
+                self._closed.wait(_HEARTBEAT_S)
                 with contextlib.suppress(Exception):
                     self._client = self._new_client()
+        return None
 
     def _send(self, client: Any, report: Report, limit: timedelta) -> Quorum:
         quorum = client.quorum(
@@ -278,13 +281,13 @@ class Lighthouse:
 
 
 def _until(deadline: float | None) -> float:
-    return LINE_EVERY_S if deadline is None else max(0.0, min(LINE_EVERY_S, deadline - time.monotonic()))
+    return _LOOK_EVERY_S if deadline is None else max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic()))
 
 
 class _Request:
     """Runs `work` in a thread until it returns, however long it takes."""
 
-    def __init__(self, work: Callable[[], Quorum]) -> None:
+    def __init__(self, work: Callable[[], Quorum | None]) -> None:
         self._found: Quorum | None = None
         self._work = work
         self._thread = threading.Thread(target=self._run, name="commhooks quorum", daemon=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 PIECE_BYTES = 16 * 2**20
+_POLL_S = 0.1
 STATUS_LIMIT_S = 5.0
 """How long a machine may take to answer a question. A thread of its own answers."""
 
@@ -85,12 +86,13 @@ class StateServer:
                 if not isinstance(sys.exc_info()[1], OSError):  # a machine that gives up closes the connection
                     super().handle_error(*_)
 
-            def service_actions(self) -> None:  # called every half second
+            def service_actions(self) -> None:  # called at every poll
                 server._free(only_unused=True)
 
         self._server = Server((host.strip("[]"), 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, name="commhooks state", daemon=True).start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(_POLL_S,), name="commhooks state", daemon=True).start()
 
     def serve(self, step: int, form: bytes, tensors: Sequence[torch.Tensor], readers: Collection[str]) -> None:
         """Serve copies of `tensors`, described by `form`, from now on, in place of the state before, until all
@@ -134,6 +136,7 @@ class StateServer:
             request.send_error(404)
 
     def close(self) -> None:
+        """End, for ever. May be called again."""
         self._server.shutdown()
         self._server.server_close()
         self._free()

@@ -96,9 +96,8 @@ class MachineSteps:
 
     def leave(self) -> None:
         """End this machine's part in the training, and tell the others. `end_round` then raises HookRunError."""
-        if not self._left:
-            self._left = True
-            self._machine.leave()
+        self._left = True
+        self.close()
 
     def close(self) -> None:
         self._machine.close()
@@ -188,7 +187,8 @@ class MachineSteps:
         `deadline`. The report of the first rank counts."""
         text, lighthouse = "", self._machine.lighthouse
         if lighthouse is not None:
-            quorum = lighthouse.quorum(report, deadline)
+            late = deadline is not None and time.monotonic() > deadline
+            quorum = None if late else lighthouse.quorum(report, deadline)
             text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
         content = json.loads(self._ranks.first_text(text))
         if content["orphaned"]:

@@ -66,13 +66,8 @@ class ThisMachine:
         waited_for = self.lighthouse.heartbeats.waited_for if self.lighthouse is not None else lambda: None
         self.server = StateServer(host, options.timeout_s, self.connections.status, waited_for)
 
-    def leave(self) -> None:
-        """Tell the others that they need not wait for this machine, and close everything."""
-        if self.lighthouse is not None:
-            self.lighthouse.leave()
-        self.close()
-
     def close(self) -> None:
+        """Tell the others that they need not wait for this machine, and close everything."""
         if self.lighthouse is not None:
             self.lighthouse.close()
         if self.server is not None:

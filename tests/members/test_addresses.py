@@ -1,4 +1,4 @@
-"""Machines with addresses of their own, in network namespaces: which of them reach each other, and what then happens."""
+"""Machines with addresses of their own, in network namespaces: which of them reach each other, and what follows."""
 
 import re
 import signal
@@ -58,9 +58,8 @@ def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(net: Hosts,
     c.wait_for(lambda line: line.get("part") == ["b", "c"])
     net.cut("a", off=True)
     a = start("a")
-    a.wait_for_text(
-        r"a does not take part, because (a cannot connect with [bc]|[bc] cannot connect with a).* \(a is at 10\.91\.1\.2:\d+\)"
-    )
+    pair = "(a cannot connect with [bc]|[bc] cannot connect with a)"
+    a.wait_for_text(rf"a does not take part, because {pair}.* \(a is at 10\.91\.1\.2:\d+\)")
     began, before = time.monotonic(), max(b.rounds)
     b.round(before + 10)
     assert time.monotonic() - began < 20 and b.rounds[before + 5]["names"] == ["b", "c"]

@@ -234,7 +234,7 @@ def test_a_handler_that_no_accelerator_has_is_named_at_the_first_step(run_ranks:
     for rank in run_ranks(_given_to_nobody):
         (text,) = rank["texts"]
         assert "hook 'powerSGD' is attached to no model, and training begins without it" in text
-        assert "Write `Accelerator(kwargs_handlers=[CommHookKwargs()])`" in text
+        assert "Write `CommHookKwargs().attach(accelerator)`" in text
         assert rank["later"] == []  # a copy of a handler is no handler that was forgotten
         assert "beside DDP: call handler.attach(accelerator) before accelerator.prepare(...)" in rank["members"]
 

@@ -24,6 +24,7 @@ from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.local_steps.common_state import CommonState
@@ -123,6 +124,7 @@ class LocalStepsDriver:
             self.end_pass()
         return future
 
+    @plain_mode()
     def _begin_pass(self, first: Bucket) -> None:
         self._refuse_repeated_pass()
         self.outer.consensus.reach(self._source.group, first.flat)
@@ -167,7 +169,7 @@ class LocalStepsDriver:
             self._count(repeated)
 
     def _late(self) -> None:
-        with torch.no_grad():
+        with plain_mode():
             self._catch_up()
         self._count(repeated=False)
 
@@ -215,7 +217,7 @@ class LocalStepsDriver:
         if self._due:
             self._outer_step()
 
-    @torch.no_grad()
+    @plain_mode()
     def before_forward(self, module: torch.nn.Module) -> None:
         self._thread = threading.get_ident()
         self._refuse_repeated_pass()
@@ -237,7 +239,7 @@ class LocalStepsDriver:
             )
             self._outer_step()
 
-    @torch.no_grad()
+    @plain_mode()
     def _outer_step(self, *, early: bool = False, limit_s: float | None = None) -> None:
         """Run the outer step that is due, or with `early` end the round before its last pass. All ranks must call this
         between the same two steps. `limit_s`: see `Partner.end_round`."""
@@ -265,8 +267,7 @@ class LocalStepsDriver:
     def end_round(self, limit_s: float) -> None:
         """End the round that is under way before its last pass, between two steps. Raises HookRunError after `limit_s`
         seconds, or if the partner cannot exchange."""
-        with torch.inference_mode(False):
-            self._outer_step(limit_s=limit_s)
+        self._outer_step(limit_s=limit_s)
 
     def _go_to_anchor(self) -> None:
         self._source.before_weights_change()
@@ -322,7 +323,7 @@ class LocalStepsDriver:
                 )
             return not trained
         share = functools.partial(self._share, optimizers)
-        with torch.inference_mode(False), torch.no_grad():  # frameworks validate in inference mode
+        with plain_mode():  # frameworks validate in inference mode
             if saver is None or self._source.group.size() == 1:
                 share()
                 return True

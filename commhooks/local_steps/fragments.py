@@ -164,7 +164,7 @@ class FragmentSession(ExchangeDriver):
         weights = [each.detach() for work in buffers for each in work.layout.parameters]
         good = self._on_all_parts(torch.stack([all_finite(each) for each in weights]).all())
         started: collections.deque[tuple[OuterStepWorkspace, RunningExchange]] = collections.deque()
-        with precision.full_precision(device, products=False), self.counters.clocks.measure(device):
+        with precision.full_precision(products=False), self.counters.clocks.measure(device):
             for work in buffers:
                 started.append((work, self.new_exchange(work, packed(work.layout, good))))
                 started[-1][1].advance()
@@ -293,7 +293,7 @@ class HeldOuterStep:
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
         device = self._buffers[0].layout.device
-        with precision.full_precision(device, products=False), self._session.counters.clocks.measure(device):
+        with precision.full_precision(products=False), self._session.counters.clocks.measure(device):
             yield
 
 
@@ -326,7 +326,7 @@ class _DelayedExchange:
 
     def _exchange(self) -> None:
         # Leave the precision of products alone: it is a setting of the process, and the training may be multiplying.
-        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
+        with precision.full_precision(products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance()
             finish_sends(self._running)
@@ -354,7 +354,7 @@ class _DelayedExchange:
         return self._finite
 
     def commit(self, verdict: torch.Tensor | bool) -> None:
-        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
+        with precision.full_precision(products=False), self._clocks.measure(self.device):
             for each in self._running:
                 each.advance(verdict)
 

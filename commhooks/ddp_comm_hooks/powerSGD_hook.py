@@ -23,7 +23,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid, logger_of
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.modes import plain_mode
-from commhooks.gradients.names import PositionalNames
+from commhooks.gradients.names import PositionalNames, by_own_names
 from commhooks.gradients.precision import dtype_name
 from commhooks.options import DROP_INS, DropIn
 
@@ -231,6 +231,8 @@ class PowerSGDState:
                     "uses the model's names, a bare register_comm_hook positions): Q and residuals start fresh, the "
                     "step is kept. Load it as it was used, or use state_dict and load_state_dict of the attached hook."
                 )
+        names = self.session.consensus.binding.names
+        state.entries = {key: by_own_names(tensors, names) for key, tensors in state.entries.items()}
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:

@@ -19,6 +19,7 @@ from commhooks.errors import (
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource, HookCallbacks, PassListener
+from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
 from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
@@ -89,6 +90,10 @@ class CommHook:
         every = self._request.check_every
         listeners: list[PassListener] = [self._unused]
         listeners += [] if every is None else [ReplicaCheck(self._source, self._hook, every)]
+        if self._logs and self._source.shard_group is not None:
+            warn_of_unsharded(self._source.not_averaged())
+        elif self._logs and (self._world_size > 1 or self.members is not None):
+            listeners.append(LateParameters(self._source))
         self._source.register(HookCallbacks(self.name, run, finish, self, listeners, self._begun), state)
         self._unused.callback = on_unused
         # fully_shard calls a hook wherever it reduces

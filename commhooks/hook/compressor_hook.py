@@ -102,12 +102,13 @@ class CompressorHook:
         if not self.learns:
             plain = isinstance(compressor.config, (AllReduce, Noop))
             return None if plain and self._request.wrapper is None else Use(acted=True)
-        acted = self.counters.numel_before > 0
+        begun = self.counters.numel_before > 0
         return Use(
-            acted,
-            plain=not acted,
+            acted=self.counters.passes_acted > 0,
+            plain=not begun,
             begins=compressor.begins,
             acts=compressor.begins,
+            why="it compresses no parameter of this model. print(hook.plan()) gives the reasons",
             remedy=compressor.how_to_begin_earlier,
             or_later="" if compressor.begins == compressor.start_step else " or later",
         )

@@ -9,17 +9,65 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
+from commhooks.comm.groups import new_group
+from commhooks.comm.nodes import find_nodes
 from commhooks.compressors.state_field import StateField
+from commhooks.engine.consensus import Binding
+from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.source import GradientSource
+from commhooks.gradients.source import GradientSource, held_weakly
+from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
+from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
+from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
 if TYPE_CHECKING:
     from commhooks.members.members import Members
+
+
+def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
+    compressor = request.new_compressor(total_steps)
+    assert isinstance(compressor, LocalStepsCompressor)
+    return Prepared(compressor, functools.partial(_build, request, source, binding, compressor))
+
+
+def _build(
+    request: HookRequest,
+    source: GradientSource,
+    binding: Binding,
+    compressor: LocalStepsCompressor[Any],
+    choice: KernelChoice,
+) -> "LocalStepsHook":
+    if compressor.config.delay:  # its collectives overlap with the model's own
+        own = new_group([range(source.group.size())], source.group, source.device)
+        binding = dataclasses.replace(binding, group=held_weakly(own))
+    partner, members_of = _partner(request, source, binding, compressor)
+    names = source.names.named_parameters()
+    sizes = {name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)}
+    outer = FragmentSession(compressor, binding, sizes, partner)
+    outer.consensus.compute_with(choice)
+    driver = LocalStepsDriver(request.name, source, outer, binding.loss_scale)
+    return LocalStepsHook(request, source, driver, members_of(driver))
+
+
+def _partner(
+    request: HookRequest, source: GradientSource, binding: Binding, compressor: LocalStepsCompressor[Any]
+) -> tuple[Partner, "Callable[[LocalStepsDriver], Members | None]"]:
+    """Return with whom the model exchanges its weights, and what makes `CommHook.members`."""
+    if request.members is None:
+        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
+        return FixedPartner(binding.group, nodes), lambda driver: None
+    # Imported here, so that a hook without `members` runs without that package, and without torchft.
+    from commhooks.members.join import join
+    from commhooks.members.members import Members
+
+    machines = join(request.members, request.name, compressor, source)
+    return machines, lambda driver: Members(driver, machines)
 
 
 class LocalStepsHook:
@@ -29,6 +77,7 @@ class LocalStepsHook:
         self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: "Members | None" = None
     ) -> None:
         self.driver, self.counters = driver, driver.counters
+        self.run, self.end_pass = driver.run, driver.end_pass
         self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)

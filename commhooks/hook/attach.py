@@ -233,7 +233,6 @@ def _build_hook(
         of_function = FunctionHook(request, source, state, function)
         return of_function, of_function.run, of_function.end_pass
     if isinstance(compressor, LocalStepsCompressor):
-        loss_scale = binding.loss_scale
         if compressor.config.delay:  # its collectives overlap with the model's own
             own = new_group([range(source.group.size())], source.group, source.device)
             binding = dataclasses.replace(binding, group=held_weakly(own))
@@ -248,7 +247,7 @@ def _build_hook(
         partner: Partner = machines or FixedPartner(binding.group, nodes)
         outer = FragmentSession(compressor, binding, sizes, partner)
         outer.consensus.compute_with(choice)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
+        driver = LocalStepsDriver(request.name, source, outer)
         members = None if machines is None else Members(driver, machines)
         return LocalStepsHook(request, source, driver, members), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):

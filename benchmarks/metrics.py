@@ -7,7 +7,7 @@ kind on the same batch. The first two kinds take turns with each other, then the
 
   without     the clocks are removed
   clocks      the default of every step: the additional time over `without`
-  reading     all values are read after the step (`commhooks.report.Meter`), as loggers do once in several steps
+  reading     all values are read after the step (`commhooks.hook.meter.Meter`), as loggers do once in several steps
 
 The result is the median over the rounds of the difference within a round. `% of a step` is the share of the clocks,
 which run in every step, or of a reading, which runs once in EVERY steps.
@@ -23,7 +23,7 @@ from hooks import wrap
 from machine import machine
 from models import TASKS, forward_loss, make, numel
 
-from commhooks.report import Meter
+from commhooks.hook.meter import Meter
 
 WARM_UP, START, EVERY = 6, 2, 50
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models

@@ -17,7 +17,6 @@ from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, No
 from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
-from commhooks.compressors.quantized.standalone import quantized_all_reduce
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (
@@ -28,14 +27,13 @@ from commhooks.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfigError, HookRunError, PayloadError
+from commhooks.errors import AttachError, CommandError, CommHookError, HookConfigError, HookRunError, PayloadError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
-from commhooks.tools.doctor import doctor
 
 __all__ = [
     "RESIDUAL",
@@ -47,9 +45,9 @@ __all__ = [
     "BucketLayout",
     "CommHook",
     "CommHookError",
+    "CommandError",
     "Compressor",
     "DiLoCo",
-    "DoctorError",
     "Exchange",
     "FP16Compress",
     "HookConfig",
@@ -77,13 +75,11 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "ddp_comm_hooks",
-    "doctor",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "keep_residual",
     "noop_hook",
     "powerSGD_hook",
-    "quantized_all_reduce",
     "register_compressor",
     "register_hook",
     "with_residual",

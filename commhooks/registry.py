@@ -43,7 +43,7 @@ CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
 
 
 def register_compressor(compressor: CompressorClass) -> CompressorClass:
-    """Register a compressor class as a hook, for all front ends, checkpoints, plans, statistics and the doctor. Can be
+    """Register a compressor class as a hook, for all front ends, checkpoints, plans and statistics. Can be
     used as a class decorator.
 
     Every process that uses the hook must import the module that calls this. Alternatively pass the path

@@ -7,9 +7,7 @@ signatures repeat names and defaults for editors and jsonargparse; the docstring
 
 import dataclasses
 import functools
-import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -24,6 +22,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
+from commhooks.import_path import import_path
 from commhooks.local_steps.options import LocalSteps
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import (
@@ -316,37 +315,6 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
 
 
 # ---- the user's own objects ------------------------------------------------------------------------------------------
-
-
-def import_path(path: str, said: str, *, kind: str = "function") -> Any:
-    """Import the object at `path`: "package.module:name", where `name` may contain dots. "folder/train.py:name" means
-    "folder.train:name". Raises HookConfigError if the path is malformed, or the module or name does not exist; other
-    errors of the import propagate. `said`, `kind`: the path and the expected kind of object in messages.
-
-    Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
-    """
-    module_name, _, name = path.partition(":")
-    if module_name.endswith(".py"):
-        module_name = os.path.normpath(module_name).removesuffix(".py").replace(os.sep, ".")
-    # A path from a YAML file or a flag has no base package, so it cannot be relative.
-    if not all((*module_name.split("."), *name.split("."))):
-        raise HookConfigError(
-            f"{said} is not a path: expected 'package.module:{kind}' with the full name of the module"
-        )
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        hint = f"; start where `import {module_name}` works" if missing else ""
-        raise HookConfigError(f"{said}: cannot import {module_name!r}: {error}{hint}") from error
-    where = module_name
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise HookConfigError(f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}") from None
-        where = f"{where}.{part}"
-    return found
 
 
 def why_not_called(function: Callable[..., Any], *arguments: object) -> str:

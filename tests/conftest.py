@@ -86,7 +86,6 @@ FIRST = (
     "test_options.py",
     "test_threads_and_timeouts.py",
     "test_hostile_files.py",
-    "test_doctor.py",
     "test_site.py",
 )
 

@@ -22,7 +22,8 @@ from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
 from commhooks.gradients.ddp import BucketReader
-from commhooks.gradients.names import PositionalNames
+from commhooks.gradients.modes import plain_mode
+from commhooks.gradients.names import PositionalNames, by_own_names
 from commhooks.gradients.precision import dtype_name
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -198,7 +199,11 @@ class PowerSGDState:
         self.process_group = None
         counters = Counters()
         vars(counters).update(saved["counters"])
-        self._new_session(PowerSGD(**saved["options"]), LearnedState(**saved["learned"]), counters)
+        learned = LearnedState(**saved["learned"])
+        with plain_mode():  # the caller may read the pickle in inference mode
+            for tensors in learned.entries.values():
+                tensors.update((name, tensor.clone()) for name, tensor in tensors.items() if tensor.is_inference())
+        self._new_session(PowerSGD(**saved["options"]), learned, counters)
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
@@ -224,6 +229,8 @@ class PowerSGDState:
                     "uses the model's names, a bare register_comm_hook positions): Q and residuals start fresh, the "
                     "step is kept. Load it as it was used, or use state_dict and load_state_dict of the attached hook."
                 )
+        names = self.session.consensus.binding.names
+        state.entries = {key: by_own_names(tensors, names) for key, tensors in state.entries.items()}
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:

@@ -246,7 +246,7 @@ class Session(ExchangeDriver):
         host waits for the collectives of the pass, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
-            with on_stream, precision.full_precision(flat.device):
+            with on_stream, precision.full_precision():
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, all_names, own_name
 from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import (
@@ -411,7 +412,7 @@ class FullyShardGradients(GradientSource):
         run_after_backward(lambda: self._end(current), within)
         return current
 
-    @torch.no_grad()
+    @plain_mode()
     def _keep_partial(self, unit: UnitBuffer) -> None:
         for shard in unit.shards:
             assert shard.grad is not None
@@ -420,7 +421,7 @@ class FullyShardGradients(GradientSource):
             keep_for_current_stream([shard.grad])  # FSDP has allocated it on another stream
             shard.parameter.grad = None
 
-    @torch.no_grad()
+    @plain_mode()
     def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
         assert self._callbacks is not None
         current.check_new(unit)
@@ -434,7 +435,7 @@ class FullyShardGradients(GradientSource):
         current.units.append(unit)
         unit.average = self._callbacks.reduce(bucket)
 
-    @torch.no_grad()
+    @plain_mode()
     def _end(self, current: RunningPass) -> None:
         if current is not self._pass:
             return

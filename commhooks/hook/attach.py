@@ -26,6 +26,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
@@ -138,6 +139,7 @@ def attach(
 
 
 @print_error_on_rank_zero()
+@plain_mode()
 def attach_request(
     model: torch.nn.Module,
     request: HookRequest,

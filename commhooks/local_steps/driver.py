@@ -12,6 +12,7 @@ from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
 from commhooks.local_steps.common_state import CommonState
@@ -109,6 +110,7 @@ class LocalStepsDriver:
             self.end_pass()
         return future
 
+    @plain_mode()
     def _begin_pass(self, first: Bucket) -> None:
         self._check_repeated_pass()
         self.outer.consensus.reach(self._source.group, first.flat)
@@ -145,7 +147,7 @@ class LocalStepsDriver:
 
     # ---- events and actions ------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @plain_mode()
     def on(self, event: Event, limit_s: float | None = None) -> None:
         """Take an event, and do what is due now. All ranks must be at the same point of the
         training if it communicates. `limit_s`: see `Partner.end_round`."""
@@ -201,8 +203,7 @@ class LocalStepsDriver:
     def end_round(self, limit_s: float | None = None) -> None:
         """End the round before its last pass. All ranks must call this between the same two steps.
         Raises HookRunError after `limit_s` seconds, or if the partner cannot exchange."""
-        with torch.inference_mode(False):
-            self.on(EndRound(), limit_s)
+        self.on(EndRound(), limit_s)
 
     def begin_from_load(self, take_over: Callable[[], None]) -> None:
         """Load a state by calling `take_over`, and begin a round."""

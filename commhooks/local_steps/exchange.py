@@ -142,7 +142,7 @@ class OuterExchange:
     def _computing(self) -> Iterator[None]:
         # Leave the precision of products alone: it is a setting of the process, and the training
         # may be multiplying.
-        with precision.full_precision(self.device, products=False), self._clocks.measure(self.device):
+        with precision.full_precision(products=False), self._clocks.measure(self.device):
             yield
 
 

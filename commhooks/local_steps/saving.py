@@ -3,10 +3,9 @@ exact."""
 
 import threading
 
-import torch
-
 from commhooks.comm.joint_save import JointSave
 from commhooks.errors import logger_of
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.schedule import EndRound, Share, Shared
@@ -38,7 +37,7 @@ class RoundSaves:
                     on_every_rank=True,
                 )
             return not trained
-        with torch.inference_mode(False), torch.no_grad():  # frameworks validate in inference mode
+        with plain_mode():  # frameworks validate in inference mode
             if saver is None or self._source.group.size() == 1:
                 self._share(optimizers=optimizers)
                 return True

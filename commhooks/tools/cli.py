@@ -20,26 +20,8 @@ Shows before training what a hook compresses in a model, as print(hook.plan()) d
 why it is not compressed, the bytes per step and rank, and the memory.
 
   commhooks plan train:build_model --hook powerSGD --options matrix_approximation_rank=4
-  commhooks plan package.module:build_model --exclude '*embed*' '*head*'
+  commhooks plan ../job/model.py:build_model --exclude '*embed*' '*head*'
 """
-DOCTOR = """\
-Measures on your own ranks and network which hook makes training faster, if any. Start it like the
-training:
-
-  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build
-
-The function build takes no argument and returns (model, batch_fn): the model on its device, with or without
-DistributedDataParallel, and a function that computes a loss of the model that it is given:
-
-  def build():
-      model = Net().to(device)
-      def batch_fn(model):
-          inputs, targets = next(batches)
-          return cross_entropy(model(inputs), targets)
-      return model, batch_fn
-
-The process group exists when build is called, and on a GPU the device of LOCAL_RANK is set. Copies of the model are
-measured; nothing is trained. examples/doctor_transformer.py is a complete example."""
 NETWORK = """\
 Measures the network between the ranks of a training, without a script or a model: each connection, all ranks together,
 the interface, and the time that a step spends on it with plain DDP and with hooks. It takes less than a minute. Start
@@ -56,8 +38,8 @@ take part: use it in a network that you trust."""
 COMMANDS = {
     "hooks": "list the hooks and their options",
     "plan": "show what a hook will compress in your model",
-    "doctor": "measure on your own ranks and network which hook makes training faster, if any",
     "network": "measure the network between the ranks, and what a step of training spends on it",
+    "env": "print versions, backends, kernels and interfaces of this machine, for bug reports",
     "lighthouse": "run the lighthouse, through which the machines of a training find each other (members)",
 }
 
@@ -99,28 +81,19 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     raw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parsers = {name: subparsers.add_parser(name, help=text, description=text, **raw) for name, text in COMMANDS.items()}
-    plan, doctor, network = parsers["plan"], parsers["doctor"], parsers["network"]
-    plan.description, doctor.description, network.description = PLAN, DOCTOR, NETWORK
+    plan, network = parsers["plan"], parsers["network"]
+    plan.description, network.description = PLAN, NETWORK
 
     plan.add_argument(
         "model",
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the nn.Module, or (model, batch_fn) as for `commhooks doctor`",
+        help="a function without arguments that returns the nn.Module",
     )
     hook: Any = plan.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
     hook.completer = hook_names
     plan.add_argument("--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\"")
     plan.add_argument("--wrapper", choices=WRAPPERS, help="the dtype to which the hook casts what it sends")
     plan.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
-
-    doctor.add_argument("build", metavar="MODULE:FUNCTION", help="returns (model, batch_fn), see above")
-    doctor.add_argument("--steps", type=int, default=10, help="measured steps per candidate (10)")
-    doctor.add_argument(
-        "--powersgd-ranks", type=int, nargs="*", default=[1, 2, 4], metavar="RANK", help="ranks to measure (1 2 4)"
-    )
-    doctor.add_argument(
-        "--seconds", type=float, default=60, help="a candidate that has used this time is not measured further (60)"
-    )
 
     network.add_argument(
         "--params", nargs="+", default=["124M", "1.5B"], metavar="N", help="sizes of models: 350k, 124M, 7B (124M 1.5B)"
@@ -134,13 +107,11 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         "--wait-s", type=float, default=60, help="seconds for which machines that are alive wait for another one (60)"
     )
 
-    for each, whose in ((plan, "the hook"), (doctor, "PowerSGD")):
-        text = f"options of {whose}; values are YAML"
-        each.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help=text)
-    for each in (doctor, network):
-        each.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
-    for each, holds in ((plan, "sizes in bytes"), (doctor, "each step"), (network, "bytes, seconds, bit/s")):
-        each.add_argument("--json", action="store_true", help=f"print JSON: {holds}")
+    options = "options of the hook; values are YAML"
+    plan.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help=options)
+    network.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
+    for name, holds in {"plan": "sizes in bytes", "network": "bytes, seconds, bit/s", "env": "texts"}.items():
+        parsers[name].add_argument("--json", action="store_true", help=f"print JSON: {holds}")
     with suppress(ImportError):  # argcomplete is optional
         import argcomplete
 

@@ -14,18 +14,20 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from commhooks.comm.groups import GLOO_INTERFACE
-from commhooks.errors import DoctorError, HookConfigError
-from commhooks.request import import_path, why_not_called
+from commhooks.errors import CommandError, HookConfigError
+from commhooks.import_path import import_path
+from commhooks.request import why_not_called
 
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
     """Context manager: run the user's code in the body as `python -m` would without arguments: the current folder is
-    first in `sys.path`. Raises HookConfigError if the code calls `sys.exit`, as `parse_args()` does if an argument is
-    missing."""
-    before, folder = sys.argv, os.getcwd()
+    first in `sys.path`, which is restored afterwards. Raises HookConfigError if the code calls `sys.exit`, as
+    `parse_args()` does if an argument is missing."""
+    argv = sys.argv
+    search_path = list(sys.path)
     sys.argv = [path.partition(":")[0]]
-    sys.path.insert(0, folder)
+    sys.path.insert(0, os.getcwd())
     try:
         yield
     except SystemExit as error:
@@ -34,9 +36,8 @@ def user_code(path: str) -> Iterator[None]:
             "its parse_args(), belongs under `if __name__ == '__main__':`"
         ) from error
     finally:
-        sys.argv = before
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
+        sys.argv = argv
+        sys.path[:] = search_path
 
 
 def call(path: str) -> Any:
@@ -71,13 +72,13 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
     """Context manager: use the existing process group, or make one of the ranks started by torchrun, on GPUs with the
-    device of LOCAL_RANK. Raises DoctorError if torchrun has started no ranks (`example` is a command that does), or
+    device of LOCAL_RANK. Raises CommandError if torchrun has started no ranks (`example` is a command that does), or
     `init_process_group` fails. `backend`: nccl, gloo; None: torch's choice."""
     if dist.is_initialized():
         yield
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise DoctorError(f"no process group: start this like the training, such as {example}")
+        raise CommandError(f"no process group: start this like the training, such as {example}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     try:
@@ -85,7 +86,7 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
         hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
-        raise DoctorError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
+        raise CommandError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import socket
 import threading
 
 from commhooks.comm.membership import VARIABLE, check_torchft
-from commhooks.errors import DoctorError
+from commhooks.errors import CommandError
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         server = LighthouseServer(f"[::]:{arguments.port}", 1, join_timeout_ms=int(arguments.wait_s * 1000))
     except Exception as error:  # torchft raises RuntimeError
-        raise DoctorError(f"the lighthouse cannot use port {arguments.port}: {error}") from error
+        raise CommandError(f"the lighthouse cannot use port {arguments.port}: {error}") from error
     port = server.address().rpartition(":")[2]
     try:
         print(f"export {VARIABLE}=http://{socket.gethostname()}:{port}", flush=True)

@@ -21,7 +21,7 @@ from commhooks.comm.collectives import Op, collective_error, gather_rows, gather
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.errors import DoctorError, HookConfigError
+from commhooks.errors import CommandError, HookConfigError
 from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
@@ -59,9 +59,15 @@ MOST = 66
 COUNTED_BYTES = 100_000
 """An interface that has sent fewer bytes was not used by the measurement."""
 SYSTEM = Path("/sys/class/net")  # Linux only
+CONNECTIONS_LEGEND = (
+    "Two ranks: one large message in one direction while no other rank sends, and half the round trip of a small one. "
+    "All at once: what every rank sends, and receives at the same time, in an all-reduce of a large buffer, and the "
+    "time of an all-reduce of one number."
+)
+ONE_MACHINE = "All ranks are on one machine, so this is the speed of its memory and processors, not of a network."
 LEGEND = (
-    "Predicted from all ranks together, as if nothing overlapped with the backward pass and the codec took no time; * "
-    "with ranks_per_node. `commhooks doctor` measures a step of your own model."
+    "Predicted from the line 'all at once', as if nothing overlapped with the backward pass and the codec took no "
+    "time; * with ranks_per_node."
 )
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _LARGEST_BYTES, _SMALLEST_BYTES = 32 * 2**20, 64 * 2**10
@@ -86,7 +92,7 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     numbers of parameters, by the names that the report shows. `step_ms`: the time of a step without a network, if
     known."""
     if group.size() == 1:
-        raise DoctorError("there is one rank, and no network to measure: start as many as the training will have")
+        raise CommandError("there is one rank, and no network to measure: start as many as the training will have")
     began = time.perf_counter()
     on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -411,10 +417,7 @@ class NetworkReport:
         for pair in self.pairs:
             ranks_of_pair = f"{pair.ranks[0]} - {pair.ranks[1]}"
             connections.add_row(ranks_of_pair, f"{pair.mbit_per_s:,.0f}", f"{pair.latency_ms:.3g}")
-        together = (
-            f"All ranks together: {bandwidth(self.link.mbit_per_s)} for each in an all-reduce of one large buffer, "
-            f"{self.link.latency_ms:.3g} ms for one number."
-        )
+        connections.add_row("all at once", f"{self.link.mbit_per_s:,.0f}", f"{self.link.latency_ms:.3g}")
         times = new_table("Seconds per step, by size")
         times.add_column("hook")
         for size in self.exchanges:
@@ -422,7 +425,8 @@ class NetworkReport:
         for row in zip(*self.exchanges.values(), strict=True):
             cells = [f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row]
             times.add_row(row[0].candidate.label, *cells)
-        return text_of(*lines, connections, together, times, LEGEND, *self.advice())
+        legend = CONNECTIONS_LEGEND + (f" {ONE_MACHINE}" if len(self.machines) == 1 else "")
+        return text_of(*lines, connections, legend, times, LEGEND, *self.advice())
 
     def advice(self) -> list[str]:
         hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]

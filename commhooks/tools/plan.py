@@ -22,8 +22,6 @@ def run(arguments: argparse.Namespace) -> None:
     with user_code(arguments.hook):  # it may be a path 'package.module:Class'
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = call(arguments.model)
-    if isinstance(model, tuple) and model:  # (model, batch_fn), as for `commhooks doctor`
-        model = model[0]
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if not isinstance(model, torch.nn.Module):

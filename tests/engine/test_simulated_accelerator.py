@@ -311,27 +311,6 @@ def test_a_grad_scaler(run_ranks: Any) -> None:
     _check(run_ranks(_trained_with_a_scaler))
 
 
-def _averaged_without_a_hook() -> tuple[list[str], list[str]]:
-    waits: list[str] = []
-
-    def average(accelerator: Accelerator) -> list[torch.Tensor]:
-        own, residual = torch.linspace(-1, 1, 600).to(DEVICE), torch.zeros(600, device=DEVICE)
-        for _ in range(2):
-            del accelerator.host_waits[:]
-            commhooks.quantized_all_reduce(own, 4, residual=residual)
-        waits.extend(accelerator.host_waits)
-        return [own, residual]
-
-    return _wrong(average), waits
-
-
-def test_an_average_without_a_hook(run_ranks: Any) -> None:
-    found = run_ranks(_averaged_without_a_hook)
-    _check(wrong for wrong, _ in found)
-    for _, waits in found:
-        assert _modules(waits) == {"kernels.py", "mean.py"}  # each call makes its workspace
-
-
 # ---- in the middle of a backward pass --------------------------------------------------------------------------------
 
 

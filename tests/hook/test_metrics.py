@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import commhooks
 from commhooks.gradients import precision
-from commhooks.report import NAMES, Meter
+from commhooks.hook.meter import NAMES, Meter
 from tests.support.ddp_steps import (
     backward,
     descend,

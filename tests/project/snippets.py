@@ -549,13 +549,10 @@ def _check_torchrun(words: list[str]) -> None:
 def _check_commhooks(words: list[str]) -> None:
     """The commands that only torchrun can start."""
     from commhooks.tools.cli import make_parser
-    from commhooks.tools.common import call
 
     with _refused_arguments(f"commhooks {shlex.join(words)}"):
-        assert words[:1] in (["doctor"], ["network"])
-        given = make_parser()[0].parse_args(words)
-        if words[0] == "doctor":
-            call(given.build)
+        assert words[:1] == ["network"]
+        make_parser()[0].parse_args(words)
 
 
 def _check_pip(words: list[str]) -> None:

@@ -13,15 +13,12 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-import commhooks
 from accelerate_commhooks import CommHookKwargs
 from commhooks import HookConfigError, registry
 from commhooks.tools.cli import main
 from lightning_commhooks import CommHookDDP
 from tests.support import warm
 from tests.support.accelerators import Training, launched
-from tests.support.ddp_steps import mlp, wrap
-from tests.support.doctor_models import Net, loss_of
 from tests.support.inside import session_of
 from tests.support.lightning_support import assert_equal, fit, path_at, residuals
 from tests.support.repository import REPOSITORY
@@ -115,23 +112,11 @@ def test_accelerate_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["stats"]["hook"] == "random_k" and rank["stats"]["compressed_steps"] == 4 and rank["residuals"] > 0
 
 
-# ---- doctor, commands ------------------------------------------------------------------------------------------------
-
-
-def _consult() -> dict[str, Any]:
-    registry.register_compressor(registry.compressor_of(commhooks.attach(wrap(mlp()), **EVERYWHERE)._request.config))
-    return commhooks.doctor(wrap(Net()), loss_of, steps=1, powersgd_ranks=(1,)).as_dict()
-
-
-def test_the_doctor_tries_it(run_ranks: Any) -> None:
-    for report in run_ranks(_consult):
-        found = report["candidates"]["random_k"]
-        assert found["hook_options"] == {"start_iter": 0}
-        assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and 0 < found["error"] <= 1
+# ---- commands ------------------------------------------------------------------------------------------------------
 
 
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "tests.support.doctor_models:Net", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
+    plan = ["plan", "tests.support.plan_models:build_mlp", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
     assert main([*plan, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10

@@ -128,6 +128,7 @@ def _arguments_of_save_model() -> Any:
 OWNERS: dict[str, Callable[[], Any]] = {
     "torch._C": lambda: torch._C,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
+    "torch.autograd": lambda: torch.autograd,
     "torch.Tensor": lambda: torch.Tensor,
     "torch.distributed.distributed_c10d": lambda: dist.distributed_c10d,
     "torch.distributed.ProcessGroup": lambda: dist.ProcessGroup,
@@ -168,7 +169,6 @@ def test_without_the_other_names_nothing_is_refused():
     assert not torch_private.joined_with_uneven_division(anything)
     assert not torch_private.has_optimizer_in_backward(anything)
     assert not torch_private.count_accumulate_hooks(anything)
-    assert not torch_private.delays_all_reduce(anything)
     assert torch_private.all_reduces(anything)
     assert torch_private.compiled_from(anything) is None
     assert torch_private.timeout_of(anything, torch.device("cpu")) is None

@@ -1,7 +1,5 @@
 """Models for `commhooks plan`, and objects that are no models."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -26,10 +24,6 @@ class Net(nn.Module):
 
 def build_mlp() -> nn.Module:
     return mlp()
-
-
-def build_for_the_doctor() -> tuple[nn.Module, Any]:
-    return mlp(), print
 
 
 def needs_an_argument(width: int) -> nn.Module:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import commhooks
 from commhooks import HookConfigError
@@ -28,7 +29,7 @@ NO_MODEL = "tests.support.plan_models:no_model"
 ERRORS = [
     # arguments, what stderr says, exit status
     (["plan", "m:f", "--exclud", "a"], "unrecognized arguments: --exclud (did you mean '--exclude'?)", 2),
-    (["doctor", "m:f", "--step", "4"], "unrecognized arguments: --step (did you mean '--steps'?)", 2),
+    (["plan", "m:f", "--option", "a=4"], "unrecognized arguments: --option (did you mean '--options'?)", 2),
     (["hooks", "powerSGD"], "unrecognized arguments: powerSGD", 2),
     (["--vers"], "unrecognized arguments: --vers", 2),
     (["hoks"], "invalid choice: 'hoks'", 2),
@@ -60,7 +61,7 @@ def test_what_is_wrong(arguments: list[str], says: str, status: int, capsys: Any
 
 def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
     """Which takes seconds to import: here nothing can import it. Completion as bash asks argcomplete for it."""
-    commands, typed = ["hooks", "plan", "doctor", "network"], "commhooks plan --wr"
+    commands, typed = ["hooks", "plan", "network", "env"], "commhooks plan --wr"
     code = f"""
 import contextlib, os, sys
 sys.modules |= dict.fromkeys(["torch", "accelerate", "omegaconf", "rich"])
@@ -75,7 +76,7 @@ main([])
     run: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "timeout": 280}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **run)
     assert done.returncode == 0 and done.stdout.count("usage: ") == 1 + len(commands), done.stderr
-    assert f"commhooks {commhooks.__version__}\n" in done.stdout and "batch_fn(model)" in done.stdout
+    assert f"commhooks {commhooks.__version__}\n" in done.stdout and "--step-ms" in done.stdout
     assert (tmp_path / "found").read_text().strip() == "--wrapper"
     assert "powerSGD" in cli.hook_names() and "noop" not in cli.hook_names() and tuple(WIRE_DTYPES) == cli.WRAPPERS
 
@@ -148,9 +149,18 @@ def test_it_prints_the_plan_of_the_attached_hook(hook: str, capsys: Any) -> None
 
     with process_group_of_one():
         expected = lines(str(commhooks.attach(wrap(mlp()), hook).plan()))
-    for model in (MODEL, "tests.support.plan_models:build_for_the_doctor"):
-        assert main(["plan", model, "--hook", hook]) == 0
-        assert lines(capsys.readouterr().out) == expected
+    assert main(["plan", MODEL, "--hook", hook]) == 0
+    assert lines(capsys.readouterr().out) == expected
+
+
+def test_env_prints_what_a_bug_report_needs(capsys: Any) -> None:
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__ and "gloo" in found["backends"] and found["interfaces"]
+    assert found["native kernels"] in ("compiled and loaded", "turned off by COMMHOOKS_NATIVE=0")
+    assert all(name in text and each in text for name, each in found.items())
 
 
 # ---- the user's functions --------------------------------------------------------------------------------------------
@@ -216,7 +226,8 @@ def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, e
         ("plan_models.py", "is not a path: expected 'package.module:function'"),
         ("tests.support.plan_models:", "expected 'package.module:function' with the full name"),
         ("no_such_module:build", "cannot import 'no_such_module': No module named 'no_such_module'; start where"),
-        ("no/such_module.py:build", "cannot import 'no.such_module': No module named 'no'; start where"),
+        ("no/such_module.py:build", "there is no file '/.*/no/such_module.py'"),
+        ("../no/such_module.py:build", "there is no file '/.*/no/such_module.py'"),
         ("tests.support.plan_models:build", "'tests.support.plan_models' has no 'build' .did you mean 'build_mlp'"),
         ("tests.support.plan_models:Net.biuld", "'tests.support.plan_models.Net' has no 'biuld'"),
         ("tests.support.plan_models:not_callable", "is a int; expected a function that builds the model"),
@@ -226,6 +237,48 @@ def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, e
 def test_what_is_no_function_is_told(target: str, text: str) -> None:
     with pytest.raises(HookConfigError, match=text):
         call(target)
+
+
+JOB = """
+from torch import nn
+{}
+def build():
+    import beside_script_of_this_test
+    return nn.Linear(3, beside_script_of_this_test.WIDTH)
+"""
+
+
+@pytest.mark.parametrize("written", ["../job/NAME", "{absolute}/NAME", "~/job/NAME"])
+@pytest.mark.parametrize("package", [False, True])
+def test_a_path_of_a_file_is_a_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: str, package: bool
+) -> None:
+    """Outside of the current folder, with imports from the file's own folder at any time, and inside of a package."""
+    (folder / "job" / "inside").mkdir(parents=True)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "job" / "beside_script_of_this_test.py").write_text("WIDTH = 5\n")
+    name = "inside/script_of_this_test.py" if package else "script_of_this_test.py"
+    if package:
+        (folder / "job" / "inside" / "__init__.py").write_text("NET = 1\n")
+    (folder / "job" / name).write_text(JOB.format("from . import NET" if package else ""))
+    target = written.format(absolute=folder / "job").replace("NAME", name)
+    try:
+        assert main(["plan", f"{target}:build", "--hook", "int8"]) == 0
+    finally:
+        for module in ("beside_script_of_this_test", "inside", "inside.script_of_this_test"):
+            sys.modules.pop(module, None)
+    assert "0.080 kB" in capsys.readouterr().out  # 3 x 5 + 5 numbers
+
+
+def test_a_path_whose_name_another_module_has_is_an_error(folder: Path) -> None:
+    (folder / "json.py").write_text(JOB.format(""))
+    with pytest.raises(HookConfigError, match=r"`import json` finds /.*json/__init__.py instead of /.*json.py: rename"):
+        call("json.py:build")
+    (folder / "train.v2.py").write_text(JOB.format(""))
+    with pytest.raises(HookConfigError, match="a file with a '.' in its name: rename it"):
+        call("train.v2.py:build")
 
 
 def test_other_errors_of_the_script_pass_through(folder: Path) -> None:

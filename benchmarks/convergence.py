@@ -133,7 +133,7 @@ def plot(rows: list[Row], file: Path, epochs: int) -> None:
     seeds = len(rows[0]["losses"])
     figure.suptitle(f"digits, 2 ranks, {epochs} epochs: mean of {seeds} seeds, with the lowest and the highest")
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=220)
 
 
 def _family(hook: str) -> str:

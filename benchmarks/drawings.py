@@ -37,7 +37,7 @@ def rounds(path: Path) -> None:
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=300)
 
 
 def _ddp(axis: Any, rows: tuple[float, float], end: float) -> None:
@@ -104,7 +104,7 @@ def members(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=300)
 
 
 def main() -> None:

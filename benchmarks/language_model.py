@@ -261,7 +261,7 @@ def plot(rows: list[Row], file: Path) -> None:
     axes[0][0].set_ylabel("validation loss, nats per byte")
     axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=220)
 
 
 def main() -> None:

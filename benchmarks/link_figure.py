@@ -60,7 +60,7 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
     figure.suptitle("Time of a training step against the bandwidth between two ranks", x=0.02, ha="left", fontsize=13)
     figure.text(0.02, 0.905, _circumstances(rows[0], at), color="#555555", fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=300)
 
 
 def _drawn_as(hook: str) -> str:

@@ -177,7 +177,7 @@ def main() -> None:
     }
     report("time_to_loss", f"time to loss: 2 ranks, {len(args.seeds)} seeds", args, at, rows, columns)
     if args.plot is not None:
-        draw(rows, args.within).savefig(args.plot, dpi=150)
+        draw(rows, args.within).savefig(args.plot, dpi=300)
 
 
 if __name__ == "__main__":

@@ -265,6 +265,8 @@ class FullyShardGradients(GradientSource):
             )
         self.sparse = set()
         self._sharded = sharded
+        trained = {own_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self._not_sharded = [name for name in trained if name not in sharded]
         shards = [LocalShard.of(name, p) for name, p in sharded.items() if p.requires_grad]
         self._shards = {shard.name: shard for shard in shards}
         self._of_parameter = {id(shard.parameter): shard for shard in shards}
@@ -295,6 +297,11 @@ class FullyShardGradients(GradientSource):
         if self.module is None:
             return {}
         return {name: local_values(parameter) for name, parameter in self._sharded.items()}
+
+    def not_averaged(self) -> list[str]:
+        """Return the parameters that were trained and not sharded when the hook was attached. FSDP itself reduces the
+        others, and `_end` finds those that were frozen then."""
+        return self._not_sharded
 
     def stepped(self) -> Sequence[torch.Tensor]:
         return [shard.parameter for shard in self._shards.values()]

@@ -148,6 +148,11 @@ class GradientSource(ABC):
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
 
+    def not_averaged(self) -> list[str]:
+        """Return the names of the parameters that require gradients now and are not reduced."""
+        averaged = {id(parameter) for parameter in self.names.named_parameters().values()}
+        return [name for name, each in self.weights().items() if each.requires_grad and id(each) not in averaged]
+
     @abstractmethod
     def unregister(self) -> None:
         """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""

@@ -60,9 +60,9 @@ class CommonWeights:
         anchor, known = self._outer.state[ANCHOR.key], self._source.names.named_parameters()
         self._source.before_weights_change()
         same = all(torch.equal(p.detach(), to_logical(anchor[n], p).to(p)) for n, p in known.items() if n in anchor)
-        if not self.on_some_rank(not same):
+        if not self._on_some_rank(not same):
             return
-        common = not self.on_some_rank(bool(self.differing()))
+        common = not self._on_some_rank(bool(self.differing()))
         if common:
             self._outer.set_anchor(known)
         else:
@@ -79,20 +79,28 @@ class CommonWeights:
         self._source.before_weights_change()
         set_weights(self._source.names.named_parameters(), self._outer.state[ANCHOR.key])
 
-    @torch.no_grad()
     def differing(self) -> list[str]:
         """Return the names of the trained weights that are not equal on all ranks."""
+        return self.compare(False)[0]
+
+    @torch.no_grad()
+    def compare(self, changed: bool) -> tuple[list[str], bool]:
+        """Return the names of the trained weights that are not equal on all ranks, and whether
+        `changed` is true on some rank."""
         known = self._source.names.named_parameters()
-        sums = torch.tensor(checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
-        rows = gather_rows(sums, self._source.group, self._outer.counters, "whether the weights are equal")
-        return [name for name, same in zip(known, (rows == rows[0]).all(0).tolist(), strict=True) if not same]
+        own = [*checksums(list(known.values())), int(changed)]
+        row = torch.tensor(own, dtype=torch.int64, device=self._source.device)
+        rows = gather_rows(row, self._source.group, self._outer.counters, "whether the weights are equal")
+        same = (rows == rows[0]).all(0).tolist()[:-1]
+        differing = [name for name, is_same in zip(known, same, strict=True) if not is_same]
+        return differing, bool(rows[:, -1].any())
 
     def all_will_step(self, good: torch.Tensor) -> bool:
         """Return whether no rank will skip the step of this pass; the same on all ranks. `good`:
         whether the gradients of this rank are finite (0-dim bool tensor). Also True if the weights
         of a rank are not finite, because its gradients will never be finite again."""
-        finite = self.on_all_shards(good)
-        lost = not finite and not self.on_all_shards(
+        finite = self._on_all_shards(good)
+        lost = not finite and not self._on_all_shards(
             torch.stack([all_finite(parameter) for parameter in self._source.names.named_parameters().values()]).all()
         )
         rows = self._rows(finite, lost, what="whether all gradients are finite")
@@ -104,10 +112,10 @@ class CommonWeights:
         row = torch.tensor(values, device=self._source.device, dtype=torch.int64)
         return gather_rows(row, self._source.group, self._outer.counters, what)
 
-    def on_some_rank(self, value: bool, what: str = "whether the weights are those of the anchor") -> bool:
-        return not self.on_all_shards(~self._rows(value, what=what).any())
+    def _on_some_rank(self, value: bool) -> bool:
+        return not self._on_all_shards(~self._rows(value, what="whether the weights are those of the anchor").any())
 
-    def on_all_shards(self, good: torch.Tensor) -> bool:
+    def _on_all_shards(self, good: torch.Tensor) -> bool:
         shards = self._source.shard_group
         return bool(good if shards is None else good_on_all(good, shards, "all shards"))
 

@@ -59,14 +59,14 @@ class RoundSaves:
     def _share(self, *, optimizers: bool) -> None:
         driver = self._driver
         if driver.state.apart and not driver.partner.only_whole_rounds:
-            changed = driver.weights.on_some_rank(
-                driver.sample.compare(), "whether the weights are those of the training"
-            )
+            driver.sample.compare()  # before they become those of the outer step
             driver.on(EndRound())
-            driver.sample.changed = changed  # on all ranks, until they have stepped
         self._differences = driver.common.share(optimizers=optimizers)
         driver.on(Shared(optimizers))
-        if optimizers and (differing := driver.weights.differing()):
+        if not optimizers:
+            return
+        differing, driver.sample.changed = driver.weights.compare(driver.sample.changed)
+        if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             self._differences.insert(0, f"the weights ({differing[0]}{more})")
 

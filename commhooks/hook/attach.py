@@ -183,69 +183,6 @@ def attach_request(
     return attached
 
 
-<<<<<<< HEAD
-def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
-    if not source.from_ddp:
-        raise HookConfigError(
-            f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
-            "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
-        )
-    state, function = request.build(source.group)
-    if reason := why_not_called(function, None, None):
-        raise HookConfigError(
-            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
-            "GradBucket"
-        )
-    return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
-
-
-def _build_hook(
-    request: HookRequest,
-    compressor: Compressor[Any] | None,
-    state: Any,
-    function: Callable[..., Any] | None,
-    source: GradientSource,
-    binding: Binding,
-    choice: KernelChoice,
-) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """Return (hook, run, finish). `run(bucket)` reduces a bucket; `finish()` ends a pass that had no last bucket."""
-    if compressor is None:
-        assert function is not None
-        of_function = FunctionHook(request, source, state, function)
-        return of_function, of_function.run, of_function.end_pass
-    if isinstance(compressor, LocalStepsCompressor):
-        if compressor.config.delay:  # its collectives overlap with the model's own
-            own = new_group([range(source.group.size())], source.group, source.device)
-            binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {
-            name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
-        }
-        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        machines = None
-        if request.members is not None:
-            membership = _membership(request.members, source)
-            machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
-        partner: Partner = machines or FixedPartner(binding.group, nodes)
-        outer = FragmentSession(compressor, binding, sizes, partner)
-        outer.consensus.compute_with(choice)
-        driver = LocalStepsDriver(request.name, source, outer)
-        members = None if machines is None else Members(driver, machines)
-        return LocalStepsHook(request, source, driver, members), driver.run, driver.end_pass
-    if isinstance(state, PowerSGDState):
-        session = state.session
-    else:
-        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
-    session.consensus.compute_with(choice)
-    nodes = _nodes_for(request, session, source)
-    if nodes is not None:
-        session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
-        session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
-    run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
-    return CompressorHook(request, source, session), run, session.end_pass
-
-
-=======
->>>>>>> main
 def _process_group_of_one(model: torch.nn.Module) -> None:
     """Make the default process group for a machine with one process, where nothing else has made one."""
     device = next((each.device for each in model.parameters()), torch.device("cpu"))

@@ -56,7 +56,7 @@ class Members:
         to their outer step within `wait_s` seconds (None: `Torchft.leave_s`). They no longer wait for this machine.
         Returns whether its part was sent. A later outer step raises HookRunError."""
         sent, wait_s = False, self._steps.options.leave_s if wait_s is None else wait_s
-        if wait_s > 0 and self._steps.has_met and self._driver.diverged:
+        if wait_s > 0 and self._steps.has_met and self._driver.state.apart:
             try:
                 self._driver.end_round(wait_s)
                 sent = True

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from commhooks.comm.nodes import Nodes
 from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary
+from commhooks.gradients.profiling import span
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.exchange import OuterExchange
 from commhooks.local_steps.flat_weights import set_weights
-from commhooks.local_steps.fragments import FragmentSession, HeldOuterStep
+from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from commhooks.members.report import Action, Decision, NotAReport, Report, decide, read
 from commhooks.members.state_server import NETWORK_ERRORS, fetch, has_read
@@ -33,7 +35,7 @@ class Attempt:
     None if something is missing."""
 
     decision: Decision
-    held: HeldOuterStep | None = None
+    held: OuterExchange | None = None
 
 
 class MachineSteps:
@@ -104,7 +106,7 @@ class MachineSteps:
 
     # ---- an outer step -----------------------------------------------------------------------------------------------
 
-    def end_round(self, exchange: Callable[[], bool], *, trained: bool, limit_s: float | None) -> bool:
+    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
         """See `Partner`. Meet the other machines, and take an outer step with them or the state of one of them. Return
         False if all machines have only begun: they go on with the round, and so do those of them that take the state of
         another one. Raises AttachError before the first outer step, if this machine does not match the others."""
@@ -123,7 +125,7 @@ class MachineSteps:
                     time.sleep(decision.pause_s)
                 case Action.COMMIT:
                     assert attempt is not None and attempt.held is not None
-                    attempt.held.commit()
+                    self._outer.commit_held(attempt.held)
                     attempt, trained, changed = None, False, True
                 case Action.ABANDON:
                     attempt = None
@@ -141,7 +143,7 @@ class MachineSteps:
                     attempt, failure = self._exchange(decision, deadline)
                     if not failure:
                         assert attempt.held is not None
-                        attempt.held.commit()
+                        self._outer.commit_held(attempt.held)
                         self._serve(decision)
                         self._begin(decision)
                         return True
@@ -188,7 +190,8 @@ class MachineSteps:
         text, lighthouse = "", self._machine.lighthouse
         if lighthouse is not None:
             late = deadline is not None and time.monotonic() > deadline
-            quorum = None if late else lighthouse.quorum(report, deadline)
+            with span("quorum", self.name):
+                quorum = None if late else lighthouse.quorum(report, deadline)
             text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
         content = json.loads(self._ranks.first_text(text))
         if content["orphaned"]:
@@ -246,8 +249,9 @@ class MachineSteps:
         self.exchanged_with = machines
         if self._ranks.exchanges and not attempt.decision.reuse:
             self._connections.connect(machines, attempt.decision.name, limit_s)
-        held = self._outer.held_step(weight, exchanges=self._ranks.exchanges)
-        held.exchange()
+        held = self._outer.held_exchange(weight, exchanges=self._ranks.exchanges)
+        held.begin()
+        held.finite()
         if self._ranks.exchanges:
             self._common.share(optimizers=False, group=self._connections.group)
         attempt.held = held

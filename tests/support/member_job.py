@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 import commhooks
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import HeldOuterStep
+from commhooks.local_steps.exchange import OuterExchange
 from commhooks.members.peers import Connections
 from commhooks.members.state_server import StateServer
 
@@ -187,19 +187,28 @@ def sharded_content(module: nn.Module, optimizer: torch.optim.Optimizer, hook: A
 
 
 def inject(what: str, number: int) -> None:
-    exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Connections.confirm, [0], [0]
+    begin, finite, confirm, exchanged, confirmed = (
+        OuterExchange.begin,
+        OuterExchange.finite,
+        Connections.confirm,
+        [0],
+        [0],
+    )
     answer, connect, connecting, share = StateServer._answer, Connections.connect, [0], CommonState.share
 
-    def new_exchange(held: HeldOuterStep) -> None:
+    def new_begin(exchange: OuterExchange) -> None:
         exchanged[0] += 1
-        due = exchanged[0] == number
-        if due and what == "before":
+        if exchanged[0] == number and what == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        exchange(held)
-        if due and what == "exchanged":
+        begin(exchange)
+
+    def new_finite(exchange: OuterExchange) -> torch.Tensor:
+        found = finite(exchange)
+        if exchanged[0] == number and what == "exchanged":
             os.kill(os.getpid(), signal.SIGKILL)
-        if due and what == "refused":
+        if exchanged[0] == number and what == "refused":
             raise RuntimeError("the connection was lost (a test)")
+        return found
 
     def new_confirm(connections: Connections) -> None:
         if what == "agreed" and exchanged[0] == number:
@@ -228,7 +237,8 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
         return found
 
-    HeldOuterStep.exchange, Connections.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
+    OuterExchange.begin, OuterExchange.finite = new_begin, new_finite
+    Connections.confirm, StateServer._answer = new_confirm, new_answer
     Connections.connect, CommonState.share = new_connect, new_share
 
 

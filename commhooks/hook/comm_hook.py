@@ -19,9 +19,11 @@ from commhooks.errors import (
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource, HookCallbacks, PassListener
+from commhooks.hook.compressor_hook import CompressorHook
 from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
 from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.members import Members
+from commhooks.hook.nonfinite import NonfiniteWarning
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
@@ -94,6 +96,10 @@ class CommHook:
             warn_of_unsharded(self._source.not_averaged())
         elif self._logs and (self._world_size > 1 or self.members is not None):
             listeners.append(LateParameters(self._source))
+        if isinstance(self._hook, CompressorHook) and self._hook.sends:
+            nonfinite = NonfiniteWarning(self._hook, self._source, logs=self._logs)
+            listeners.append(nonfinite)
+            run = nonfinite.watched(run)
         self._source.register(HookCallbacks(self.name, run, finish, self, listeners, self._begun), state)
         self._unused.callback = on_unused
         # fully_shard calls a hook wherever it reduces

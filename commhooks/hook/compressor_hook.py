@@ -25,7 +25,7 @@ class CompressorHook:
         self._request, self._source = request, source
         self._world_size = source.group.size()
         self._saved_by = SavedBy.of(request, source)
-        self.learns = session.compressor.transactional
+        self.learns, self.sends = session.compressor.transactional, config.sends
         # `plans_of(compressor)`. A bound method would keep this object, and with it the learned state, in a reference
         # cycle.
         self._plans_of = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)

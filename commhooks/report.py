@@ -17,6 +17,7 @@ class Use:
         plain: whether the latest step was a plain all-reduce because the hook has not begun.
         acts: the first step at which it compresses or averages; usually equal to `begins`.
         missing: what the hook has not done, for the warning that it had no effect.
+        why: why the hook may not act although it has begun, for the same warning.
         remedy: how to make the hook begin earlier.
     """
 
@@ -25,6 +26,7 @@ class Use:
     begins: int = 0
     acts: int = 0
     missing: str = "compressed nothing"
+    why: str = ""
     remedy: str = ""
     or_later: str = ""
 

@@ -264,7 +264,7 @@ class LearnedStateCheckpointer:
     def resumed(self, content: dict[str, Any]) -> str:
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
-            if not content[COUNTERS]["compressed_steps"]:
+            if not content[COUNTERS]["compressed_steps"] and content["step"] <= self._session.compressor.start_step:
                 said = "; not yet compressing"
             elif state.local_missing or content["residual"] == "none":
                 said = "; residuals: none, they start from zero"

@@ -7,13 +7,13 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import gather_texts
 from commhooks.comm.wire import all_finite
+from commhooks.engine.session import Session
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale, ScaleOf, scaler_of
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
-from commhooks.hook.compressor_hook import CompressorHook
 
 logger = logger_of(__name__)
 
@@ -25,11 +25,11 @@ class NonfiniteWarning:
     the CPU only. Only a bad pass needs a collective: the average is the same on all ranks, and so is the decision. On
     an accelerator the host does not wait: bad passes are known once the hook's counters have been read."""
 
-    def __init__(self, hook: CompressorHook, source: GradientSource, *, logs: bool) -> None:
-        self._hook, self._counters, self._source, self._logs = hook, hook.counters, source, logs
+    def __init__(self, session: Session, source: GradientSource, *, logs: bool) -> None:
+        self._session, self._counters, self._source = session, session.counters, source
         self._on_host = precision.is_host_readable(source.device)
-        if not hook.learns:  # then the ranks that hold other shards do not know
-            self._logs = source.group.rank() == 0
+        # Without learned state the ranks that hold other shards do not know of a bad pass.
+        self._logs = logs if session.compressor.transactional else source.group.rank() == 0
         self._futures: list[Future] = []
         self._bad_before = 0
         self._done = False
@@ -39,7 +39,7 @@ class NonfiniteWarning:
 
         def reduce(bucket: Bucket) -> Future:
             future = run(bucket)
-            if self._on_host and not (self._done or self._hook.session.compressor.checks_finite):
+            if self._on_host and not (self._done or self._session.compressor.checks_finite):
                 self._futures.append(future)
             return future
 
@@ -57,7 +57,7 @@ class NonfiniteWarning:
     def _look(self) -> None:
         bad = self._counters.nonfinite_steps > self._bad_before or not self._averages_are_finite()
         self._bad_before = self._counters.nonfinite_steps
-        if bad and not self._done and nobody_skips(self._hook.session.consensus.binding.loss_scale):
+        if bad and not self._done and nobody_skips(self._session.consensus.binding.loss_scale):
             self._done = True
             blame = self._blame() if self._on_host else "on some rank"
             if self._logs:

@@ -94,13 +94,11 @@ class UnusedWarning:
                 "nothing. Train the wrapped model that it is attached to, and not in no_sync(), which leaves out the "
                 "hook (Accelerate's LocalSGD uses it)."
             )
-        elif self._called and not (use.acted or self._has_compressed()) and use.acts > 0:
+        elif self._called and not (use.acted or self._has_acted()) and (self._has_begun() or use.acts > 0):
             nonfinite = self._counters.nonfinite_steps
             skipped = f" ({nonfinite} of them were not finite, and are no steps)" if nonfinite else ""
-            text = (
-                f"hook {self._name!r} has {use.missing} in {self._passes_so_far()} backward passes{skipped}: it begins "
-                f"at step {use.acts}. {use.remedy}."
-            )
+            why = use.why if self._has_begun() else f"it begins at step {use.acts}. {use.remedy}"
+            text = f"hook {self._name!r} has {use.missing} in {self._passes_so_far()} backward passes{skipped}: {why}."
         if text and not self._warned_before:
             logger.warning("%s", text)
         if text and self.callback is not None:
@@ -110,8 +108,11 @@ class UnusedWarning:
         hook = self._hook()
         return self._last_use if hook is None else hook.status().use
 
-    def _has_compressed(self) -> bool:
-        return self._counters.compressed_steps > 0 or self._counters.numel_before > 0
+    def _has_begun(self) -> bool:
+        return self._counters.numel_before > 0
+
+    def _has_acted(self) -> bool:
+        return self._counters.compressed_steps > 0 or self._counters.passes_acted > 0
 
     def _passes_so_far(self) -> int:
         return self._counters.cumulative()["backward_passes"]

@@ -21,6 +21,10 @@ STEPS = 3
 NOT_BEGUN = (
     "commhooks: hook {!r} has compressed nothing in 3 backward passes: it begins at step {}. Set {} to a smaller "
 )
+NOTHING = (
+    "commhooks: hook {!r} has compressed nothing in 3 backward passes: it compresses no parameter of this model. "
+    "print(hook.plan()) gives the reasons."
+)
 UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
     "powerSGD": ("powerSGD", None, NOT_BEGUN.format("powerSGD", 100, "start_powerSGD_iter") + "number."),
     "int8": ("int8", {"start_iter": 3}, NOT_BEGUN.format("int8_compress", 3, "start_iter") + "number."),
@@ -36,6 +40,12 @@ UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
         "commhooks: hook 'diloco' has averaged no weights in 3 backward passes: it begins at step 4. Set start_iter to "
         "a smaller number, or sync_every.",
     ),
+    "powerSGD, no large matrix": (
+        "powerSGD",
+        {"start_powerSGD_iter": 1, "min_compression_rate": 1000},
+        NOTHING.format("powerSGD"),
+    ),
+    "int8, all excluded": ("int8", {"start_iter": 0, "exclude": ["*"]}, NOTHING.format("int8_compress")),
     "int8, begun": ("int8", {"start_iter": 2}, ""),
     "auto, decided": (KINDS["auto, chooses int8"].hook, None, ""),
     "local_sgd, averaged": ("local_sgd", {"sync_every": 3}, ""),

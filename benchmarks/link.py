@@ -122,23 +122,27 @@ def measure(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--rates", nargs="+", default=RATES, help="as tc writes them, or unlimited")
+    made.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
+    made.add_argument("--models", nargs="+", choices=list(SIZES), default=["transformer", "resnet18"])
+    made.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
+    made.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
+    made.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
+    made.add_argument("--nodes", type=int, choices=range(2, 9), default=2)
+    made.add_argument("--ranks-per-node", type=int, default=1)
+    made.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
+    made.add_argument("--jitter", type=float, default=0.0, help="ms that a packet may take longer")
+    made.add_argument("--loss", type=float, default=0.0, help="share of the packets that is lost")
+    made.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the figures of an earlier --json")
+    made.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
+    return made
+
+
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--rates", nargs="+", default=RATES, help="as tc writes them, or unlimited")
-    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
-    arguments.add_argument("--models", nargs="+", choices=list(SIZES), default=["transformer", "resnet18"])
-    arguments.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
-    arguments.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
-    arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
-    arguments.add_argument("--nodes", type=int, choices=range(2, 9), default=2)
-    arguments.add_argument("--ranks-per-node", type=int, default=1)
-    arguments.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
-    arguments.add_argument("--jitter", type=float, default=0.0, help="ms that a packet may take longer")
-    arguments.add_argument("--loss", type=float, default=0.0, help="share of the packets that is lost")
-    arguments.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the figures of an earlier --json")
-    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
     quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "powersgd-1"], "models": ["tiny_transformer"]}
-    args = parse(arguments, **quick, compute=["light"], steps=3)
+    args = parse(arguments(), **quick, compute=["light"], steps=3)
     if args.file is not None:
         measured = json.loads(args.file.read_text())
         at, rows = measured["machine"], measured["rows"]

@@ -133,20 +133,22 @@ def or_no(key: str, form: str) -> Any:
     return lambda row: "no" if row[key] is None else form.format(**row)
 
 
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
+    made.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"], help="as tc writes them")
+    made.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0])
+    made.add_argument("--steps", type=int, help="instead of those above; curves are comparable only as a whole")
+    made.add_argument("--timed", type=int, default=0, help="steps that are timed at each rate; 0: all are run there")
+    made.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
+    made.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
+    made.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
+    return made
+
+
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
-    arguments.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"], help="as tc writes them")
-    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
-    arguments.add_argument("--steps", type=int, help="instead of those above; curves are comparable only as a whole")
-    arguments.add_argument(
-        "--timed", type=int, default=0, help="steps that are timed at each rate; 0: all are run there"
-    )
-    arguments.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
-    arguments.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
-    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
-    args = parse(arguments, tasks=["digits"], rates=["100mbit"], hooks=["ddp", "native-2"], steps=30)
+    args = parse(arguments(), tasks=["digits"], rates=["100mbit"], hooks=["ddp", "native-2"], steps=30)
     if "ddp" not in args.hooks:
         args.hooks.insert(0, "ddp")
     changing = [label for label in args.hooks if label in CHOOSING or starts_late(label)]

@@ -15,7 +15,7 @@ from commhooks.compressors.state_field import StateField
 from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.source import GradientSource, held_weakly
+from commhooks.gradients.source import GradientSource, PassListener, held_weakly
 from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.compressor import LocalStepsCompressor
@@ -84,6 +84,9 @@ class LocalStepsHook:
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)
         self.members = members
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        return []
 
     def status(self) -> Status:
         compressor = self._outer.compressor

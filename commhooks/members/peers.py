@@ -192,6 +192,12 @@ class Connections:
             self._prober.start()
         return not silent
 
+    def has_moved_on(self, machine: Report) -> bool:
+        """Return whether `machine` has asked for another quorum since this report."""
+        status = self._statuses([machine]).get(machine.id, {})
+        number: int = status.get("number", 0)
+        return number > machine.number
+
     def _probe(self) -> None:
         while self.unreachable and not self._closed.wait(_PROBE_EVERY_S):
             for machine in list(self.unreachable.values()):

@@ -166,10 +166,16 @@ def ask(server: str, question: str = "status") -> dict[str, Any]:
     return status
 
 
-def fetch(server: str, step: int, limit_s: float) -> tuple[bytes, Callable[[int, torch.Tensor], None]]:
+class NoState(OSError):
+    """Raised if the machine has no such state, and will not have it."""
+
+
+def fetch(
+    server: str, step: int, limit_s: float, still_comes: Callable[[], bool] = lambda: True
+) -> tuple[bytes, Callable[[int, torch.Tensor], None]]:
     """Wait for the state of `step` at a `StateServer`. Returns its description, and a function that reads the tensor
     with a number into a contiguous tensor on the CPU. Raises one of `NETWORK_ERRORS` if the server is gone, or has no
-    state of this step within `limit_s`."""
+    state of this step within `limit_s`; NoState as soon as `still_comes` returns False without it."""
 
     def get(part: object) -> Any:
         return _opener.open(f"http://{server}/state/{step}/{part}", timeout=limit_s)
@@ -185,12 +191,15 @@ def fetch(server: str, step: int, limit_s: float) -> tuple[bytes, Callable[[int,
 
     deadline = time.monotonic() + limit_s
     while True:
+        comes = still_comes()  # before the look, after which it may arrive
         try:
             with get("form") as answer:
                 return answer.read(), read
         except urllib.error.HTTPError as error:
-            if error.code != 404 or time.monotonic() > deadline:
+            if error.code != 404:
                 raise
+        if not comes or time.monotonic() > deadline:
+            raise NoState(f"it has no state of outer step {step}")
         time.sleep(0.1)
 
 

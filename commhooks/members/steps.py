@@ -1,6 +1,7 @@
 """Outer steps among machines that come and go: ask for a quorum, decide (`report.py`), do it."""
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from commhooks.members.report import Action, Decision, NotAReport, Report, decide, read
-from commhooks.members.state_server import NETWORK_ERRORS, fetch, has_read
+from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
 from commhooks.members.this_machine import ThisMachine
 
 _MOST_FAILURES = 5
@@ -285,23 +286,25 @@ class MachineSteps:
         """Take the state of `decision.source` after outer step `decision.step`. Return whether it was available."""
         source, step = decision.source, decision.step
         assert source is not None
-        server, form, failure = source.servers[self._ranks.shard], b"", ""
+        server, form, failure, failed_heals = source.servers[self._ranks.shard], b"", "", self._own.failed_heals
         arrived: Mapping[int, torch.Tensor] = {}
         if self._ranks.exchanges:
             try:
                 if not self._connections.all_answer([source]):
                     raise OSError("it does not answer")
-                form, read_tensor = fetch(server, step, self._limit(deadline))
+                moved_on = functools.partial(self._connections.has_moved_on, source)
+                form, read_tensor = fetch(server, step, self._limit(deadline), lambda: not moved_on())
                 arrived = self._common.read(form, read_tensor)
             except NETWORK_ERRORS as error:
                 failure = str(error) or type(error).__name__
+                failed_heals += not isinstance(error, NoState)  # its exchange has failed, and is repeated
             else:
                 has_read(server, step, self._own.id)
         if not self._ranks.all_agree(not failure):
             self._lines.warn(
                 "the state of machine %s at %s is unavailable: %s", source.name, server, failure, about=server
             )
-            self._own = dataclasses.replace(self._own, failed_heals=self._own.failed_heals + 1)
+            self._own = dataclasses.replace(self._own, failed_heals=failed_heals)
             return False
         differing = self._take(*self._common.spread(form, arrived))
         if self.logs:

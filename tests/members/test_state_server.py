@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commhooks.members import state_server
-from commhooks.members.state_server import NETWORK_ERRORS, StateServer, ask, fetch, has_read, host_and_port
+from commhooks.members.state_server import NETWORK_ERRORS, NoState, StateServer, ask, fetch, has_read, host_and_port
 
 TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.zeros(0)]
 
@@ -63,8 +63,12 @@ def test_a_state_that_nobody_reads_is_freed(server: Callable[..., StateServer]) 
 def test_a_state_of_another_step_is_waited_for_until_the_limit(server: Callable[..., StateServer]) -> None:
     served = server()
     served.serve(3, b"", TENSORS, ["b:1"])
-    with pytest.raises(NETWORK_ERRORS, match="404"):
+    with pytest.raises(NoState, match="it has no state of outer step 4"):
         fetch(served.address, 4, 0.2)
+    began = time.monotonic()
+    with pytest.raises(NoState):
+        fetch(served.address, 4, 60.0, lambda: False)
+    assert time.monotonic() - began < 5.0, "the machine has moved on"
     threading.Timer(0.3, served.serve, (4, b"later", TENSORS, ["b:1"])).start()
     assert fetch(served.address, 4, 5.0)[0] == b"later"
 

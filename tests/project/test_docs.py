@@ -188,7 +188,10 @@ def test_the_pages_show_each_kind():
 @pytest.mark.parametrize(
     ("markdown", "text"),
     [
-        ("<!-- snippet: alone -->\n```python\nimport commhooks\ncommhooks.no_such_name\n```", "has no attribute 'no_such_name'"),
+        (
+            "<!-- snippet: alone -->\n```python\nimport commhooks\ncommhooks.no_such_name\n```",
+            "has no attribute 'no_such_name'",
+        ),
         ("<!-- snippet: alone -->\n```python\ntorch\n```", "name 'torch' is not defined"),
         (
             "<!-- snippet: torchrun -->\n```python\nimport torch\ntorch.distributed.get_world_size()\n```",

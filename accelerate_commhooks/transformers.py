@@ -144,7 +144,12 @@ class CommHookTrainerMixin(_Base):
             # transformers 5.23 would reuse the last train()'s DDP model, and with it the hook's learned state.
             model: Any = self.model
             self.model_wrapped = model
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            if self.comm_hook is not None:
+                self.comm_hook.quiet()
+            raise
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:

@@ -117,7 +117,7 @@ def draw(rows: list[Row], seeds: int, file: Path) -> None:
         axis.grid(alpha=0.3)
     axes[1].legend(fontsize=8, ncols=2)
     figure.suptitle(f"digits, 2 ranks, {rows[0]['steps']} steps: mean of {seeds} seeds, with the lowest and highest")
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=220)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def rounds(path: Path) -> None:
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=300)
 
 
 def _ddp(axis: Any, rows: tuple[float, float], end: float) -> None:

@@ -229,7 +229,7 @@ def draw(rows: list[Row], file: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss, nats per byte")
     axes[-1].legend(fontsize=7)
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=220)
 
 
 def main() -> None:

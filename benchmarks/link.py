@@ -261,23 +261,27 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
     ranks = f"{first['nodes'] * first['ranks_per_node']} ranks with a core each, {at['cpu']}"
     figure.suptitle("Time of a training step against the bandwidth between two ranks")
     figure.supxlabel(f"{model}; {ranks}; torch {at['torch']}, gloo", fontsize=9, color="#555555")
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=300)
+
+
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--rates", nargs="+", default=RATES, help="as tc writes them, or unlimited")
+    made.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
+    made.add_argument("--models", nargs="+", choices=list(SIZES), default=["transformer"])
+    made.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
+    made.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
+    made.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
+    made.add_argument("--ranks-per-node", type=int, default=1)
+    made.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
+    made.add_argument("--from", dest="file", type=Path, metavar="FILE", help="print what --json has written")
+    made.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
+    return made
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--rates", nargs="+", default=RATES, help="as tc writes them, or unlimited")
-    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
-    arguments.add_argument("--models", nargs="+", choices=list(SIZES), default=["transformer"])
-    arguments.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
-    arguments.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
-    arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
-    arguments.add_argument("--ranks-per-node", type=int, default=1)
-    arguments.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
-    arguments.add_argument("--from", dest="file", type=Path, metavar="FILE", help="print what --json has written")
-    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
     quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "native-1"], "models": ["tiny_transformer"]}
-    args = parse(arguments, **quick, compute=["light"], steps=3)
+    args = parse(arguments(), **quick, compute=["light"], steps=3)
     if args.file is not None:
         measured = json.loads(args.file.read_text())
         at, rows = measured["machine"], measured["rows"]

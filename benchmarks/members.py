@@ -315,7 +315,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=300)
 
 
 if __name__ == "__main__":

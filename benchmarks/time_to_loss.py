@@ -198,21 +198,25 @@ def draw(rows: list[Row], within: float, file: Path) -> None:
     )
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, title=f"within {100 * within:g} % of plain DDP's last loss after")
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=300)
+
+
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"], help="as tc writes them")
+    made.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0])
+    made.add_argument("--steps", type=int, default=1500, help="curves are comparable only as a whole")
+    made.add_argument("--timed", type=int, default=0, help="steps that are timed at each rate; 0: all run there")
+    made.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
+    made.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
+    made.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
+    return made
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"], help="as tc writes them")
-    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
-    arguments.add_argument("--steps", type=int, default=1500, help="curves are comparable only as a whole")
-    arguments.add_argument("--timed", type=int, default=0, help="steps that are timed at each rate; 0: all run there")
-    arguments.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
-    arguments.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
-    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
     quick: dict[str, Any] = {"rates": ["1gbit"], "hooks": ["ddp", "native-2"], "results": Path(os.devnull)}
-    args = parse(arguments, **quick, steps=2)
+    args = parse(arguments(), **quick, steps=2)
     if "ddp" not in args.hooks:
         args.hooks.insert(0, "ddp")
     changing = [label for label in args.hooks if label in CHOOSING or starts_late(label)]

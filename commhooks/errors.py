@@ -1,5 +1,6 @@
 """Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; versions of the frameworks."""
 
+import atexit
 import contextlib
 import difflib
 import logging
@@ -123,7 +124,8 @@ def log_summary(line: str) -> None:
 @contextlib.contextmanager
 def print_error_on_rank_zero() -> Iterator[None]:
     """Context manager: rank 0 prints the message of a CommHookError that the body raises. All ranks raise such errors,
-    and their interleaved tracebacks would hide the message."""
+    and their interleaved tracebacks would hide the message. A single process prints it as its last line if it ends by
+    an error of another library that holds the message somewhere in the middle."""
     try:
         yield
     except CommHookError as error:
@@ -133,10 +135,31 @@ def print_error_on_rank_zero() -> Iterator[None]:
             rank, ranks = dist.get_rank(), dist.get_world_size()
         else:  # set by launchers
             rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        if rank == 0:
+            atexit.unregister(_repeat_if_buried)
+            atexit.register(_repeat_if_buried, str(error))
         if rank == 0 and ranks > 1 and not error.printed:
             error.printed = True
-            print(f"commhooks: error: {error}", file=sys.stderr, flush=True)
+            _print_error(str(error))
         raise
+
+
+def _print_error(message: str) -> None:
+    print(f"commhooks: error: {message}", file=sys.stderr, flush=True)
+
+
+def _repeat_if_buried(message: str) -> None:
+    """Print `message` if the error that ends the process was raised by somebody who has caught ours: jsonargparse puts
+    its values below our sentence, and Hydra the name of a key."""
+    last = getattr(sys, "last_value", None)  # set by Python for the traceback that it has printed
+    if isinstance(last, CommHookError):
+        return
+    texts = []
+    while last is not None:
+        texts.append(str(last))
+        last = last.__cause__ or last.__context__
+    if any(message in text for text in texts):
+        _print_error(message)
 
 
 # ---- versions --------------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ signatures repeat names and defaults for editors and jsonargparse; the docstring
 
 import dataclasses
 import functools
-import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -22,10 +20,9 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
-from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
-from commhooks.local_steps.options import LocalSteps
-from commhooks.options import HookConfig, check_choice, converted, plain
+from commhooks.import_path import import_path
+from commhooks.options import DROP_INS, HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
     FACTORIES,
@@ -43,17 +40,6 @@ T = TypeVar("T")
 
 WRAPPERS = tuple(WIRE_DTYPES)
 SAVE_RESIDUAL = ("mean", "per_rank", "drop")
-
-_DROP_INS: dict[Callable[..., Any], str] = {
-    default_hooks.allreduce_hook: "allreduce",
-    default_hooks.fp16_compress_hook: "fp16_compress",
-    default_hooks.bf16_compress_hook: "bf16_compress",
-    debugging_hooks.noop_hook: "noop",
-    powerSGD_hook.powerSGD_hook: "powerSGD",
-    powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD",
-}
-"""Drop-ins for torch's functions -> the hook to use if the function is passed without a state."""
-
 
 # ---- the shared arguments --------------------------------------------------------------------------------------------
 
@@ -185,11 +171,14 @@ class HookRequest:
         else:
             name = hook if isinstance(hook, str) else getattr(found, "__qualname__", type(found).__qualname__)
             said, remedy = f"the callable {name}", "put its options into hook_state, or use register_hook"
-            drop_in = next((each for function, each in _DROP_INS.items() if function is found), None)
-            if drop_in is not None and hook_state is None:
-                request = cls(drop_in, config=COMPRESSORS[drop_in].Config(), **common)
+            drop_in = next((each for function, each in DROP_INS.items() if function is found), None)
+            if drop_in is None:
+                request = cls(name, function=found, **common)
+            elif hook_state is None:
+                request = cls(drop_in.hook, config=COMPRESSORS[drop_in.hook].Config(), **common)
             else:
-                request = cls(drop_in or name, function=found, **common)
+                drop_in.check_state(hook_state)
+                request = cls(drop_in.hook, function=found, **common)
         if options:
             raise HookConfigError(
                 f"hook_options={options!r} with {said}: hook_options is for hooks given by name; {remedy}"
@@ -203,10 +192,6 @@ class HookRequest:
             raise HookConfigError(
                 f"hook_state with {hook}, which makes its own state: hook_state is for a callable of your own"
             )
-        powersgd = self.function in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)
-        if powersgd and not isinstance(self.hook_state, powerSGD_hook.PowerSGDState):
-            expected = "a commhooks.PowerSGDState, or None for one with the default options"
-            raise invalid("hook_state", self.hook_state, expected)
         if self.check_every is not None and self.config is not None and not self.config.sends:
             raise HookConfigError(f"check_every with {hook}: without communication the replicas drift apart")
         if self.ranks_per_node is not None and compressor is None:
@@ -231,7 +216,7 @@ class HookRequest:
 
     def _check_members(self, hook: str) -> None:
         config = self.config
-        if not isinstance(config, LocalSteps):
+        if not self.averages_weights:
             raise HookConfigError(
                 f"members with {hook}, which averages gradients: machines can come and go only with hooks that average "
                 "weights, 'diloco' and 'local_sgd'"
@@ -244,6 +229,10 @@ class HookRequest:
                     f"members with {name}={getattr(config, name)!r}; expected {value}, because all machines meet at "
                     "the end of a round"
                 )
+
+    @property
+    def averages_weights(self) -> bool:
+        return self.config is not None and self.config.averages_weights
 
     @property
     def off(self) -> bool:
@@ -316,37 +305,6 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
 
 
 # ---- the user's own objects ------------------------------------------------------------------------------------------
-
-
-def import_path(path: str, said: str, *, kind: str = "function") -> Any:
-    """Import the object at `path`: "package.module:name", where `name` may contain dots. "folder/train.py:name" means
-    "folder.train:name". Raises HookConfigError if the path is malformed, or the module or name does not exist; other
-    errors of the import propagate. `said`, `kind`: the path and the expected kind of object in messages.
-
-    Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
-    """
-    module_name, _, name = path.partition(":")
-    if module_name.endswith(".py"):
-        module_name = os.path.normpath(module_name).removesuffix(".py").replace(os.sep, ".")
-    # A path from a YAML file or a flag has no base package, so it cannot be relative.
-    if not all((*module_name.split("."), *name.split("."))):
-        raise HookConfigError(
-            f"{said} is not a path: expected 'package.module:{kind}' with the full name of the module"
-        )
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        hint = f"; start where `import {module_name}` works" if missing else ""
-        raise HookConfigError(f"{said}: cannot import {module_name!r}: {error}{hint}") from error
-    where = module_name
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise HookConfigError(f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}") from None
-        where = f"{where}.{part}"
-    return found
 
 
 def why_not_called(function: Callable[..., Any], *arguments: object) -> str:

@@ -19,6 +19,7 @@ from commhooks.hook.plugin_api import (
     check_value,
     nothing_saved,
     suggests_arguments,
+    warn_of_unsharded,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from lightning_commhooks.strategy import HookedStrategy, HookType, warn
@@ -109,7 +110,7 @@ class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
             return
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
-        _check_shards(self.lightning_module, self.device_mesh["shard"])
+        _check_shards(self.lightning_module, root, self.device_mesh["shard"])
         self._attach(root, replicate_group=self.device_mesh["replicate"])
 
     @contextlib.contextmanager
@@ -177,20 +178,16 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
     return root
 
 
-def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
-    alone = []
+def _check_shards(module: "pl.LightningModule", root: Any, shards: DeviceMesh) -> None:
+    alone, inside = [], {id(parameter) for parameter in root.parameters()}  # `attach` warns about those inside
     for name, parameter in module.named_parameters():
         data: object = parameter
         if not isinstance(data, DTensor):
-            alone += [name] if parameter.requires_grad else []
+            alone += [name] if parameter.requires_grad and id(parameter) not in inside else []
         elif data.device_mesh.mesh.flatten().tolist() != shards.mesh.tolist():
             raise HookConfigError(
                 f"parameter {name} is sharded over another mesh than this strategy's, {data.device_mesh}: give "
                 "fully_shard mesh=self.trainer.strategy.device_mesh['shard'] (self.device_mesh is Lightning's own)"
             )
-    if alone:
-        more = f" and {len(alone) - 2} more" if len(alone) > 2 else ""
-        warn(
-            f"{', '.join(alone[:2])}{more}: trained, but not sharded, so their gradients are not averaged and the "
-            "ranks drift apart. Call fully_shard on a module that contains them, or freeze them"
-        )
+    if module.trainer.is_global_zero:
+        warn_of_unsharded(alone)

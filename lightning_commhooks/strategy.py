@@ -219,8 +219,6 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
             closest name), a value of the wrong type, or an invalid combination.
     """
 
-    _trained_at_wrap: frozenset[str] = frozenset()
-
     @suggests_arguments
     def __init__(
         self,
@@ -251,20 +249,6 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
         self._attach(self.model)
         if self._request.off:
             self._comm_hook = None
-        self._trained_at_wrap = frozenset(self._trained_parameters())
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        late = self._trained_parameters() if batch_idx == 0 and self._comm_hook is not None else []
-        late = [name for name in late if name not in self._trained_at_wrap]
-        if late:
-            self._trained_at_wrap |= frozenset(late)
-            warn(
-                f"{len(late)} parameters (the first is {late[0]}) were frozen or missing when the model was wrapped in "
-                "DistributedDataParallel and are trained now: DDP never averages their gradients, with a communication "
-                "hook or without, and the ranks drift apart. Unfreeze before fit and set a learning rate of 0, or call "
-                "fit again, which wraps the model anew."
-            )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Lightning asks for the weights before it reads anything else that it saves, also for weights-only checkpoints.
@@ -339,10 +323,6 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
                     )
                 if theirs is not None:
                     self._request = dataclasses.replace(self._request, **{name: theirs})
-
-    def _trained_parameters(self) -> list[str]:
-        assert self.lightning_module is not None
-        return [name for name, each in self.lightning_module.named_parameters() if each.requires_grad]
 
     def _warn_about_size(self, hook: CommHook) -> None:
         if self.save_residual != "per_rank" or self._warned_about_size:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from commhooks.checkpoint.payload import check_count, check_header, check_learned, check_tensor, damaged
 from commhooks.comm.collectives import gather_bytes, gather_rows
 from commhooks.errors import PayloadError, shown
+from commhooks.gradients.names import by_own_names
 from commhooks.gradients.source import Extent, GradientSource
 
 
@@ -124,8 +125,12 @@ def to_distributed(
     known = source.names.named_parameters()
     for key, names in kept.items():
         if names:
+            # DCP looks for the names of the model that loads, which may register the names of a tied parameter in
+            # another order.
             state[key] = {
-                name: source.as_whole(name, found.get((key, name), torch.zeros(known[name].shape)).to(dtype))
+                source.names.first_in_alphabet(name): source.as_whole(
+                    name, found.get((key, name), torch.zeros(known[name].shape, dtype=dtype)).to(dtype)
+                )
                 for name, dtype in names.items()
             }
     return state
@@ -144,6 +149,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     for each in shards:
         if "parameters" in each:
             check_learned(each)
+            each["parameters"] = by_own_names(each["parameters"], source.names)
     if not shards:
         raise damaged("'shards' is empty")
     payload = fitted_to_shard(shards, source)
@@ -161,6 +167,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     for key, tensors in kept.items():
         if type(key) is not str or not isinstance(tensors, Mapping):
             raise damaged(f"{shown(key)} is {shown(tensors)}, not a dict of tensors")
+        tensors = by_own_names(tensors, source.names)
         for name, entry in payload["parameters"].items():
             own = _local(tensors[name], f"{key}[{shown(name)}]") if name in tensors else None
             if own is not None and list(own.shape) != list(entry["shape"]):

@@ -21,6 +21,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients import precision
 from commhooks.gradients.layout import memory_order
+from commhooks.gradients.names import ParameterNames, by_own_names
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource, held_weakly
 
@@ -167,7 +168,7 @@ class LearnedStateCheckpointer:
 
     def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
         check_learned(payload)
-        parameters = payload["parameters"]
+        parameters = by_own_names(payload["parameters"], self._names)
         fitting = self._compare(parameters, strict)
         plans = self._compressed(compressor)
         state = LearnedState.of(compressor.state_fields)
@@ -222,14 +223,16 @@ class LearnedStateCheckpointer:
     def _compare(self, parameters: dict[str, Any], strict: bool) -> list[str]:
         problems, known = {}, self._parameters
         for name in parameters:
-            if name not in known:
+            if name not in known and (key := self._names.key_of(name)) in known:
+                problems[name] = f"saved apart from {key}, with which it is tied now"
+            elif name not in known:
                 problems[name] = "in the saved state, not in the model (removed, renamed, or frozen now)"
             elif list(known[name].shape) != parameters[name]["shape"]:
                 saved, now = tuple(parameters[name]["shape"]), tuple(known[name].shape)
                 problems[name] = f"saved with shape {saved}, now {now}"
         for name in known:
             if name not in parameters:
-                problems[name] = "in the model, not in the saved state (added, renamed, or frozen then)"
+                problems[name] = "in the model, not in the saved state (added, renamed, or frozen or tied then)"
         if problems:
             text = "the saved hook state is of another model:\n  " + "\n  ".join(
                 f"{name}: {problem}" for name, problem in problems.items()
@@ -261,7 +264,7 @@ class LearnedStateCheckpointer:
     def resumed(self, content: dict[str, Any]) -> str:
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
-            if not content[COUNTERS]["compressed_steps"]:
+            if not content[COUNTERS]["compressed_steps"] and content["step"] <= self._session.compressor.start_step:
                 said = "; not yet compressing"
             elif state.local_missing or content["residual"] == "none":
                 said = "; residuals: none, they start from zero"
@@ -422,8 +425,12 @@ class LearnedStateCheckpointer:
         return not precision.is_host_readable(next(iter(self._parameters.values())).device)
 
     @property
+    def _names(self) -> ParameterNames:
+        return self._session.consensus.binding.names
+
+    @property
     def _parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._session.consensus.binding.names.named_parameters()
+        return self._names.named_parameters()
 
     def _compressed(self, compressor: Compressor[Any]) -> dict[str, UnitPlan]:
         return {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}

@@ -150,8 +150,9 @@ class Counters:
     that puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank
     sends 2 (W - 1) / W times the counted bytes, whatever the collective.
 
-    `backward_passes` counts synchronised backward passes, `nonfinite_steps` the passes that were not committed because
-    a number was inf or NaN on some rank, and `compressed_steps` the passes that were compressed and committed.
+    `backward_passes` counts synchronised backward passes that began, `nonfinite_steps` the passes that were not
+    committed because a number was inf or NaN on some rank, and `compressed_steps` the passes that were committed and in
+    which at least one parameter was compressed, or the outer steps that were committed.
     """
 
     backward_passes: int = 0
@@ -165,9 +166,12 @@ class Counters:
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
     """Number of small collectives in which the ranks compare their states. Their bytes are not counted."""
+    passes_acted: int = 0
+    """Passes in which the hook compressed at least one parameter, committed or not. After `auto` has chosen plain
+    all-reduce or bf16, all passes."""
     numel_before: int = 0
     numel_after: int = 0
-    """`numel_before` and `numel_after` count gradient elements before and after compression, in compressed passes
+    """`numel_before` and `numel_after` count gradient elements before and after compression, in passes after the start
     only."""
     last_issued: str = ""
     """Description, bucket and step of the latest collective, for finding out where a run hangs."""

@@ -93,6 +93,7 @@ class BackwardPass:
         step_at_most: upper bound of the step's number.
         step_label: the number in messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
         comparison: None if all Sends were compared before.
+        compresses: whether at least one parameter is compressed in this pass.
     """
 
     group: dist.ProcessGroup
@@ -102,6 +103,7 @@ class BackwardPass:
     step_at_most: int
     step_label: str
     comparison: SendComparison | None = None
+    compresses: bool = False
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:

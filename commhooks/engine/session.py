@@ -182,6 +182,7 @@ class Session(ExchangeDriver):
             if consensus.compares_sends and consensus.is_new(bucket):
                 issue = self._comparing(current, bucket, issue)
         if current.compressing and known.make_exchange is not None:
+            current.compresses = True
             exchange = known.make_exchange(flat, known.work, self.state, step)
         else:
             exchange = compressor.average(flat, step.world_size)
@@ -217,11 +218,12 @@ class Session(ExchangeDriver):
         self._pass = None
 
     def _commit(self, current: BackwardPass, verdict: torch.Tensor | bool) -> None:
-        if current.compressing:
-            self.state.local_shared = False
-        current.commit(verdict)
         compressor, buckets = self.consensus.compressor, self.consensus.buckets
-        self.held.add(verdict, current.loss_scale, compressed=current.compressing and compressor.selective)
+        if current.compresses:
+            self.state.local_shared = False
+        self.counters.passes_acted += current.compresses if compressor.selective else current.compressing
+        current.commit(verdict)
+        self.held.add(verdict, current.loss_scale, compressed=current.compresses and compressor.selective)
         if buckets.dead_units:
             buckets.forget_dead_state(compressor)
         if buckets.no_longer_compressed and bool(verdict):
@@ -246,7 +248,7 @@ class Session(ExchangeDriver):
         host waits for the collectives of the pass, because the caller may fill the buckets again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
-            with on_stream, precision.full_precision(flat.device):
+            with on_stream, precision.full_precision():
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed

@@ -7,6 +7,7 @@ import torch
 
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
 from commhooks.errors import HookRunError
+from commhooks.gradients.profiling import span
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ExchangeTask:
             )
         self.exchange = exchange
         self._flat = flat
+        self._name = name
         self._named = f"the exchange of {name}"
         self._expects_verdict = expects_verdict
         self._decided = False
@@ -35,7 +37,8 @@ class ExchangeTask:
         """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded collective; after a
         `Verdict`, whether the pass is committed; None to begin."""
         try:
-            yielded: Any = self.exchange.send(answer)
+            with span("exchange", self._name):
+                yielded: Any = self.exchange.send(answer)
         except StopIteration as end:
             if self._expects_verdict and not self._decided:
                 raise HookRunError(

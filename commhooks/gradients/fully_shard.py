@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, all_names, own_name
 from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.gradients.source import (
@@ -264,6 +265,8 @@ class FullyShardGradients(GradientSource):
             )
         self.sparse = set()
         self._sharded = sharded
+        trained = {own_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self._not_sharded = [name for name in trained if name not in sharded]
         shards = [LocalShard.of(name, p) for name, p in sharded.items() if p.requires_grad]
         self._shards = {shard.name: shard for shard in shards}
         self._of_parameter = {id(shard.parameter): shard for shard in shards}
@@ -294,6 +297,11 @@ class FullyShardGradients(GradientSource):
         if self.module is None:
             return {}
         return {name: local_values(parameter) for name, parameter in self._sharded.items()}
+
+    def not_averaged(self) -> list[str]:
+        """Return the parameters that were trained and not sharded when the hook was attached. FSDP itself reduces the
+        others, and `_end` finds those that were frozen then."""
+        return self._not_sharded
 
     def stepped(self) -> Sequence[torch.Tensor]:
         return [shard.parameter for shard in self._shards.values()]
@@ -411,7 +419,7 @@ class FullyShardGradients(GradientSource):
         run_after_backward(lambda: self._end(current), within)
         return current
 
-    @torch.no_grad()
+    @plain_mode()
     def _keep_partial(self, unit: UnitBuffer) -> None:
         for shard in unit.shards:
             assert shard.grad is not None
@@ -420,7 +428,7 @@ class FullyShardGradients(GradientSource):
             keep_for_current_stream([shard.grad])  # FSDP has allocated it on another stream
             shard.parameter.grad = None
 
-    @torch.no_grad()
+    @plain_mode()
     def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
         assert self._callbacks is not None
         current.check_new(unit)
@@ -434,7 +442,7 @@ class FullyShardGradients(GradientSource):
         current.units.append(unit)
         unit.average = self._callbacks.reduce(bucket)
 
-    @torch.no_grad()
+    @plain_mode()
     def _end(self, current: RunningPass) -> None:
         if current is not self._pass:
             return

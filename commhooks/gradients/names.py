@@ -10,7 +10,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.precision import dtype_name
 
 logger = logger_of(__name__)
+Value = TypeVar("Value")
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
@@ -63,6 +64,21 @@ class ParameterNames(Protocol):
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
         """Return the first of `patterns` that matches the parameter, or None; see `matching`."""
 
+    def key_of(self, name: str) -> str:
+        """Return the key in `named_parameters()` of the parameter that has this name. A tied parameter has several
+        names. If no parameter has it, return `name`."""
+
+
+def by_own_names(entries: Mapping[str, Value], names: ParameterNames) -> dict[str, Value]:
+    """Rename saved entries of parameters to the keys of `names`: a tied parameter is saved under the name that was
+    registered first, which may be another one in this model. If several entries are of one parameter, because it was
+    not tied then, one of them is renamed."""
+    found: dict[str, Value] = {}
+    for name, entry in entries.items():
+        key = names.key_of(name)
+        found[name if key in found or (key != name and key in entries) else key] = entry
+    return found
+
 
 class ModelNames:
     def __init__(
@@ -73,6 +89,7 @@ class ModelNames:
         self._parameters = dict(named_parameters)
         self._all_names = {name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._keys = {name: key for key, names in self._all_names.items() for name in names}
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         try:
@@ -93,6 +110,13 @@ class ModelNames:
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
         return matching(self._all_names[name], patterns)
+
+    def key_of(self, name: str) -> str:
+        return self._keys.get(name, name)
+
+    def first_in_alphabet(self, name: str) -> str:
+        """Return one of the parameter's names, whichever of them is registered first."""
+        return min(self._all_names[name])
 
 
 class PositionalNames:
@@ -120,3 +144,6 @@ class PositionalNames:
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
         return None  # `PowerSGDState`, the only state of a bare register_comm_hook, has no option `exclude`
+
+    def key_of(self, name: str) -> str:
+        return name

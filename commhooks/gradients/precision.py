@@ -1,7 +1,7 @@
 """Run the arithmetic of hooks in full precision, whatever the user's settings are.
 
-A hook runs inside `backward`: grad mode may be on (`create_graph=True`), autocast may be active, and TF32 or bf16
-products may be allowed. Rounding a product to 10 bits would lose what error feedback stores in the residual.
+A hook runs inside `backward`: the caller's modes may be on (`modes.py`), and TF32 or bf16 products may be allowed.
+Rounding a product to 10 bits would lose what error feedback stores in the residual.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import torch.backends.cuda
 import torch.backends.mkldnn
 
 from commhooks.errors import HookConfigError
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
 
@@ -97,9 +98,9 @@ _before: list[tuple[Any, str]] = []
 
 
 @contextlib.contextmanager
-def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
-    """Run the body without grad mode and autocast, and with float32 products in full precision. Pass `products=False`
-    for a body without products: then the global switches stay as they are, because another thread may be training."""
+def full_precision(*, products: bool = True) -> Iterator[None]:
+    """Run the body in `plain_mode`, and with float32 products in full precision. Pass `products=False` for a body
+    without products: then the global switches stay as they are, because another thread may be training."""
     global _inside
     with _lock:
         _inside += products
@@ -109,8 +110,7 @@ def full_precision(device: torch.device, *, products: bool = True) -> Iterator[N
                 _before.append((switch, precision))
                 switch.fp32_precision = "ieee"
     try:
-        has_autocast = torch.amp.is_autocast_available(device.type)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext():
+        with plain_mode():
             yield
     finally:
         with _lock:

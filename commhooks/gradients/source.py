@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,23 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import HookRunError
 from commhooks.gradients.layout import Bucket
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
 from commhooks.gradients.precision import dtype_name
+from commhooks.gradients.profiling import span
 from commhooks.gradients.torch_private import current_task, run_after_backward
 
 Future = torch.futures.Future[torch.Tensor]
+
+
+class PassListener(Protocol):
+    """Listens to the synchronised backward passes of a model."""
+
+    def before_pass(self) -> None:
+        """Called before the first bucket of every pass."""
+
+    def after_pass(self) -> None:
+        """Called after the last bucket was passed to the hook. Not called if the pass ends in an exception."""
 
 
 @dataclass
@@ -27,7 +39,7 @@ class HookCallbacks:
         run: reduces one bucket and returns a future of the result.
         finish: completes all futures of a pass in which no bucket was marked as the last.
         owner: an object to keep alive as long as the DDP model.
-        before_pass: called before the first bucket of every pass.
+        listeners: what else is called in every pass.
         after_first_pass: called at the end of the first pass.
     """
 
@@ -35,13 +47,15 @@ class HookCallbacks:
     run: Callable[[Bucket], Future]
     finish: Callable[[], None]
     owner: object = None
-    before_pass: Callable[[], None] | None = None
+    listeners: Sequence[PassListener] = ()
     after_first_pass: Callable[[], None] | None = None
 
     def reduce(self, bucket: Bucket) -> Future:
-        if bucket.is_first and self.before_pass is not None:
-            self.before_pass()
-        return self.run(bucket)
+        if bucket.is_first:
+            for listener in self.listeners:
+                listener.before_pass()
+        with span("hook call", self.name):
+            return self.run(bucket)
 
     def end_pass(self) -> None:
         """End a pass in which no bucket was marked as the last."""
@@ -49,6 +63,8 @@ class HookCallbacks:
         self.on_pass_end()
 
     def on_pass_end(self) -> None:
+        for listener in self.listeners:
+            listener.after_pass()
         if self.after_first_pass is not None:
             first, self.after_first_pass = self.after_first_pass, None
             first()
@@ -131,6 +147,11 @@ class GradientSource(ABC):
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
+
+    def not_averaged(self) -> list[str]:
+        """Return the names of the parameters that require gradients now and are not reduced."""
+        averaged = {id(parameter) for parameter in self.names.named_parameters().values()}
+        return [name for name, each in self.weights().items() if each.requires_grad and id(each) not in averaged]
 
     @abstractmethod
     def unregister(self) -> None:
@@ -249,7 +270,7 @@ class PlainGradients(GradientSource):
             self._task = current_task()
             run_after_backward(self._end_pass)
 
-    @torch.no_grad()
+    @plain_mode()
     def _end_pass(self) -> None:
         self._task = -1
         assert self._callbacks is not None

@@ -55,6 +55,10 @@ sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "
 """The indices of a sparse tensor. The public `indices()` requires a coalesced tensor."""
 
 
+profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+"""Whether a profiler runs in this thread. Without the name spans are recorded always."""
+
+
 def run_after_backward(callback: Callable[[], None], within: Callable[[], None] | None = None) -> None:
     """Call `callback` at the end of the current backward pass unless that ends in an exception. Call this at every
     bucket: reentrant checkpointing runs backward passes inside the backward pass, and a callback queued in an inner

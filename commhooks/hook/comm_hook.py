@@ -1,7 +1,5 @@
 """`CommHook`: the user's handle on an attached hook."""
 
-import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,9 +16,9 @@ from commhooks.errors import (
     print_error_on_rank_zero,
     shown,
 )
-from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future, GradientSource, HookCallbacks
-from commhooks.hook.local_steps_hook import LocalStepsHook
+from commhooks.gradients.modes import plain_mode
+from commhooks.gradients.source import GradientSource, HookCallbacks, PassListener
+from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
 from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
@@ -52,12 +50,9 @@ class CommHook:
         self._request, self._hook, self._source = request, hook, source
         self._rank, self._world_size = source.group.rank(), source.group.size()
         self._logs = is_logging_rank(source.group, source.shard_group)
-        self._unused = UnusedWarning(request.name, hook, logs=self._logs and self._world_size > 1)
+        logs_use = self._logs and self._world_size > 1
+        self._unused = UnusedWarning(request.name, hook, source.stepped(), logs=logs_use)
         self._quiet = self._warned_of_copies = False
-        weakref.finalize(self, _at_exit, weakref.ref(self))
-
-    def __del__(self) -> None:
-        self._unused.ended()  # with the model
 
     def __repr__(self) -> str:
         module = self._source.module
@@ -83,24 +78,22 @@ class CommHook:
         """Warn if the training ends after `passes` further backward passes, before the hook begins."""
         self._unused.will_end(passes)
 
-    def _register(
-        self,
-        run: Callable[[Bucket], Future],
-        finish: Callable[[], None],
-        state: Any,
-        on_unused: Callable[[str], None] | None,
-    ) -> None:
+    def _register(self, state: Any, on_unused: Callable[[str], None] | None) -> None:
         every = self._request.check_every
-        check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
-        self._source.register(HookCallbacks(self.name, run, finish, self, check, self._begun), state)
+        listeners: list[PassListener] = [self._unused]
+        listeners += [] if every is None else [ReplicaCheck(self._source, self._hook, every)]
+        if self._logs and self._source.shard_group is not None:
+            warn_of_unsharded(self._source.not_averaged())
+        elif self._logs and (self._world_size > 1 or self.members is not None):
+            listeners.append(LateParameters(self._source))
+        hook = self._hook
+        self._source.register(HookCallbacks(self.name, hook.run, hook.end_pass, self, listeners, self._begun), state)
         self._unused.callback = on_unused
-        if self._hook.status().use is None:
-            self._unused.silence()
-        if self._source.from_ddp:  # fully_shard calls a hook wherever it reduces
-            self._unused.watch(self._source.stepped())
+        # fully_shard calls a hook wherever it reduces
+        self._unused.begin(self._source.stepped() if self._source.from_ddp else ())
 
     def _begun(self) -> None:
-        self._unused.called()
+        self._unused.after_first_pass()
         if self._quiet or not self._logs:
             return
         found, use, wrapper = self._hook.summary(), self._hook.status().use, self._request.wrapper
@@ -115,6 +108,7 @@ class CommHook:
         for warning in found.warnings:
             logger.warning("%s", warning)
 
+    @plain_mode()
     def detach(self) -> None:
         """Remove the hook from a model sharded by `fully_shard`, so that another hook can be attached. Every rank must
         call this between two backward passes. Without a hook, gradients are not averaged over the replicas. A hook that
@@ -129,6 +123,7 @@ class CommHook:
         self._hook.close()
         self.detached = True
 
+    @plain_mode()
     def close(self) -> None:
         """End the training: free the buffers, move the learned state to the host, and remove the hook from a model
         sharded by `fully_shard`. `stats()`, `plan()` and `state_dict()` still work; another backward pass raises
@@ -146,7 +141,8 @@ class CommHook:
     @property
     def members(self) -> Members | None:
         """The machines, if they come and go (`attach(members=...)`); None otherwise."""
-        return self._hook.members if isinstance(self._hook, LocalStepsHook) else None
+        members: Members | None = self._hook.members
+        return members
 
     @property
     def run_number(self) -> int | None:
@@ -159,6 +155,7 @@ class CommHook:
         bucket, and the buckets are known after the first backward pass."""
         return self._hook.plan()
 
+    @plain_mode()
     def stats(self) -> dict[str, Any]:
         """Return the counters of this rank since `attach`. Bytes are the sizes of the tensors passed to collectives.
         Synchronises with the accelerator if the outcome of recent steps is unread. A value is None if it is unknown
@@ -212,6 +209,7 @@ class CommHook:
         so_far = {name: None if counted[name] is None else count for name, count in c.cumulative().items()}
         return counted | {"so_far": so_far}
 
+    @plain_mode()
     def norms(self) -> dict[str, float | None]:
         """Compute `residual_norm`, `gradient_norm` and `residual_over_gradient` on this rank, each a float or None,
         over the compressed parameters, or over all parameters for hooks without learned state, which have no residual.
@@ -224,6 +222,7 @@ class CommHook:
             gradients = {name: each for name, each in self._source.gradients().items() if name in measured}
             return norms(gradients, residuals, factor)
 
+    @plain_mode()
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """Return the hook's state for a checkpoint: step, Q, residuals, options. Tensors are on the CPU.
 
@@ -278,6 +277,7 @@ class CommHook:
                 )
         return to_distributed(saved, kept, self._source)
 
+    @plain_mode()
     def synchronize(self, *, optimizers: bool = False) -> bool:
         """Average the weights now, for example before a validation, if the hook averages weights once in several steps
         (`diloco`, `local_sgd`). With other hooks this does nothing. *All ranks must call* this between two steps.
@@ -313,6 +313,10 @@ class CommHook:
 
     def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
         """Check `saved` without changing anything, and return a function that applies it; see `load_state_dict`."""
+        with plain_mode():
+            return plain_mode()(self._checked_load(saved, strict))
+
+    def _checked_load(self, saved: object, strict: bool | None) -> Callable[[], None]:
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:
@@ -346,13 +350,3 @@ class CommHook:
         if self._logs:
             logger.warning("%s: it begins with fresh memory (strict=False)%s", text, checkpointer.not_begun_anew)
         return checkpointer.begin_anew
-
-
-def _at_exit(hook: "weakref.ref[CommHook]") -> None:
-    """Run at interpreter exit, and when the hook is deleted; `hook` then returns None."""
-    alive = hook()
-    if alive is None:
-        return
-    if getattr(sys, "last_value", None) is not None:  # an exception ends the interpreter
-        alive.quiet()
-    alive._unused.ended()

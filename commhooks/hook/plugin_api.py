@@ -8,9 +8,10 @@ from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
 from commhooks.hook.dcp_folder import DCPFolder, nothing_saved
+from commhooks.hook.late_parameters import warn_of_unsharded
+from commhooks.hook.meter import NAMES, PREFIX, Meter
 from commhooks.options import HookConfig, check_choice, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
-from commhooks.report import NAMES, PREFIX, Meter
 from commhooks.request import (
     ARGUMENTS,
     HookRequest,

@@ -4,6 +4,7 @@ import torch
 
 from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_all_shards
 from commhooks.errors import HookRunError
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.torch_private import current_task
 from commhooks.hook.protocol import Hook
@@ -18,7 +19,7 @@ class ReplicaCheck:
         self._source, self._hook, self._every = source, hook, every
         self._passes = 0
 
-    @torch.no_grad()
+    @plain_mode()
     def before_pass(self) -> None:
         if not self._hook.status().replicas_agree:
             return
@@ -32,6 +33,9 @@ class ReplicaCheck:
         own = [int(current_task() != -1), step, plan]
         source = self._source
         on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)
+
+    def after_pass(self) -> None:
+        return None
 
     def _compare(self, own: list[int]) -> None:
         """`own`: 1 if this rank takes part, its step, and a hash of the plan."""

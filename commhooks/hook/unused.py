@@ -1,5 +1,6 @@
-"""Warn once about a hook without effect: it would begin after the training ends, or is never called."""
+"""Warn once about a hook without effect: it begins after the training ends, or is never called."""
 
+import atexit
 import collections
 import functools
 import os
@@ -8,55 +9,67 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import logger_of
 from commhooks.hook.protocol import Hook
+from commhooks.report import Use
 
 logger = logger_of(__name__)
 
-_waiting: "weakref.WeakSet[UnusedWarning]" = weakref.WeakSet()
-"""Warnings for hooks that have not been called yet."""
+_not_ended: "list[UnusedWarning]" = []
+"""The warnings of hooks that were not closed, for the exit of the process."""
 
 
 class UnusedWarning:
-    """Logs the warning at most once, and passes it to `callback` after the training."""
+    """Logs the warning at most once, when the hook is closed or the process exits, and passes it to `callback`. Does
+    not own the hook, which is freed with its model."""
 
-    def __init__(self, name: str, hook: Hook, *, logs: bool) -> None:
+    def __init__(self, name: str, hook: Hook, parameters: Sequence[torch.Tensor], *, logs: bool) -> None:
         self.callback: Callable[[str], None] | None = None
-        self._name, self._hook, self._silent = name, hook, not logs
-        self._warned_before = self._called = False
-        self._process = os.getpid()
-        self._parameters: set[int] = set()  # their ids
+        self._name, self._hook, self._counters = name, weakref.ref(hook), hook.counters
+        self._last_use = hook.status().use  # as of the first pass, if the hook no longer exists
+        self._logs = logs and self._last_use is not None
+        self._parameters, self._process = set(map(id, parameters)), os.getpid()
+        self._called = self._in_pass = self._warned_before = False
         self._passes: collections.Counter[int] = collections.Counter()  # backward passes by id of a parameter
-        self._handles: dict[int, RemovableHandle] = {}
+        self._stop_counting: list[Callable[[], None]] = []
 
-    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count the backward passes of these parameters, with and without synchronisation, until the hook is called."""
-        self._parameters = set(map(id, parameters))
-        if not self._silent:
+    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Watch the hook instead of those that it replaces: an earlier one of the same parameters, or one whose model
+        no longer exists. Count the backward passes of `parameters`, with and without synchronisation, until the hook is
+        called."""
+        for other in list(_not_ended):
+            if other._hook() is None or other._parameters & self._parameters:
+                other.silence()
+        if self._logs:
+            _not_ended.append(self)
+            atexit.register(_at_exit)
             note = functools.partial(_count, self._passes)  # a method would keep this object alive
-            trained = [each for each in parameters if each.requires_grad]
-            self._handles = {id(each): each.register_post_accumulate_grad_hook(note) for each in trained}
-            _waiting.add(self)
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._stop_counting = [parameter.register_post_accumulate_grad_hook(note).remove for parameter in trained]
 
-    def called(self) -> None:
-        """Run in the hook's first backward pass. Hooks on other wrappers of the same parameters stop counting them."""
-        self._called = True
-        self._stop_counting()
-        for other in list(_waiting):
-            for each in other._handles.keys() & self._parameters:
-                other._handles.pop(each).remove()
-                other._passes.pop(each, None)
+    def before_pass(self) -> None:
+        self._called = self._in_pass = True
+        while self._stop_counting:
+            self._stop_counting.pop()()
+
+    def after_pass(self) -> None:
+        self._in_pass = False
+
+    def after_first_pass(self) -> None:
+        self._last_use = self._use()
 
     def silence(self) -> None:
-        self._silent = True
-        self._stop_counting()
+        self._logs = False
+        while self._stop_counting:
+            self._stop_counting.pop()()
+        if self in _not_ended:
+            _not_ended.remove(self)
 
     def will_end(self, passes: int) -> None:
         """Log the warning now if the training ends after `passes` more backward passes and the hook begins later."""
-        use, end = self._hook.status().use, passes + self._passes_so_far()
-        if use is not None and not (self._silent or use.acted or use.begins < end):
+        use, end = self._use(), passes + self._passes_so_far()
+        if self._logs and use is not None and not use.acted and use.begins >= end:
             self._warned_before = True
             logger.warning(
                 "hook %r begins at step %s, but this training ends at step %s, so that it has no effect. %s.",
@@ -67,15 +80,13 @@ class UnusedWarning:
             )
 
     def ended(self) -> None:
-        """Run at the end of the training. Does not log while an exception is being handled, which may have ended the
-        training, nor in a forked process, because the training continues in the parent."""
-        if sys.exc_info()[0] is not None or os.getpid() != self._process:
-            self.silence()
-        use = None if self._silent else self._hook.status().use
-        # A backward pass need not use all parameters.
-        uncalled, text = max(self._passes.values(), default=0), ""
+        """Log the warning if the training ends now. Does not log if an exception may have ended it, nor in a forked
+        process, because the training continues in the parent."""
+        logs, use = self._logs and os.getpid() == self._process, self._use()
+        failed = self._in_pass or sys.exc_info()[0] is not None
+        uncalled, text = max(self._passes.values(), default=0), ""  # a backward pass need not use all parameters
         self.silence()
-        if use is None:
+        if not logs or failed or use is None:
             return
         if uncalled and not self._called:
             text = (
@@ -83,25 +94,34 @@ class UnusedWarning:
                 "nothing. Train the wrapped model that it is attached to, and not in no_sync(), which leaves out the "
                 "hook (Accelerate's LocalSGD uses it)."
             )
-        elif self._called and not use.acted and use.acts > 0:
-            nonfinite = self._hook.counters.nonfinite_steps
+        elif self._called and not (use.acted or self._has_acted()) and (self._has_begun() or use.acts > 0):
+            nonfinite = self._counters.nonfinite_steps
             skipped = f" ({nonfinite} of them were not finite, and are no steps)" if nonfinite else ""
-            text = (
-                f"hook {self._name!r} has {use.missing} in {self._passes_so_far()} backward passes{skipped}: it begins "
-                f"at step {use.acts}. {use.remedy}."
-            )
+            why = use.why if self._has_begun() else f"it begins at step {use.acts}. {use.remedy}"
+            text = f"hook {self._name!r} has {use.missing} in {self._passes_so_far()} backward passes{skipped}: {why}."
         if text and not self._warned_before:
             logger.warning("%s", text)
         if text and self.callback is not None:
             self.callback(text)
 
-    def _passes_so_far(self) -> int:
-        return self._hook.counters.cumulative()["backward_passes"]
+    def _use(self) -> Use | None:
+        hook = self._hook()
+        return self._last_use if hook is None else hook.status().use
 
-    def _stop_counting(self) -> None:
-        _waiting.discard(self)
-        while self._handles:
-            self._handles.popitem()[1].remove()
+    def _has_begun(self) -> bool:
+        return self._counters.numel_before > 0
+
+    def _has_acted(self) -> bool:
+        return self._counters.compressed_steps > 0 or self._counters.passes_acted > 0
+
+    def _passes_so_far(self) -> int:
+        return self._counters.cumulative()["backward_passes"]
+
+
+def _at_exit() -> None:
+    for warning in list(_not_ended):
+        if getattr(sys, "last_value", None) is None:  # otherwise an exception ends the interpreter
+            warning.ended()
 
 
 def _count(passes: "collections.Counter[int]", parameter: torch.Tensor) -> None:

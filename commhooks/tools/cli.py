@@ -20,7 +20,7 @@ Shows before training what a hook compresses in a model, as print(hook.plan()) d
 why it is not compressed, the bytes per step and rank, and the memory.
 
   commhooks plan train:build_model --hook powerSGD --options matrix_approximation_rank=4
-  commhooks plan package.module:build_model --exclude '*embed*' '*head*'
+  commhooks plan ../job/model.py:build_model --exclude '*embed*' '*head*'
 """
 NETWORK = """\
 Measures the network between the ranks of a training, without a script or a model: each connection, all ranks together,

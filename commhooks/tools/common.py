@@ -15,17 +15,19 @@ from yaml import YAMLError
 
 from commhooks.comm.groups import GLOO_INTERFACE
 from commhooks.errors import CommandError, HookConfigError
-from commhooks.request import import_path, why_not_called
+from commhooks.import_path import import_path
+from commhooks.request import why_not_called
 
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
     """Context manager: run the user's code in the body as `python -m` would without arguments: the current folder is
-    first in `sys.path`. Raises HookConfigError if the code calls `sys.exit`, as `parse_args()` does if an argument is
-    missing."""
-    before, folder = sys.argv, os.getcwd()
+    first in `sys.path`, which is restored afterwards. Raises HookConfigError if the code calls `sys.exit`, as
+    `parse_args()` does if an argument is missing."""
+    argv = sys.argv
+    search_path = list(sys.path)
     sys.argv = [path.partition(":")[0]]
-    sys.path.insert(0, folder)
+    sys.path.insert(0, os.getcwd())
     try:
         yield
     except SystemExit as error:
@@ -34,9 +36,8 @@ def user_code(path: str) -> Iterator[None]:
             "its parse_args(), belongs under `if __name__ == '__main__':`"
         ) from error
     finally:
-        sys.argv = before
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
+        sys.argv = argv
+        sys.path[:] = search_path
 
 
 def call(path: str) -> Any:

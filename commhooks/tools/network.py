@@ -22,7 +22,6 @@ from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import CommandError, HookConfigError
-from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
 from commhooks.tools.common import process_group, seconds_of
@@ -59,9 +58,15 @@ MOST = 66
 COUNTED_BYTES = 100_000
 """An interface that has sent fewer bytes was not used by the measurement."""
 SYSTEM = Path("/sys/class/net")  # Linux only
+CONNECTIONS_LEGEND = (
+    "Two ranks: one large message in one direction while no other rank sends, and half the round trip of a small one. "
+    "All at once: what every rank sends, and receives at the same time, in an all-reduce of a large buffer, and the "
+    "time of an all-reduce of one number."
+)
+ONE_MACHINE = "All ranks are on one machine, so this is the speed of its memory and processors, not of a network."
 LEGEND = (
-    "Predicted from all ranks together, as if nothing overlapped with the backward pass and the codec took no time; * "
-    "with ranks_per_node."
+    "Predicted from the line 'all at once', as if nothing overlapped with the backward pass and the codec took no "
+    "time; * with ranks_per_node."
 )
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _LARGEST_BYTES, _SMALLEST_BYTES = 32 * 2**20, 64 * 2**10
@@ -345,7 +350,7 @@ def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cl
     assert compressor is not None
     plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
     config = compressor.config
-    every = config.sync_every if isinstance(config, LocalSteps) else 1
+    every = config.sync_every if config.averages_weights else 1
     buckets = math.ceil(plan.bytes_before / _BUCKET_BYTES)
     counted = every * (plan.bytes_after + plan.flag_bytes)
 
@@ -354,7 +359,7 @@ def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cl
 
     ranks = cluster.ranks_per_machine
     among_all = Exchange(candidate, seconds(ranks), between_nodes=False)
-    if candidate is PLAIN or isinstance(config, LocalSteps) or ranks == 1:
+    if candidate is PLAIN or config.averages_weights or ranks == 1:
         return among_all
     # Inside a machine every gradient travels twice, as in an all-reduce.
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside
@@ -411,10 +416,7 @@ class NetworkReport:
         for pair in self.pairs:
             ranks_of_pair = f"{pair.ranks[0]} - {pair.ranks[1]}"
             connections.add_row(ranks_of_pair, f"{pair.mbit_per_s:,.0f}", f"{pair.latency_ms:.3g}")
-        together = (
-            f"All ranks together: {bandwidth(self.link.mbit_per_s)} for each in an all-reduce of one large buffer, "
-            f"{self.link.latency_ms:.3g} ms for one number."
-        )
+        connections.add_row("all at once", f"{self.link.mbit_per_s:,.0f}", f"{self.link.latency_ms:.3g}")
         times = new_table("Seconds per step, by size")
         times.add_column("hook")
         for size in self.exchanges:
@@ -422,7 +424,8 @@ class NetworkReport:
         for row in zip(*self.exchanges.values(), strict=True):
             cells = [f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row]
             times.add_row(row[0].candidate.label, *cells)
-        return text_of(*lines, connections, together, times, LEGEND, *self.advice())
+        legend = CONNECTIONS_LEGEND + (f" {ONE_MACHINE}" if len(self.machines) == 1 else "")
+        return text_of(*lines, connections, legend, times, LEGEND, *self.advice())
 
     def advice(self) -> list[str]:
         hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]

@@ -150,7 +150,11 @@ MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
     "frozen": ("", "frozen", {name: f"{SAVED} (removed, renamed, or frozen now)" for name in ("5.weight", "5.bias")}),
-    "unfrozen": ("frozen", "", {name: f"{NOW} (added, renamed, or frozen then)" for name in ("5.weight", "5.bias")}),
+    "unfrozen": (
+        "frozen",
+        "",
+        {name: f"{NOW} (added, renamed, or frozen or tied then)" for name in ("5.weight", "5.bias")},
+    ),
 }
 
 

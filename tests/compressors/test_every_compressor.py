@@ -250,7 +250,7 @@ def test_a_scale_that_changes_with_an_overflow_changes_no_bit(run_ranks: Any, na
 SHAPES = {"wide": (24, 40), "bias": (40,), "tall": (60, 16)}
 
 
-def _compressor(kind: Kind) -> Compressor[Any]:
+def made_for(kind: Kind) -> Compressor[Any]:
     made = HookRequest.parse(kind.hook, hook_options=kind.options, wrapper=kind.wrapper).new_compressor()
     assert made is not None
     return made.with_start(0)
@@ -265,7 +265,7 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
     """The engine on tensors over a process group: no DDP, no GradBucket."""
     kind = KINDS[name]
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-    compressor = _compressor(kind)
+    compressor = made_for(kind)
     binding = Binding(ModelNames(parameters.items()), resolve_group)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
     found = []
@@ -282,9 +282,7 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
 def test_simulated_ranks_are_real_ones_bit_for_bit(run_ranks: Any, name: str) -> None:
     kind = KINDS[name]
     with torch.no_grad(), computing_with(kind.kernel):
-        ranks = SimulatedRanks(
-            lambda: _compressor(kind), 2, {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-        )
+        ranks = SimulatedRanks(lambda: made_for(kind), 2, {each: torch.zeros(shape) for each, shape in SHAPES.items()})
         steps = [_buckets(step, range(2)) for step in range(5)]
         assert all(map(ranks.step, steps))
     for rank, real in enumerate(run_ranks(_plain_tensors, name)):

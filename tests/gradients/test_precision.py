@@ -154,7 +154,7 @@ def test_threads_that_overlap_leave_the_switches_to_the_last(monkeypatch: pytest
     monkeypatch.setattr(precision, "_PRECISION_SWITCHES", (switch,))
 
     def other() -> None:
-        with precision.full_precision(torch.device("cpu")):
+        with precision.full_precision():
             inside.set()
             go_on.wait(10)
 
@@ -163,7 +163,7 @@ def test_threads_that_overlap_leave_the_switches_to_the_last(monkeypatch: pytest
         switch.fp32_precision = "tf32"
         thread.start()
         inside.wait(10)
-        with precision.full_precision(torch.device("cpu")):
+        with precision.full_precision():
             go_on.set()
             thread.join()
             assert switch.fp32_precision == "ieee"

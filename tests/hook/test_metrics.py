@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import commhooks
 from commhooks.gradients import precision
-from commhooks.report import NAMES, Meter
+from commhooks.hook.meter import NAMES, Meter
 from tests.support.ddp_steps import (
     backward,
     descend,
@@ -82,6 +82,32 @@ def test_waiting_is_not_codec_time(run_ranks):
         assert early["codec_s_last_pass"] < 0.6 * DELAY_S and late["waiting_s_last_pass"] < 0.6 * DELAY_S, kind
         if "SGD" in kind:
             assert early["compressed_steps"] == 3
+
+
+NOTHING: dict[str, dict[str, Any]] = {  # hooks that have begun and find no parameter that is worth compressing
+    "powerSGD": {"hook_options": POWERSGD | {"min_compression_rate": 1000}},
+    "batched_powerSGD": {"hook_options": POWERSGD | {"matrix_approximation_rank": 1000}},
+    "int8": {"hook_options": {"start_iter": 1, "exclude": ["*"]}},
+    "examples.random_k:RandomKCompressor": {"hook_options": {"start_iter": 1, "exclude": ["*"]}},
+}
+
+
+def nothing_compressed() -> list[dict[str, Any]]:
+    found = []
+    for hook, arguments in NOTHING.items():
+        ddp = wrap(mlp())
+        attached = commhooks.attach(ddp, hook, **arguments)
+        train(ddp, 4)
+        found.append(attached.stats() | {"exact": attached.state_dict("mean")["exact"]})
+    return found
+
+
+def test_a_hook_that_compresses_no_parameter_counts_no_compressed_step(run_ranks):
+    for rank in run_ranks(nothing_compressed):
+        for stats in rank:
+            assert stats["compressed_steps"] == stats["so_far"]["compressed_steps"] == 0, stats["hook"]
+            assert stats["step"] == 4 and stats["nonfinite_steps"] == 0 and stats["exact"]
+            assert stats["compression_rate"] == pytest.approx(1, abs=0.01)
 
 
 OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")  # metrics that PowerSGD has not

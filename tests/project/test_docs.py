@@ -49,10 +49,42 @@ def test_command_in_the_text(page, code, run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_long_commands_stand_alone(page):
+    """To be copied from a fence, not read in the middle of a sentence."""
+    sentences = re.sub(r"^\|.*$", "", _without_code(PAGES[page]), flags=re.MULTILINE)
+    commands = re.findall(r"(?<!`)`((?:sudo |make |pip |python |torchrun |commhooks |accelerate)[^`]+)`", sentences)
+    assert [command for command in commands if len(command) > 60] == []
+
+
+def _definitions(markdown: str) -> dict[str, str]:
+    """The names that stand for links: `[here][name]` and below `[name]: page.md#heading`."""
+    return dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", markdown, re.MULTILINE))
+
+
+def _targets(markdown: str) -> list[str]:
+    return [*re.findall(r"\]\(([^)]+)\)", markdown), *_definitions(markdown).values()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target in _targets(PAGES[page]):
+        file = target.partition("#")[0]
+        assert "://" in target or (page.parent / file).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_links_are_defined(page):
+    used = re.findall(r"\]\[([\w-]+)\]", _without_code(PAGES[page]))
+    assert {*used} <= _definitions(PAGES[page]).keys()
+
+
+def test_the_first_page_of_the_site_defines_the_links_of_readme():
+    """It includes README, whose links begin in another folder."""
+    readme, first = (_definitions(PAGES[REPOSITORY / page]) for page in ("README.md", "docs/index.md"))
+    assert readme and {name: target.removeprefix("docs/") for name, target in readme.items()} == first
+    (included,) = re.findall(r'^--8<-- "README.md:(\w+)"$', PAGES[REPOSITORY / "docs/index.md"], re.MULTILINE)
+    text = PAGES[REPOSITORY / "README.md"].partition(f"[start:{included}]")[2].partition(f"[end:{included}]")[0]
+    assert text.count("\n## ") > 3 and "](" not in text, "a link that is not by name leads nowhere in the site"
 
 
 # ------------------------------------------------------------------------------------------------- pages as a whole
@@ -70,15 +102,18 @@ def _anchors(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_headings(page):
-    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", PAGES[page]):
-        there = page.parent / target if target else page
-        assert anchor in _anchors(there), f"{page.name} links to {target}#{anchor}; there are {_anchors(there)}"
+    for target in _targets(PAGES[page]):
+        file, _, anchor = target.partition("#")
+        there = page.parent / file if file else page
+        if anchor and "://" not in target:
+            assert anchor in _anchors(there), f"{page.name} links to {target}; there are {_anchors(there)}"
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_pages_link_to_pages_only(page):
     """What is outside of docs/ is not in the site."""
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", _without_code(PAGES[page])):
+    for link in _targets(_without_code(PAGES[page])):
+        target = link.partition("#")[0] or page.name
         figure = re.fullmatch(r"figures/[a-z_]+\.png", target)
         assert "://" in target or figure or (page.parent / target).suffix == ".md" and "/" not in target, target
 

@@ -14,7 +14,7 @@ from tests.support.repository import nodes
 # from a table in the source. No checkpoint reaches it.
 BY_NAME = {
     (f"{file}.py", "importlib.import_module")
-    for file in ("commhooks/request", "commhooks/tools/cli", "lightning_commhooks/class_factory")
+    for file in ("commhooks/import_path", "commhooks/tools/cli", "lightning_commhooks/class_factory")
 }
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),

@@ -98,13 +98,13 @@ def test_torch_refuses_bf16_hooks_by_their_name(alone, name):
 def test_switches_of_float32_products_exist_and_are_honoured():
     from commhooks.gradients import precision
 
-    with precision.full_precision(torch.device("cpu")):
+    with precision.full_precision():
         pass
     for switch in precision._PRECISION_SWITCHES:
         before = switch.fp32_precision
         try:
             switch.fp32_precision = "tf32"
-            with precision.full_precision(torch.device("cpu")):
+            with precision.full_precision():
                 assert switch.fp32_precision == "ieee"
             assert switch.fp32_precision == "tf32"
         finally:

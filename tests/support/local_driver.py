@@ -66,7 +66,7 @@ class LocalDriver:
         """Run one step over all buckets, one collective of each bucket after the other."""
         info = StepInfo(self._state.step, self._world_size)
         device = self._buckets[0][0].device
-        with precision.full_precision(device):
+        with precision.full_precision():
             tasks = [
                 new_task(self._compressor, work is not None, flat, work, self._state, info)
                 for flat, work in self._buckets

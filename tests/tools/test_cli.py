@@ -226,7 +226,8 @@ def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, e
         ("plan_models.py", "is not a path: expected 'package.module:function'"),
         ("tests.support.plan_models:", "expected 'package.module:function' with the full name"),
         ("no_such_module:build", "cannot import 'no_such_module': No module named 'no_such_module'; start where"),
-        ("no/such_module.py:build", "cannot import 'no.such_module': No module named 'no'; start where"),
+        ("no/such_module.py:build", "there is no file '/.*/no/such_module.py'"),
+        ("../no/such_module.py:build", "there is no file '/.*/no/such_module.py'"),
         ("tests.support.plan_models:build", "'tests.support.plan_models' has no 'build' .did you mean 'build_mlp'"),
         ("tests.support.plan_models:Net.biuld", "'tests.support.plan_models.Net' has no 'biuld'"),
         ("tests.support.plan_models:not_callable", "is a int; expected a function that builds the model"),
@@ -236,6 +237,48 @@ def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, e
 def test_what_is_no_function_is_told(target: str, text: str) -> None:
     with pytest.raises(HookConfigError, match=text):
         call(target)
+
+
+JOB = """
+from torch import nn
+{}
+def build():
+    import beside_script_of_this_test
+    return nn.Linear(3, beside_script_of_this_test.WIDTH)
+"""
+
+
+@pytest.mark.parametrize("written", ["../job/NAME", "{absolute}/NAME", "~/job/NAME"])
+@pytest.mark.parametrize("package", [False, True])
+def test_a_path_of_a_file_is_a_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: str, package: bool
+) -> None:
+    """Outside of the current folder, with imports from the file's own folder at any time, and inside of a package."""
+    (folder / "job" / "inside").mkdir(parents=True)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "job" / "beside_script_of_this_test.py").write_text("WIDTH = 5\n")
+    name = "inside/script_of_this_test.py" if package else "script_of_this_test.py"
+    if package:
+        (folder / "job" / "inside" / "__init__.py").write_text("NET = 1\n")
+    (folder / "job" / name).write_text(JOB.format("from . import NET" if package else ""))
+    target = written.format(absolute=folder / "job").replace("NAME", name)
+    try:
+        assert main(["plan", f"{target}:build", "--hook", "int8"]) == 0
+    finally:
+        for module in ("beside_script_of_this_test", "inside", "inside.script_of_this_test"):
+            sys.modules.pop(module, None)
+    assert "0.080 kB" in capsys.readouterr().out  # 3 x 5 + 5 numbers
+
+
+def test_a_path_whose_name_another_module_has_is_an_error(folder: Path) -> None:
+    (folder / "json.py").write_text(JOB.format(""))
+    with pytest.raises(HookConfigError, match=r"`import json` finds /.*json/__init__.py instead of /.*json.py: rename"):
+        call("json.py:build")
+    (folder / "train.v2.py").write_text(JOB.format(""))
+    with pytest.raises(HookConfigError, match="a file with a '.' in its name: rename it"):
+        call("train.v2.py:build")
 
 
 def test_other_errors_of_the_script_pass_through(folder: Path) -> None:

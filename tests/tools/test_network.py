@@ -178,6 +178,16 @@ def test_advice() -> None:
     assert interface.startswith("one (and 1 more) sends over eth0, rated at 10 Gbit/s, but reaches 1 Gbit/s.")
 
 
+def test_the_report_says_what_differs_between_its_rates() -> None:
+    """With one unit for both; on one machine they may differ by five, and neither is the speed of a network."""
+    two_machines = " ".join(str(_report(link=Link(11_000.0, 2.0))).split())
+    assert " 0 - 1 20,000 0.01 " in two_machines and " all at once 11,000 2 " in two_machines
+    assert "Two ranks: one large message in one direction while no other rank sends" in two_machines
+    assert "All at once: what every rank sends, and receives at the same time, in an all-reduce" in two_machines
+    assert network.ONE_MACHINE not in two_machines
+    assert network.ONE_MACHINE in " ".join(str(_report(machines={"one": [0, 1, 2, 3]})).split())
+
+
 def test_the_report_as_text() -> None:
     assert "  one: rank 0; " in str(_report(machines={"one": [0], "two": [1, 2, 3]}))
     assert [network._figures(each) for each in (0.03456, 999.0, 2751.4)] == ["0.0346", "999", "2,751"]

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import HookRunError
-from commhooks.report import NAMES
+from commhooks.hook.meter import NAMES
 from tests.support.accelerators import Training, Warnings, accelerate_launched, launched, new_accelerator, power_sgd
 from tests.support.training import make_model
 

@@ -2,11 +2,14 @@
 
 import importlib
 import inspect
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import clean_env
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -21,7 +24,9 @@ import lightning_commhooks
 from commhooks import BF16Compress, HookConfigError
 from lightning_commhooks import CommHookDDP
 from tests.support import lightning_support as support
+from tests.support import warm
 from tests.support.lightning_support import Data, Model, assert_equal, cli_config, data, trainer, weights
+from tests.support.repository import PYTHONPATH
 
 NAMES = {
     "ddp_powersgd": "powerSGD",
@@ -223,6 +228,30 @@ def test_cli_typos_are_refused(
     with pytest.raises(SystemExit):
         _cli(["--config", _config(tmp_path, POWERSGD, **init_args)], run=False)
     assert text in capsys.readouterr().err
+
+
+CLI_SCRIPT = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_commhooks
+LightningCLI(BoringModel, run=False)
+"""
+
+
+@pytest.mark.parametrize("process", [{}, {"RANK": "1", "WORLD_SIZE": "2"}])
+def test_the_sentence_about_a_wrong_option_is_the_last_line(tmp_path: Path, process: dict[str, str]) -> None:
+    """jsonargparse's error has it in the middle, before the values of all arguments. Rank 0 alone repeats it."""
+    (tmp_path / "cli.py").write_text(CLI_SCRIPT)
+    config = _config(tmp_path, "powerSGD", hook_options={"matrix_aproximation_rank": 2})
+    env = clean_env.cleaned(os.environ, str(tmp_path)) | {"PYTHONPATH": PYTHONPATH} | process
+    command = [warm.python("lightning.pytorch.cli"), str(tmp_path / "cli.py"), "--config", config]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "Does not validate against any of the Union subtypes" in done.stderr
+    sentence = (
+        "commhooks: error: hook 'powerSGD' has no option 'matrix_aproximation_rank' "
+        "(did you mean 'matrix_approximation_rank'?)"
+    )
+    assert done.stderr.splitlines()[-1].startswith(sentence) is not bool(process), done.stderr
 
 
 def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:

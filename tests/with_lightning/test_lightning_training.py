@@ -266,7 +266,7 @@ def _finetune(root: str) -> dict[str, Any]:
 def test_parameters_unfrozen_after_the_wrap_are_named_once(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(_finetune, str(tmp_path))
     (warning,) = (text for text in first["whole"]["warnings"] if "backbone" in text)
-    assert "2 parameters (the first is backbone.weight) were frozen or missing when the model was wrapped" in warning
+    assert "2 parameters (the first is backbone.weight) were frozen or missing when the hook was attached" in warning
     assert not [text for text in second["whole"]["warnings"] if "backbone" in text]
     # What the warning says is so: DDP averages the rest and not the backbone.
     one, other = first["whole"]["final"], second["whole"]["final"]

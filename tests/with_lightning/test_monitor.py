@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from commhooks import HookConfigError
-from commhooks.report import NAMES
+from commhooks.hook.meter import NAMES
 from lightning_commhooks import CommHookMonitor
 from tests.support import lightning_support as support
 from tests.support.inside import session_of

@@ -21,6 +21,7 @@ from transformers_trainer import make_model  # noqa: E402  # of examples/
 import commhooks  # noqa: E402
 from accelerate_commhooks.transformers import CommHookTrainer, CommHookTrainerMixin  # noqa: E402
 from tests.support.accelerators import hook_files, launched  # noqa: E402
+from tests.support.ddp_steps import log_lines  # noqa: E402
 from tests.support.transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
 
 
@@ -104,6 +105,7 @@ def test_auto_find_batch_size_starts_fresh_in_a_users_trainer(run_ranks: Any, tm
         assert result["seen"][1]["residuals"] == {} and result["seen"][1]["hooks"] == 1
         assert result["stats"]["step"] == result["stats"]["backward_passes"] == EPOCH
         assert torch.equal(result["weights"], result["first"])
+        assert result["lines"] == []  # about the first attempt, which ended before the hook began
 
 
 class TheirTrainer(Trainer):
@@ -132,9 +134,12 @@ def _auto_find_batch_size(folder: Path) -> dict[str, Any]:
             attempts.append(self._train_batch_size)
             return super().set_initial_training_values(*args)
 
-    trainer = make_trainer(folder, Counting, auto_find_batch_size=True, hook=POWER_SGD | {"fits": 3})
-    trainer.train()
-    result = outcome(trainer) | {"attempts": attempts}
+    options = POWER_SGD["hook_options"] | {"start_powerSGD_iter": 6}
+    hook = POWER_SGD | {"hook_options": options, "fits": 3}
+    with log_lines("commhooks.hook.unused") as lines:
+        trainer = make_trainer(folder, Counting, auto_find_batch_size=True, hook=hook)
+        trainer.train()
+    result = outcome(trainer) | {"attempts": attempts, "lines": lines}
     everywhere = [torch.empty_like(result["weights"]) for _ in range(2)]
     dist.all_gather(everywhere, result["weights"])
     return result | {"first": everywhere[0]}

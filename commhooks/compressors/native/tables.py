@@ -15,6 +15,7 @@ import torch
 
 from commhooks.compressors.native import library
 from commhooks.errors import HookRunError
+from commhooks.gradients.profiling import span
 
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
@@ -63,7 +64,9 @@ class Table:
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
         if function not in self._functions:
             self._functions[function] = library.function(function, self.dtype)
-        if self._functions[function](start, threads, end - begin, first, *more):
+        with span("native kernel", function):
+            failed = self._functions[function](start, threads, end - begin, first, *more)
+        if failed:
             raise MemoryError("commhooks: no memory for the scratch space of a native kernel")
 
     def column(self, field: str) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""Metrics of hooks, for the loggers of Lightning and Accelerate."""
+
+import weakref
+from typing import Any
+
+from commhooks.hook.comm_hook import CommHook
+
+PREFIX = "commhooks"
+
+NAMES = (
+    "bytes_sent",
+    "bytes_per_pass",
+    "compression_rate",
+    "compressed_steps",
+    "nonfinite_steps",
+    "codec_ms",
+    "waiting_ms",
+    "chosen_at",
+    "residual_norm",
+    "gradient_norm",
+    "residual_over_gradient",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+    "members",
+)
+"""Names of the metrics; docs/working.md explains each."""
+
+
+class Meter:
+    """Computes metrics of hooks. Rates are means since the previous `read` of the same hook."""
+
+    def __init__(self) -> None:
+        self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
+        return Meter, ()  # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
+
+    def read(self, hook: CommHook, *, prefix: str = PREFIX) -> dict[str, float]:
+        now, before = hook.stats(), self._before.get(hook, {})
+        self._before[hook] = now
+        values: dict[str, float | None] = {
+            **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
+            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")},
+            **hook.norms(),
+        }
+        passes = now["backward_passes"] - before.get("backward_passes", 0)
+        for name, of, unit in (
+            ("bytes_per_pass", "bytes_sent", 1),
+            ("codec_ms", "codec_s", 1000),
+            ("waiting_ms", "waiting_s", 1000),
+        ):
+            if now[of] is not None and passes:
+                values[name] = unit * (now[of] - (before.get(of) or 0)) / passes
+        sent = (now["bytes_sent"] or 0) - (before.get("bytes_sent") or 0)
+        if sent:
+            values["compression_rate"] = (now["bytes_uncompressed"] - before.get("bytes_uncompressed", 0)) / sent
+        return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}

@@ -107,7 +107,7 @@ SAME = {
 }
 """The first columns of the two tables, README's without what follows the name."""
 SOONER = {"100 Mbit/s": (1, 5), "1 Gbit/s": (6, 7), "unlimited": (8, 9)}
-"""The columns of docs/performance.md with the seconds, behind which the choice of `auto` stands, and with how many times
+"""The columns of docs/performance.md with the seconds, behind which the choice of `auto` stands, and how many times
 sooner the loss was reached."""
 
 

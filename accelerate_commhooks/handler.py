@@ -1,7 +1,6 @@
 """`CommHookKwargs`, Accelerate's handler of DDP arguments with a communication hook."""
 
 import dataclasses
-import os
 import sys
 import weakref
 from collections.abc import Iterable
@@ -11,19 +10,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
-from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.prepare import check_takes_hook, override_prepare, replicas_of, warn_at_first_prepare
-from accelerate_commhooks.saving import HookedModel, ensure_hook_saver, unwrapped
-from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, STOCK_HOOK_FIELDS, VARIABLE, Settings
-from commhooks import AttachError, CommHook, HookConfigError, HookRunError
-from commhooks.errors import logger_of, no_such, print_error_on_rank_zero
-from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter, ScaleOf, attach_request, check_choice
-
-logger = logger_of(__name__)
-
-_NO = DDPCommunicationHookType.NO
+from accelerate_commhooks import stock_hooks
+from accelerate_commhooks.models import HookedModels
+from accelerate_commhooks.prepare import check_takes_hook, override_prepare
+from accelerate_commhooks.saving import any_model_has_hook, ensure_hook_saver
+from accelerate_commhooks.unattached import CALL_ATTACH, call_before_step, raise_or_warn, warn_alone
+from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, VARIABLE, Settings
+from commhooks import CommHook, HookConfigError, HookRunError
+from commhooks.errors import no_such, print_error_on_rank_zero
+from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter
 
 
 @dataclass(eq=False, repr=False)
@@ -34,9 +31,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
 
     Every model that the accelerator wraps in DDP gets a hook with its own learned state, which `save_state` and
-    `load_state` include. So does a model that it shards by FSDP2 with `ParallelismConfig(dp_replicate_size=R,
-    dp_shard_size=S)`: each of the `R` replicas is sharded over `S` ranks, and the hook averages between the replicas.
-    In all other cases (one process, DeepSpeed, evaluation mode) there is no hook; see `is_attached`.
+    `load_state` include. In two cases call `attach` before `accelerator.prepare`, because Accelerate then does not ask
+    its handlers: with FSDP2 and `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, where each of the `R`
+    replicas is sharded over `S` ranks and the hook averages between the replicas; and with `members`. If this was
+    forgotten, the first optimizer step raises AttachError. In all other cases (one process, DeepSpeed, evaluation mode)
+    there is no hook; see `is_attached`.
 
     Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file in the environment
     variable ACCELERATE_COMM_HOOK_CONFIG. Arguments given here override those settings. The stock arguments `comm_hook`,
@@ -55,7 +54,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the wrong type, or an
-            invalid combination. In `prepare`, with FSDP1, and with FSDP2 without `ParallelismConfig`.
+            invalid combination.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -88,11 +87,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Length of the run, set by transformers' Trainer; used if `total_steps` is None."""
         self.ddp_defaults: dict[str, Any] = {}
         """DDP arguments of transformers' Trainer; used for arguments that the user has not given."""
-        self._hooked: list[HookedModel] = []
+        self._models = HookedModels()
         self._meter = Meter()
         self._settings: Settings | None = None
         self._warned_alone = False
-        asks = self.hook is not None or "hook" in self.given or self._stock_requests()
+        self._attached_to: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+        asks = self.hook is not None or "hook" in self.given or stock_hooks.given_in(self)
         settings = None if asks else Settings.from_environment()
         if settings is not None:
             settings.check()
@@ -106,6 +106,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             request.config.resolved(request.total_steps)  # a fraction needs total_steps
         if settings is not None:
             self._use(settings)
+        call_before_step(self._check_attached)
 
     @classmethod
     def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
@@ -141,7 +142,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     @property
     def attached_hooks(self) -> list[CommHook]:
         """The hooks of all existing models that were prepared with this handler, in order of preparation."""
-        return [hook for hooked in self._hooked if (hook := hooked.hook) is not None]
+        return self._models.hooks
 
     @property
     def request(self) -> HookRequest:
@@ -153,14 +154,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"write CommHookKwargs(hook={self.dim!r})"
             )
         given = {name: getattr(self, name) for name in ARGUMENTS}
-        if stock := self._stock_requests():
+        if stock := stock_hooks.given_in(self):
             if any(given[name] is not None for name in ("hook", "hook_options", "wrapper")):
                 ours = "hook" if self.hook is not None else "hook_options or wrapper"
                 raise HookConfigError(
                     f"{' and '.join(stock)} together with {ours}=: both set a communication hook, and DDP takes only "
                     "one. Keep hook= (with hook_options= and wrapper=)"
                 )
-            given |= self._translated()
+            given |= stock_hooks.translated(self)
         elif self.hook is None and "hook" not in self.given:
             raise HookConfigError(
                 "CommHookKwargs needs hook=, such as 'powerSGD', or settings from `accelerate-commhooks launch` or a "
@@ -174,7 +175,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def is_attached(self, model: torch.nn.Module) -> bool:
         """Return whether `model`, which is from `prepare` or the module inside it, has a hook of this handler."""
-        return any(hooked.is_of(model) for hooked in self._hooked)
+        return self._models.has(model)
 
     def log(self, accelerator: Accelerator, step: int | None = None) -> None:
         """Log the metrics of the hooks with the accelerator's trackers, as `accelerator.log` does.
@@ -212,53 +213,46 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
-        """Use this handler for the models that an existing accelerator prepares from now on. Returns the handler.
+        """Use this handler for the models that `accelerator` prepares from now on. Returns the handler.
+
+            accelerator = Accelerator(fsdp_plugin=..., parallelism_config=...)
+            handler.attach(accelerator)
+            model, optimizer = accelerator.prepare(model, optimizer)
+
+        With DDP, `Accelerator(kwargs_handlers=[handler])` does the same. With FSDP2, and with `members`, only this
+        method attaches the hook: it overrides `accelerator.prepare`, of this one object, because Accelerate gives a
+        handler neither models that it shards nor those of a single process. It may be called beside `kwargs_handlers`.
 
         Raises:
             HookConfigError: the accelerator has DDP arguments of its own, or neither wraps models in DDP nor shards
-                replicas of them.
+                replicas of them (DeepSpeed, FSDP1, FSDP2 without `ParallelismConfig`).
         """
         if not isinstance(accelerator.ddp_handler, CommHookKwargs | None):
             raise HookConfigError(
                 "this accelerator has a DistributedDataParallelKwargs already, and takes only one: pass its arguments "
                 "to CommHookKwargs(...) instead"
             )
-        shards = accelerator.distributed_type is DistributedType.FSDP
-        if not (shards and self.off):
+        kind = accelerator.distributed_type
+        if not (kind is DistributedType.FSDP and self.off):
             check_takes_hook(accelerator)
         accelerator.ddp_handler = self
+        self._attached_to.add(accelerator)
         ensure_hook_saver(accelerator)
-        if shards or self.members is not None:
+        if kind is DistributedType.FSDP or self.members is not None:
             override_prepare(accelerator, self)
-        if accelerator.distributed_type is DistributedType.NO and self.members is None:
+        elif kind is DistributedType.NO:
             self.warn_alone()
         return self
 
     def warn_alone(self) -> None:
         if not self._warned_alone and not self.off:
             self._warned_alone = True
-            logger.warning(
-                "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
-                "hook, and the gradients are exact. %s",
-                self.request.name,
-                f"The launcher has started {os.environ['WORLD_SIZE']} processes, and each trains alone: on CPUs "
-                "pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
-                if int(os.environ.get("WORLD_SIZE") or 1) > 1
-                else "Start the script with torchrun or accelerate launch for several ranks.",
-            )
+            warn_alone(self.request)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), and a
         # subclass would raise KeyError. `type()` and `isinstance` still use the real class.
-        # Under FSDP and with one process Accelerator.__init__ never calls the handler again, so this is the only chance
-        # to override `prepare`. It has set the environment variable before.
-        shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-        accelerator = _calling_accelerator()
-        if accelerator is not None and (shards or self.members is not None):
-            override_prepare(accelerator, self)
-        elif accelerator is not None and "state" not in vars(accelerator):  # in its constructor
-            warn_at_first_prepare(accelerator, self)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
@@ -270,39 +264,25 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. `Accelerator.prepare_model` calls this on every rank."""
-        # Accelerate 1.15 passes the model alone.
-        self._attach(model, self.request, _calling_accelerator())
+        accelerator = _calling_accelerator()  # Accelerate 1.15 passes the model alone
+        if accelerator is not None and accelerator not in self._attached_to and self.members is not None:
+            raise HookConfigError(f"members={self.members!r} beside DDP: {CALL_ATTACH}")
+        self.attach_model(model, accelerator)
 
-    def attach_alone(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook, in place of an earlier one, to a model that Accelerate does not wrap, with one process per
-        machine."""
-        self._detach_earlier(model)
-        gradient_state = accelerator.gradient_state
-        self._attach(unwrapped(model), self.request, accelerator, accumulates=lambda: not gradient_state.sync_gradients)
-
-    def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. It replaces the
-        hook of an earlier `prepare`. Every rank must call this."""
+    def attach_model(self, model: torch.nn.Module, accelerator: Accelerator | None) -> None:
+        """Attach a hook to a prepared model: wrapped in DDP; sharded by FSDP2 within each replica; or neither, on a
+        machine of one process that has others as members. Every rank must call this."""
         request = self.request
-        if request.off:
-            ensure_hook_saver(accelerator)
-            if self._settings is not None:
-                self._settings.message("")
-            return
-        if request.save_residual == "per_rank":
-            if "save_residual" in self.given:
-                raise HookConfigError(
-                    "save_residual='per_rank' with a model sharded by FSDP2; expected 'mean' (the default), the mean "
-                    "over the replicas, or 'drop'"
-                )
+        shards = accelerator is not None and accelerator.distributed_type is DistributedType.FSDP
+        if shards and "save_residual" not in self.given:
             request = dataclasses.replace(request, save_residual="mean")
-        self._detach_earlier(model)
-        self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
+        self._models.attach(model, request, accelerator, request.total_steps or self.run_length, self._settings)
 
-    def _detach_earlier(self, model: torch.nn.Module) -> None:
-        for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
-            if earlier is not None:
-                earlier.detach()
+    def _check_attached(self) -> bool:
+        if not (self._models.were_attached or self._warned_alone or self.off or any_model_has_hook()):
+            raise_or_warn(self.request)
+            self._warned_alone = True
+        return True
 
     def __repr__(self) -> str:
         names = [f.name for f in dataclasses.fields(self) if f.name in self.given]
@@ -315,76 +295,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Pickles and copies contain the configuration, never a hook.
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
 
-    def _stock_requests(self) -> list[str]:
-        return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
-
-    def _translated(self) -> dict[str, Any]:
-        def chosen(name: str, allowed: Iterable[DDPCommunicationHookType]) -> str | None:
-            value = getattr(self, name)
-            text = getattr(value, "value", value)
-            if text is not None:
-                check_choice(name, text, tuple(choice.value for choice in allowed))
-            return None if text == _NO.value else text
-
-        hook = chosen("comm_hook", DDPCommunicationHookType)
-        wrapper = chosen("comm_wrapper", (_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16))
-        if hook is None:
-            given = "comm_wrapper" if wrapper is not None else "comm_state_option"
-            raise HookConfigError(f"{given} without comm_hook: no communication hook is set")
-        return {"hook": hook, "hook_options": self.comm_state_option or None, "wrapper": wrapper}
-
     def _use(self, settings: Settings) -> None:
         self._settings = settings
-        settings.message(
-            f"the hook {settings.values['hook']!r} of {settings.source} was attached to no model. {LINE_TO_ADD}",
-            first=True,
-        )
-
-    def _attach(
-        self,
-        model: torch.nn.Module,
-        request: HookRequest,
-        accelerator: Accelerator | None,
-        **more: Any,
-    ) -> None:
-        self._hooked = [each for each in self._hooked if each.hook is not None]
-        if self._hooked and callable(getattr(request.hook_state, "state_dict", None)):
-            raise AttachError(
-                f"hook_state ({type(request.hook_state).__name__}) is one object, and is used by another model. "
-                "Give each model a handler of its own, or make states by a factory: "
-                "commhooks.register_hook(name, factory)"
-            )
-        scale = message = saver = None
-        if accelerator is not None:
-            weak = weakref.ref(accelerator)
-            # The scaler may be set later, so it is looked up at each call.
-            scale = ScaleOf(lambda: getattr(weak(), "scaler", None), accelerator.device)
-            saver = ensure_hook_saver(accelerator)
-        if self._settings is not None:
-            message = self._settings.message
-        hook = attach_request(
-            model,
-            request,
-            total_steps=request.total_steps or self.run_length,
-            loss_scale=scale,
-            on_unused=message,
-            **more,
-        )
-        if message is not None:
-            message("")
-        if request.off:
-            return
-        hooked = HookedModel(model, hook, request.strict, request.save_residual)
-        self._hooked.append(hooked)
-        if saver is not None:
-            saver.add(model, hooked)
-        else:
-            logger.warning("hook %r was attached without an accelerator: no save_state includes its state.", hook.name)
+        text = f"the hook {settings.values['hook']!r} of {settings.source} was attached to no model. {LINE_TO_ADD}"
+        settings.message("" if self.off else text, first=True)
 
 
 def _calling_accelerator() -> Accelerator | None:
     frame = sys._getframe(2)
-    while frame is not None and not issubclass(type(frame.f_locals.get("self")), Accelerator):  # `__class__` calls this
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Accelerator):
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_locals["self"]
 

@@ -1,9 +1,9 @@
-"""Overrides `Accelerator.prepare` for models that it neither wraps in DDP nor gives to its handler.
+"""Overrides `Accelerator.prepare`, when the user calls `CommHookKwargs.attach`, for models that Accelerate 1.15 neither
+wraps in DDP nor gives to its handler.
 
 FSDP2 with `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: Accelerate gives FSDP a mesh of two dimensions,
 and FSDP itself averages over the replicas, uncompressed, before any hook. So while `prepare` runs, Accelerate sees a
-configuration with one replica. One process: the hook takes part in a training with other machines as members, or there
-is nothing to average, which a warning says.
+configuration with one replica. One process: the hook takes part in a run with other machines as members.
 """
 
 import contextlib
@@ -11,17 +11,14 @@ import copy
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.scheduler import AcceleratedScheduler
 
-from commhooks import HookConfigError
-
-if TYPE_CHECKING:
-    from accelerate_commhooks.handler import CommHookKwargs
+from commhooks import CommHook, HookConfigError
 
 _WITH_REPLICAS = (
     "ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH), or in Accelerate's configuration file "
@@ -30,45 +27,44 @@ _WITH_REPLICAS = (
 """How users configure one replica per machine."""
 
 
-def override_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
-    """Override `prepare` of this one object, because Accelerate 1.15 never calls its handler for models that it shards
-    or does not wrap: shard trained models within replicas, and attach the hook of `handler`; also to the model of a
-    machine with one process that has other machines as members. A machine that comes takes the state of prepared
-    schedulers."""
+class Handler(Protocol):
+    """What `prepare` needs of a `CommHookKwargs`."""
+
+    @property
+    def off(self) -> bool: ...
+
+    @property
+    def attached(self) -> CommHook | None: ...
+
+    def attach_model(self, model: torch.nn.Module, accelerator: Accelerator) -> None: ...
+
+
+def override_prepare(accelerator: Accelerator, handler: Handler) -> None:
+    """Override `prepare` of this one object, as long as `handler` is the accelerator's: shard trained models within
+    replicas, attach the hook to them, or to the model of a machine with one process, and register prepared schedulers
+    with the hook's `members`, so that a machine that comes takes their state."""
     method, schedulers = type(accelerator).prepare, itertools.count()
 
     @functools.wraps(method)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        models = [each for each in args if isinstance(each, torch.nn.Module)]
+        if accelerator.ddp_handler is not handler or handler.off:
+            return method(accelerator, *args, **kwargs)
+        shards = accelerator.distributed_type is DistributedType.FSDP
+        models = [model for model in args if isinstance(model, torch.nn.Module)]
         trained = any(parameter.requires_grad for model in models for parameter in model.parameters())
-        kind = accelerator.distributed_type if accelerator.ddp_handler is handler else None
-        shards = kind is DistributedType.FSDP
-        alone = kind is DistributedType.NO and handler.members is not None and not handler.off
-        with _one_replica(accelerator) if trained and shards and not handler.off else contextlib.nullcontext():
-            prepared = method(accelerator, *args, **kwargs)
-        attach = handler.attach_to_replica if shards else handler.attach_alone
-        found = prepared if isinstance(prepared, (tuple, list)) else [prepared]
-        for each in found if trained and (shards or alone) else ():
-            if isinstance(each, torch.nn.Module):
-                attach(accelerator, each)
-        members = handler.attached.members if kind is not None and handler.attached is not None else None
-        for each in found:
-            if members is not None and isinstance(each, AcceleratedScheduler):
-                members.register(f"scheduler {next(schedulers)}", each.state_dict, each.load_state_dict)
-        return prepared
-
-    accelerator.prepare = prepare
-
-
-def warn_at_first_prepare(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
-    """Override the first call of `prepare`, to warn if Accelerate then wraps no model, because it runs one process."""
-
-    @functools.wraps(type(accelerator).prepare)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        del accelerator.prepare
-        if accelerator.distributed_type is DistributedType.NO:
-            handler.warn_alone()
-        return accelerator.prepare(*args, **kwargs)
+        with _one_replica(accelerator) if trained and shards else contextlib.nullcontext():
+            result = method(accelerator, *args, **kwargs)
+        prepared = result if isinstance(result, (tuple, list)) else [result]
+        if trained and (shards or accelerator.distributed_type is DistributedType.NO):
+            for model in prepared:
+                if isinstance(model, torch.nn.Module):
+                    handler.attach_model(model, accelerator)
+        hook = handler.attached
+        for scheduler in prepared if hook is not None and hook.members is not None else ():
+            if isinstance(scheduler, AcceleratedScheduler):
+                name = f"scheduler {next(schedulers)}"
+                hook.members.register(name, scheduler.state_dict, scheduler.load_state_dict)
+        return result
 
     accelerator.prepare = prepare
 

@@ -89,6 +89,11 @@ def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
     return saver
 
 
+def any_model_has_hook() -> bool:
+    """Return whether a handler has attached a hook to a model of any accelerator that still exists."""
+    return any(saver.has_hook() for saver in _SAVERS.values())
+
+
 class HookSaver:
     """Saves and loads the hooks of one accelerator's models, which are numbered in order of preparation. A model keeps
     its number when another is deleted. `free_memory` restarts the numbering, as for Accelerate's own files. If a module
@@ -107,6 +112,9 @@ class HookSaver:
             self._end_rounds_before("save_model")
             if hooked.is_sharded:
                 self._end_rounds_before("save_state")
+
+    def has_hook(self) -> bool:
+        return any(model.hook is not None for model in self._of_modules.values())
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Remove files

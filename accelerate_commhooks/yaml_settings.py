@@ -134,8 +134,8 @@ class Settings:
 
 
 LINE_TO_ADD = (
-    "Write `Accelerator(kwargs_handlers=[CommHookKwargs()])`, with `from accelerate_commhooks import CommHookKwargs`, "
-    "and let `prepare` wrap the model. In place of transformers' Trainer take CommHookTrainer from "
+    "Write `CommHookKwargs().attach(accelerator)` before `accelerator.prepare(...)`, with `from accelerate_commhooks "
+    "import CommHookKwargs`. In place of transformers' Trainer take CommHookTrainer from "
     "accelerate_commhooks.transformers"
 )
 """Advice for users whose script does not use the settings."""

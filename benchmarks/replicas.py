@@ -57,8 +57,8 @@ def worker(place: Row) -> None:
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=width, cpu_ram_efficient_loading=False
         ),
         parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
-        kwargs_handlers=[handler],
     )
+    handler.attach(accelerator)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ledger, made = Ledger(), []

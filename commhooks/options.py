@@ -6,7 +6,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, Union
 
@@ -24,6 +24,23 @@ LARGEST_STEP = 2**62
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
 
 
+@dataclass(frozen=True)
+class DropIn:
+    """Describes a function with a name and the arguments of torch's.
+
+    Attributes:
+        hook: the name of the hook to use if the function is passed without a state.
+        check_state: raises HookConfigError if the function cannot be called with this state.
+    """
+
+    hook: str
+    check_state: Callable[[object], None] = lambda state: None
+
+
+DROP_INS: dict[Callable[..., Any], DropIn] = {}
+"""`ddp_comm_hooks` adds its functions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HookConfig:
     """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
@@ -38,6 +55,11 @@ class HookConfig:
     """The dtype to which the hook itself casts gradients, as in the option `wrapper`: "fp16" or "bf16"."""
     sends: ClassVar[bool] = True
     """False for a hook that communicates nothing. The replicas then drift apart."""
+    averages_weights: ClassVar[bool] = False
+    """True for a hook that averages weights once in several steps, in place of gradients. It needs no wrapper around
+    the model."""
+    kind: ClassVar[str] = "compressor"
+    """What runs the hook: a key of `hook.kinds.KINDS`."""
     start_option: ClassVar[str | None] = None
     """Name of the field that holds the first compressed step. The field's value is an int for a number of steps, a
     float for a fraction of the run, or None for 10 % of the run (at most 1000 steps; 100 steps if the run's length is

@@ -15,7 +15,6 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
 from commhooks.gradients.precision import dtype_name
 from commhooks.gradients.source import GradientSource, sparse_parameters
-from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.request import HookRequest
 
 NAMED_SAVE_BYTES = 10**9
@@ -210,7 +209,7 @@ def whole_plan(
         memory=reduction.memory_plan(compressor, rows, known or [rows]),
         arrangement=reduction.description,
         bucket_names=tuple(map(tuple, buckets)),
-        bytes_per_save=sum(row.numel * 4 for row in rows) if isinstance(compressor, LocalStepsCompressor) else 0,
+        bytes_per_save=sum(row.numel * 4 for row in rows) if compressor.config.averages_weights else 0,
         sends=compressor.config.sends,
     )
 

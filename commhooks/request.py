@@ -20,11 +20,9 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
-from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
 from commhooks.import_path import import_path
-from commhooks.local_steps.options import LocalSteps
-from commhooks.options import HookConfig, check_choice, converted, plain
+from commhooks.options import DROP_INS, HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
     FACTORIES,
@@ -42,17 +40,6 @@ T = TypeVar("T")
 
 WRAPPERS = tuple(WIRE_DTYPES)
 SAVE_RESIDUAL = ("mean", "per_rank", "drop")
-
-_DROP_INS: dict[Callable[..., Any], str] = {
-    default_hooks.allreduce_hook: "allreduce",
-    default_hooks.fp16_compress_hook: "fp16_compress",
-    default_hooks.bf16_compress_hook: "bf16_compress",
-    debugging_hooks.noop_hook: "noop",
-    powerSGD_hook.powerSGD_hook: "powerSGD",
-    powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD",
-}
-"""Drop-ins for torch's functions -> the hook to use if the function is passed without a state."""
-
 
 # ---- the shared arguments --------------------------------------------------------------------------------------------
 
@@ -184,11 +171,14 @@ class HookRequest:
         else:
             name = hook if isinstance(hook, str) else getattr(found, "__qualname__", type(found).__qualname__)
             said, remedy = f"the callable {name}", "put its options into hook_state, or use register_hook"
-            drop_in = next((each for function, each in _DROP_INS.items() if function is found), None)
-            if drop_in is not None and hook_state is None:
-                request = cls(drop_in, config=COMPRESSORS[drop_in].Config(), **common)
+            drop_in = next((each for function, each in DROP_INS.items() if function is found), None)
+            if drop_in is None:
+                request = cls(name, function=found, **common)
+            elif hook_state is None:
+                request = cls(drop_in.hook, config=COMPRESSORS[drop_in.hook].Config(), **common)
             else:
-                request = cls(drop_in or name, function=found, **common)
+                drop_in.check_state(hook_state)
+                request = cls(drop_in.hook, function=found, **common)
         if options:
             raise HookConfigError(
                 f"hook_options={options!r} with {said}: hook_options is for hooks given by name; {remedy}"
@@ -202,10 +192,6 @@ class HookRequest:
             raise HookConfigError(
                 f"hook_state with {hook}, which makes its own state: hook_state is for a callable of your own"
             )
-        powersgd = self.function in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)
-        if powersgd and not isinstance(self.hook_state, powerSGD_hook.PowerSGDState):
-            expected = "a commhooks.PowerSGDState, or None for one with the default options"
-            raise invalid("hook_state", self.hook_state, expected)
         if self.check_every is not None and self.config is not None and not self.config.sends:
             raise HookConfigError(f"check_every with {hook}: without communication the replicas drift apart")
         if self.ranks_per_node is not None and compressor is None:
@@ -230,7 +216,7 @@ class HookRequest:
 
     def _check_members(self, hook: str) -> None:
         config = self.config
-        if not isinstance(config, LocalSteps):
+        if not self.averages_weights:
             raise HookConfigError(
                 f"members with {hook}, which averages gradients: machines can come and go only with hooks that average "
                 "weights, 'diloco' and 'local_sgd'"
@@ -243,6 +229,10 @@ class HookRequest:
                     f"members with {name}={getattr(config, name)!r}; expected {value}, because all machines meet at "
                     "the end of a round"
                 )
+
+    @property
+    def averages_weights(self) -> bool:
+        return self.config is not None and self.config.averages_weights
 
     @property
     def off(self) -> bool:

@@ -59,9 +59,9 @@ def main() -> None:
             dp_replicate_size=args.replicas,  # <-- a replica on each machine ...
             dp_shard_size=world_size // args.replicas,  # ... sharded over its GPUs
         ),
-        kwargs_handlers=[handler],  # <--
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # restores the order of batches
     )
+    handler.attach(accelerator)  # <-- before prepare
     train, test = digits()
     model = digits_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)

@@ -5,7 +5,7 @@
     python examples/members_accelerate.py --name b    # in a third one
 
 Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the other, and trains
-with it from the next outer step on. The lines to copy are the one with `CommHookKwargs` and the one with
+with it from the next outer step on. The lines to copy are those with `CommHookKwargs`, `attach` and
 `members.register`; the rest is an ordinary Accelerate script, which each machine starts for itself.
 """
 
@@ -33,7 +33,8 @@ def main() -> None:
     torch.set_num_threads(1)  # several machines on one host
     members = commhooks.Torchft(name=args.name, timeout_s=30)
     handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": 20}, members=members)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    accelerator = Accelerator(cpu=True)
+    handler.attach(accelerator)  # before prepare
     train, test = digits()  # each machine shuffles with a seed of its own
     model = digits_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)

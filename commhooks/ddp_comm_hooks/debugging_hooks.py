@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import new_future
+from commhooks.compressors.cast import Noop
 from commhooks.gradients.ddp import checked_bucket
+from commhooks.options import DROP_INS, DropIn
 
 __all__ = ["noop_hook"]
 
@@ -21,3 +23,6 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     future = new_future(buffer.device)
     future.set_result(buffer)
     return future
+
+
+DROP_INS[noop_hook] = DropIn(Noop.hook_name)

@@ -13,9 +13,9 @@ from commhooks.comm.collectives import resolve_group
 from commhooks.compressors import cast
 from commhooks.ddp_comm_hooks.powerSGD_hook import with_wire_dtype
 from commhooks.engine.immediate import reduce_immediately
-from commhooks.errors import HookRunError
 from commhooks.gradients.ddp import BucketReader, checked_bucket
-from commhooks.gradients.torch_private import AnyFuture
+from commhooks.gradients.user_future import checked_future, checked_value
+from commhooks.options import DROP_INS, DropIn
 
 __all__ = [
     "allreduce_hook",
@@ -102,26 +102,6 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
 
 bf16_compress_hook.__name__ = "bf16_compress"  # see the end of `_wrap`; pickle uses __qualname__
 
-
-_EXPECTED = (
-    "it must return a torch.futures.Future that holds the reduced bucket, for example "
-    "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])"
-)
-
-
-def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.Tensor]:
-    if not isinstance(returned, AnyFuture):
-        raise HookRunError(f"hook {hook_name!r} returned a {type(returned).__name__}; {_EXPECTED}")
-    return returned
-
-
-def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
-    """Return `value`, the content of a hook's future, or raise HookRunError unless it is a tensor of `numel` elements.
-    If a callback of the future raises it, backward raises a RuntimeError with the same text."""
-    if not isinstance(value, torch.Tensor):
-        raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
-    if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket
-        raise HookRunError(
-            f"the future of hook {hook_name!r} holds {value.numel()} numbers for a bucket of {numel}; {_EXPECTED}"
-        )
-    return value
+DROP_INS[allreduce_hook] = DropIn(cast.AllReduce.hook_name)
+DROP_INS[fp16_compress_hook] = DropIn(cast.FP16Compress.hook_name)
+DROP_INS[bf16_compress_hook] = DropIn(cast.BF16Compress.hook_name)

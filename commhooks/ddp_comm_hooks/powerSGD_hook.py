@@ -16,15 +16,16 @@ from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.powersgd.options import PowerSGD
+from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
+from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid, logger_of
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import PositionalNames, by_own_names
 from commhooks.gradients.precision import dtype_name
+from commhooks.options import DROP_INS, DropIn
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -122,9 +123,9 @@ class PowerSGDState:
 
         return group
 
-    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to `model`, the module that DDP wraps. `commhooks.attach` calls this on every rank. Raises
-        AttachError if another model uses the state."""
+    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> Session:
+        """Bind the state to `model`, the module that DDP wraps, and return its session. `commhooks.attach` calls this
+        on every rank. Raises AttachError if another model uses the state."""
         other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(
@@ -143,6 +144,7 @@ class PowerSGDState:
             form = _form_of(function)
             if form is not None:
                 self.use(form)
+        return self.session
 
     @property
     def _options(self) -> PowerSGD:
@@ -294,8 +296,15 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torc
     return _checked(state).run(bucket, _WHOLE)
 
 
+def _check_given(state: object) -> None:
+    if not isinstance(state, PowerSGDState):
+        raise invalid("hook_state", state, "a commhooks.PowerSGDState, or None for one with the default options")
+
+
 _forms[powerSGD_hook] = _EACH
 _forms[batched_powerSGD_hook] = _WHOLE
+DROP_INS[powerSGD_hook] = DropIn(PowerSGD.hook_name, _check_given)
+DROP_INS[batched_powerSGD_hook] = DropIn(BatchedPowerSGD.hook_name, _check_given)
 
 
 def _checked(state: object) -> PowerSGDState:

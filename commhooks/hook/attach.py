@@ -1,7 +1,6 @@
 """`attach`: register a hook with a model."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,41 +9,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.comm.collectives import agreement_key
-from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.membership import PROTOCOL, Membership, Torchft
-from commhooks.comm.nodes import Nodes, RanksPerNode, find_nodes, members_of, places_of
-from commhooks.compressors.base import Compressor
-from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
-from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.comm.groups import is_logging_rank
+from commhooks.comm.membership import Torchft
+from commhooks.comm.nodes import RanksPerNode
+from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.engine.consensus import Binding
-from commhooks.engine.kernel_choice import KernelChoice
-from commhooks.engine.reduction import HierarchicalReduction
-from commhooks.engine.session import Session
-from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
-from commhooks.gradients.ddp import DDPGradients
-from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import warn_if_unmatched
-from commhooks.gradients.source import Future, GradientSource, held_weakly
+from commhooks.gradients.source import held_weakly
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.compressor_hook import CompressorHook
-from commhooks.hook.function_hook import FunctionHook
-from commhooks.hook.local_steps_hook import LocalStepsHook
-from commhooks.hook.members import Members
-from commhooks.hook.protocol import Hook
+from commhooks.hook.kinds import prepared
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
-from commhooks.local_steps.compressor import LocalStepsCompressor
-from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.local_steps.fragments import FragmentSession
-from commhooks.local_steps.members import MemberSteps
-from commhooks.local_steps.options import LocalSteps
-from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.options import HookConfig, check_choice
-from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments, why_not_called
+from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments
 
 logger = logger_of(__name__)
 
@@ -165,28 +144,27 @@ def attach_request(
             "scaler.get_scale, or None"
         )
     total_steps = request.total_steps if total_steps is None else total_steps
-    unwrapped = isinstance(request.config, LocalSteps)
     live = request.members is not None
     if live and not dist.is_initialized():
         _process_group_of_one(model)
     source = source_of(
-        model, process_group, replicate_group, unwrapped=unwrapped, one_replica=live, accumulates=accumulates
+        model,
+        process_group,
+        replicate_group,
+        unwrapped=request.averages_weights,
+        one_replica=live,
+        accumulates=accumulates,
     )
     check_arrangement(request, source)
     if request.off and not source.from_ddp:
         request = request.as_plain_average()
-    compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
-    state, function = (None, None) if compressor is not None else _users_function(request, source)
     shards = None if source.shard_group is None else held_weakly(source.shard_group)
     binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
-    if isinstance(state, PowerSGDState):
-        assert function is not None and source.module is not None
-        state.bind(binding, source.module, function)
-        compressor = state.session.compressor
-    choice = check_on_all_ranks(request, compressor, source, loss_scale is not None)
+    made = prepared(request, source, binding, total_steps)
+    choice = check_on_all_ranks(request, made.compressor, source, loss_scale is not None)
     if not source.names.named_parameters():
         raise AttachError(source.nothing_to_reduce)
-    hook, run, finish = _build_hook(request, compressor, state, function, source, binding, choice)
+    hook = made.build(choice)
     attached = CommHook(request, hook, source)
     logs = is_logging_rank(source.group, source.shard_group)
     if request.off:  # no hook will log a summary in the first backward pass
@@ -194,7 +172,7 @@ def attach_request(
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
             log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
-    attached._register(run, finish, state, on_unused)
+    attached._register(made.state, on_unused)
     if total_steps is not None:
         attached.will_end(total_steps)
     if source.module is not None and logs:
@@ -205,114 +183,8 @@ def attach_request(
     return attached
 
 
-def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
-    if not source.from_ddp:
-        raise HookConfigError(
-            f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
-            "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
-        )
-    state, function = request.build(source.group)
-    if reason := why_not_called(function, None, None):
-        raise HookConfigError(
-            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
-            "GradBucket"
-        )
-    return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
-
-
-def _build_hook(
-    request: HookRequest,
-    compressor: Compressor[Any] | None,
-    state: Any,
-    function: Callable[..., Any] | None,
-    source: GradientSource,
-    binding: Binding,
-    choice: KernelChoice,
-) -> tuple[Hook, Callable[[Bucket], Future], Callable[[], None]]:
-    """Return (hook, run, finish). `run(bucket)` reduces a bucket; `finish()` ends a pass that had no last bucket."""
-    if compressor is None:
-        assert function is not None
-        of_function = FunctionHook(request, source, state, function)
-        return of_function, of_function.run, of_function.end_pass
-    if isinstance(compressor, LocalStepsCompressor):
-        loss_scale = binding.loss_scale
-        if compressor.config.delay:  # its collectives overlap with the model's own
-            own = new_group([range(source.group.size())], source.group, source.device)
-            binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {
-            name: each.numel() for name, each in zip(source.names.named_parameters(), source.stepped(), strict=True)
-        }
-        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-        machines = None
-        if request.members is not None:
-            membership = _membership(request.members, source)
-            machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
-        partner: Partner = machines or FixedPartner(binding.group, nodes)
-        outer = FragmentSession(compressor, binding, sizes, partner)
-        outer.consensus.compute_with(choice)
-        driver = LocalStepsDriver(request.name, source, outer, loss_scale)
-        members = None if machines is None else Members(driver, machines)
-        return LocalStepsHook(request, source, driver, members), driver.run, driver.end_pass
-    if isinstance(state, PowerSGDState):
-        session = state.session
-    else:
-        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
-    session.consensus.compute_with(choice)
-    nodes = _nodes_for(request, session, source)
-    if nodes is not None:
-        session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
-        session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
-    run = session.run if function is None else functools.partial(_run_function, function, state, request.name)
-    return CompressorHook(request, source, session), run, session.end_pass
-
-
 def _process_group_of_one(model: torch.nn.Module) -> None:
     """Make the default process group for a machine with one process, where nothing else has made one."""
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _membership(options: Torchft, source: GradientSource) -> Membership:
-    """Let this machine come to the others. All ranks of the model must call this."""
-    for group in filter(None, (source.group, source.shard_group)):
-        machines = members_of(places_of(group, source.device))
-        if len(machines) > 1:
-            raise AttachError(
-                f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job "
-                "of its own, such as `torchrun --standalone`, and the hook connects them"
-            )
-    return Membership(options, source.group, source.shard_group, source.device)
-
-
-def _signature(
-    request: HookRequest, compressor: Compressor[Any], source: GradientSource, membership: Membership
-) -> dict[str, Any]:
-    """Describe by name what must be equal on all machines. All ranks of the model must call this, and get the same."""
-    shapes, whole, shards = source.described(), source.whole.named_parameters(), source.place[1]
-    numbers = sum(each.numel() for each in whole.values())
-    extents, key = [source.extent(name) for name in whole], membership.key_of_shards
-    return {
-        "protocol between machines": PROTOCOL,
-        "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
-        "number of ranks": source.group.size() * shards,
-        "sharding": "none" if source.shard_group is None else f"{shards} shards, key {key(agreement_key(extents)):x}",
-        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {key(agreement_key(shapes)):x}",
-    }
-
-
-def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
-    """Divide the ranks into nodes. Without `ranks_per_node` some compressors use machines as nodes."""
-    group = session.consensus.binding.group()
-    chooses = session.compressor.uses_machines and request.ranks_per_node is None
-    # Between nodes, stale gradients of unused parameters would count as new gradients.
-    if not chooses or not isinstance(source, DDPGradients) or source.finds_unused:
-        return find_nodes(request.ranks_per_node, group, source.device)
-    try:
-        return find_nodes("auto", group, source.device)
-    except AttachError:  # on all ranks: machines with different numbers of ranks, or no groups for nodes
-        return None
-
-
-def _run_function(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:
-    return checked_future(function(state, bucket.grad_bucket), name)

@@ -16,11 +16,9 @@ from commhooks.errors import (
     print_error_on_rank_zero,
     shown,
 )
-from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
-from commhooks.gradients.source import Future, GradientSource, HookCallbacks, PassListener
+from commhooks.gradients.source import GradientSource, HookCallbacks, PassListener
 from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
-from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
@@ -80,13 +78,7 @@ class CommHook:
         """Warn if the training ends after `passes` further backward passes, before the hook begins."""
         self._unused.will_end(passes)
 
-    def _register(
-        self,
-        run: Callable[[Bucket], Future],
-        finish: Callable[[], None],
-        state: Any,
-        on_unused: Callable[[str], None] | None,
-    ) -> None:
+    def _register(self, state: Any, on_unused: Callable[[str], None] | None) -> None:
         every = self._request.check_every
         listeners: list[PassListener] = [self._unused]
         listeners += [] if every is None else [ReplicaCheck(self._source, self._hook, every)]
@@ -94,7 +86,8 @@ class CommHook:
             warn_of_unsharded(self._source.not_averaged())
         elif self._logs and (self._world_size > 1 or self.members is not None):
             listeners.append(LateParameters(self._source))
-        self._source.register(HookCallbacks(self.name, run, finish, self, listeners, self._begun), state)
+        hook = self._hook
+        self._source.register(HookCallbacks(self.name, hook.run, hook.end_pass, self, listeners, self._begun), state)
         self._unused.callback = on_unused
         # fully_shard calls a hook wherever it reduces
         self._unused.begin(self._source.stepped() if self._source.from_ddp else ())
@@ -148,7 +141,8 @@ class CommHook:
     @property
     def members(self) -> Members | None:
         """The machines, if they come and go (`attach(members=...)`); None otherwise."""
-        return self._hook.members if isinstance(self._hook, LocalStepsHook) else None
+        members: Members | None = self._hook.members
+        return members
 
     @property
     def run_number(self) -> int | None:

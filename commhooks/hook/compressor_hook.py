@@ -3,23 +3,73 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.checkpoint.user_state import UserStateCheckpointer
-from commhooks.compressors.cast import AllReduce, Noop
+from commhooks.comm.nodes import Nodes, find_nodes
+from commhooks.compressors.cast import AllReduce, AllReduceCompressor, Noop
 from commhooks.compressors.unit_plan import Unit
+from commhooks.engine.consensus import Binding
+from commhooks.engine.kernel_choice import KernelChoice
+from commhooks.engine.reduction import HierarchicalReduction
 from commhooks.engine.session import Session
-from commhooks.gradients.source import GradientSource
+from commhooks.engine.state import LearnedState
+from commhooks.errors import AttachError
+from commhooks.gradients.ddp import DDPGradients
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.source import Future, GradientSource
+from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
 
+def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
+    compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
+    assert compressor is not None
+    session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
+    return Prepared(compressor, functools.partial(build, request, source, session, session.run))
+
+
+def build(
+    request: HookRequest,
+    source: GradientSource,
+    session: Session,
+    run: Callable[[Bucket], Future],
+    choice: KernelChoice,
+) -> "CompressorHook":
+    """Make the hook of a session. `run`: reduces a bucket, by `session.run` in the end."""
+    session.consensus.compute_with(choice)
+    nodes = _nodes_for(request, session, source)
+    if nodes is not None:
+        session.consensus.reduction = HierarchicalReduction(nodes, source.names.named_parameters())
+        session.consensus.replace_compressor(session.compressor.with_nodes(nodes.ranks_per_node))
+    return CompressorHook(request, source, session, run)
+
+
+def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
+    """Divide the ranks into nodes. Without `ranks_per_node` some compressors use machines as nodes."""
+    group = session.consensus.binding.group()
+    chooses = session.compressor.uses_machines and request.ranks_per_node is None
+    # Between nodes, stale gradients of unused parameters would count as new gradients.
+    if not chooses or not isinstance(source, DDPGradients) or source.finds_unused:
+        return find_nodes(request.ranks_per_node, group, source.device)
+    try:
+        return find_nodes("auto", group, source.device)
+    except AttachError:  # on all ranks: machines with different numbers of ranks, or no groups for nodes
+        return None
+
+
 class CompressorHook:
-    def __init__(self, request: HookRequest, source: GradientSource, session: Session) -> None:
+    members = None
+
+    def __init__(
+        self, request: HookRequest, source: GradientSource, session: Session, run: Callable[[Bucket], Future]
+    ) -> None:
+        self.run, self.end_pass = run, session.end_pass
         name, config = request.name, session.compressor.config
         self.session, self.counters = session, session.counters
         self._request, self._source = request, source

@@ -1,25 +1,76 @@
 """`FunctionHook`: a user's function as a `Hook`."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.comm.counters import Counters
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.ddp_comm_hooks.default_hooks import checked_future
+from commhooks.engine.consensus import Binding
+from commhooks.engine.session import Session
+from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource
+from commhooks.gradients.user_future import checked_future
+from commhooks.hook import compressor_hook
+from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
+from commhooks.options import DROP_INS
 from commhooks.plan import ModelPlan
 from commhooks.report import Status, Summary
-from commhooks.request import HookRequest
+from commhooks.request import HookRequest, why_not_called
+
+
+class EngineState(Protocol):
+    """The state of a function that runs a session of the engine, as `PowerSGDState` does."""
+
+    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> Session:
+        """Bind the state to `model`, the module that DDP wraps, and return its session."""
+
+
+def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
+    state, function = _users_function(request, source)
+    bind = getattr(state, EngineState.bind.__name__, None) if request.function in DROP_INS else None
+    if bind is None:
+        return Prepared(None, lambda choice: FunctionHook(request, source, state, function), state)
+    session: Session = bind(binding, source.module, function)
+    run = functools.partial(_run, function, state, request.name)
+    return Prepared(session.compressor, functools.partial(compressor_hook.build, request, source, session, run), state)
+
+
+def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
+    if not source.from_ddp:
+        raise HookConfigError(
+            f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
+            "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
+        )
+    state, function = request.build(source.group)
+    if reason := why_not_called(function, None, None):
+        raise HookConfigError(
+            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
+            "GradBucket"
+        )
+    if request.wrapper is None:
+        return state, function
+    from commhooks.ddp_comm_hooks import default_hooks
+
+    wrap = {"fp16": default_hooks.fp16_compress_wrapper, "bf16": default_hooks.bf16_compress_wrapper}
+    return state, wrap[request.wrapper](function)
+
+
+def _run(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:
+    return checked_future(function(state, bucket.grad_bucket), name)
 
 
 class FunctionHook:
     """Calls a user's function `(state, bucket) -> Future`. Its traffic is unknown."""
+
+    members = None
 
     def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
         self.counters = Counters()
@@ -33,7 +84,7 @@ class FunctionHook:
         if bucket.is_first:
             self.counters.begin_pass()
         self.counters.bytes_uncompressed += bucket.nbytes
-        return checked_future(self._function(self.state, bucket.grad_bucket), self._request.name)
+        return _run(self._function, self.state, self._request.name, bucket)
 
     def end_pass(self) -> None:
         return None

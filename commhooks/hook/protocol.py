@@ -10,6 +10,8 @@ import torch
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.comm.counters import Counters
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.source import Future
 from commhooks.plan import ModelPlan
 from commhooks.report import Status, Summary
 
@@ -25,6 +27,14 @@ class Residuals(NamedTuple):
 
 class Hook(Protocol):
     counters: Counters
+    members: Any
+    """The machines, if they come and go; None otherwise."""
+
+    def run(self, bucket: Bucket, /) -> Future:
+        """Reduce one bucket, and return a future of the result."""
+
+    def end_pass(self) -> None:
+        """End a pass in which no bucket was marked as the last."""
 
     @property
     def checkpointer(self) -> LearnedStateCheckpointer | UserStateCheckpointer: ...

@@ -14,6 +14,8 @@ WIRES = ("float32", "int8", "int4")
 class LocalSteps(HookConfig):
     """Base of both options classes. Options of `DiLoCo` are constants here."""
 
+    averages_weights: ClassVar[bool] = True
+    kind: ClassVar[str] = "local steps"
     start_option: ClassVar[str | None] = "start_iter"
 
     sync_every: int = 5

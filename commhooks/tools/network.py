@@ -22,7 +22,6 @@ from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import CommandError, HookConfigError
-from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
 from commhooks.tools.common import process_group, seconds_of
@@ -351,7 +350,7 @@ def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cl
     assert compressor is not None
     plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
     config = compressor.config
-    every = config.sync_every if isinstance(config, LocalSteps) else 1
+    every = config.sync_every if config.averages_weights else 1
     buckets = math.ceil(plan.bytes_before / _BUCKET_BYTES)
     counted = every * (plan.bytes_after + plan.flag_bytes)
 
@@ -360,7 +359,7 @@ def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cl
 
     ranks = cluster.ranks_per_machine
     among_all = Exchange(candidate, seconds(ranks), between_nodes=False)
-    if candidate is PLAIN or isinstance(config, LocalSteps) or ranks == 1:
+    if candidate is PLAIN or config.averages_weights or ranks == 1:
         return among_all
     # Inside a machine every gradient travels twice, as in an all-reduce.
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 
-from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks import CommHookKwargs, unattached
 from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model, residuals
 
@@ -61,12 +61,18 @@ def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
         }
         | changes
     )
+    forget_handlers()
     with mock.patch.dict(os.environ, environ):
         try:
             yield
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+
+def forget_handlers() -> None:
+    """Begin as in a new process: handlers that earlier tests have attached to no model are not warned of."""
+    unattached._checks.clear()
 
 
 def launched(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,10 +109,12 @@ def sharding_accelerator(
         cpu_ram_efficient_loading=form == "FULL_STATE_DICT",
     )
     sizes = replicas and ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
-    accelerator = Accelerator(
-        kwargs_handlers=list(handlers), fsdp_plugin=plugin, parallelism_config=sizes, cpu=True, **kwargs
-    )
+    others = [handler for handler in handlers if not isinstance(handler, CommHookKwargs)]
+    accelerator = Accelerator(kwargs_handlers=others, fsdp_plugin=plugin, parallelism_config=sizes, cpu=True, **kwargs)
     assert accelerator.is_fsdp2 and accelerator.device.type == "cpu"
+    for handler in handlers:
+        if isinstance(handler, CommHookKwargs):
+            handler.attach(accelerator)
     return accelerator
 
 

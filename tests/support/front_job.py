@@ -201,10 +201,12 @@ def accelerate(given: dict[str, Any]) -> None:
     elif given["name"] == "a":  # by the name of the host
         (folder / "hook.yaml").write_text(f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n")
         handler = CommHookKwargs.from_config(folder / "hook.yaml")
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        handler.attach(accelerator)
     else:
         handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        handler.attach(accelerator)
     model = new_model(given["seed"])
     optimizer, scheduler = new_optimizer(model)
     loader = DataLoader(new_data(given["name"]), batch_size=2)

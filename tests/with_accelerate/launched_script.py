@@ -18,7 +18,8 @@ sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
 if sharded:
     pretend_to_have_accelerators()
 handler = CommHookKwargs(bucket_cap_mb=3)
-accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+accelerator = Accelerator(cpu=True)
+handler.attach(accelerator)  # with DDP and with FSDP2
 model: torch.nn.Module = torch.nn.Linear(64, 64)
 if sharded:
     model = torch.nn.Sequential(model)  # Accelerate 1.15 cannot load a model without modules in it

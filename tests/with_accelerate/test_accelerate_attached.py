@@ -215,6 +215,31 @@ def test_one_learned_state_serves_one_model(run_ranks: Any) -> None:
 
 
 @launched
+def _given_to_nobody() -> dict[str, Any]:
+    with Warnings() as texts:
+        handler, off = power_sgd(), CommHookKwargs(hook=None)
+        Training(DistributedDataParallelKwargs()).train(2)
+    with Warnings() as texts_later:
+        hooked = Training(power_sgd()).train(1)
+        copied = copy.deepcopy(hooked.handler)
+        hooked.train(1)
+    members = CommHookKwargs(hook="diloco", members=commhooks.Torchft(lighthouse="http://127.0.0.1:1"))
+    with pytest.raises(HookConfigError) as error:
+        Training(members)
+    assert handler.attached is off.attached is copied.attached is None
+    return {"texts": texts, "later": texts_later, "members": str(error.value)}
+
+
+def test_a_handler_that_no_accelerator_has_is_named_at_the_first_step(run_ranks: Any) -> None:
+    for rank in run_ranks(_given_to_nobody):
+        (text,) = rank["texts"]
+        assert "hook 'powerSGD' is attached to no model, and training begins without it" in text
+        assert "Write `CommHookKwargs().attach(accelerator)`" in text
+        assert rank["later"] == []  # a copy of a handler is no handler that was forgotten
+        assert "beside DDP: call handler.attach(accelerator) before accelerator.prepare(...)" in rank["members"]
+
+
+@launched
 def _by_hand() -> list[str]:
     with Warnings() as texts:
         handler = power_sgd()

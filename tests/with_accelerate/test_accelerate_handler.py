@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -13,14 +14,15 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType
 
 from accelerate_commhooks import CommHookKwargs
-from commhooks import BatchedPowerSGD, HookConfigError, PowerSGD
-from tests.support.accelerators import OPTIONS
+from commhooks import AttachError, BatchedPowerSGD, HookConfigError, PowerSGD, Torchft
+from tests.support.accelerators import OPTIONS, forget_handlers
 from tests.support.ddp_steps import log_lines
 
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """For an Accelerator in the test's own process."""
+    forget_handlers()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -29,6 +31,22 @@ def one_process() -> Iterator[None]:
 def test_accepted_by_the_stock_accelerator(one_process: None) -> None:
     handler = CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)
     assert Accelerator(cpu=True, kwargs_handlers=[handler]).ddp_handler is handler
+
+
+@pytest.mark.parametrize("shards", ["true", "false"])
+@pytest.mark.parametrize("members", [None, Torchft(lighthouse="http://127.0.0.1:1")])
+def test_the_accelerator_is_left_as_it_is(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, shards: str, members: Any
+) -> None:
+    """Only `CommHookKwargs.attach` overrides a method, where the user calls it."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", shards)
+    handler = CommHookKwargs(hook="diloco", members=members)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    stock = vars(Accelerator(cpu=True)).keys()
+    assert handler.__class__ is DistributedDataParallelKwargs and vars(accelerator).keys() == stock
+    if members is not None:
+        handler.attach(accelerator)
+        assert vars(accelerator).keys() - stock == {"prepare"}
 
 
 @pytest.mark.parametrize(("started", "text"), [("1", "Start the script with"), ("2", "has started 2 processes")])
@@ -40,9 +58,26 @@ def test_a_single_process_is_warned_of(
     accelerator = Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
     with log_lines("accelerate_commhooks") as lines:
         model = accelerator.prepare(torch.nn.Linear(2, 2))
-        accelerator.prepare(torch.optim.SGD(model.parameters()))
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+        optimizer.step()
+        optimizer.step()
     assert len(lines) == 1 and lines[0].startswith("commhooks: powerSGD: there is one rank") and text in lines[0]
-    assert "prepare" not in vars(accelerator)
+
+
+def test_members_without_attach_are_an_error(one_process: None) -> None:
+    """At every step: else this machine would train without the others."""
+    handler = CommHookKwargs(hook="diloco", members=Torchft(lighthouse="http://127.0.0.1:1"))
+    off = CommHookKwargs(hook=None)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+    for _ in range(2):
+        with pytest.raises(AttachError, match=r"trains without the others: call handler\.attach\(accelerator\) before"):
+            optimizer.step()
+    del handler, accelerator.ddp_handler
+    gc.collect()
+    optimizer.step()
+    assert off.off
 
 
 def test_one_handler_of_ddp_arguments_only(one_process: None) -> None:

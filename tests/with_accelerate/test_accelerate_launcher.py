@@ -36,7 +36,7 @@ parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config
 )
 HOOK = "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter: 1}\nbucket_cap_mb: 9\n"
 SECTION = section(HOOK).removeprefix(ACCELERATE)
-SENTENCE = "Write `Accelerator(kwargs_handlers=[CommHookKwargs()])`"
+SENTENCE = "Write `CommHookKwargs().attach(accelerator)`"
 
 
 @contextmanager

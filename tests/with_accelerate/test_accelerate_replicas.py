@@ -242,6 +242,19 @@ def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -
 # ---------------------------------------------------------------------------------------------------- what cannot work
 
 
+def _forgotten() -> str:
+    """An accelerator shards, and has the handler among its `kwargs_handlers` only, or gets it after `prepare`."""
+    handler = CommHookKwargs(hook="int8")
+    run = Run(None)
+    run.accelerator.ddp_handler = handler  # as its constructor does
+    with pytest.raises(commhooks.AttachError) as error:
+        run.train(1)
+    handler.attach(run.accelerator)
+    with pytest.raises(commhooks.AttachError, match="before"):
+        run.train(1)
+    return str(error.value)
+
+
 @launched
 def _refused() -> dict[str, str]:
     def of(handler: Any, **accelerator: Any) -> str:
@@ -256,12 +269,11 @@ def _refused() -> dict[str, str]:
     with pytest.raises(HookConfigError) as error:
         CommHookKwargs(hook="int8").attach(sharding_accelerator(replicas=None))
     found["over all, attach"] = str(error.value)
+    found["forgotten"] = _forgotten()
     pretend_to_have_accelerators()
-    old = Accelerator(
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1), kwargs_handlers=[CommHookKwargs(hook="int8")]
-    )
+    old = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
     with pytest.raises(HookConfigError) as error:
-        old.prepare(make_model())
+        CommHookKwargs(hook="int8").attach(old)
     found["FSDP1"] = str(error.value)
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError) as refused:
@@ -283,6 +295,10 @@ SENTENCES = {
     "CPUs, by Accelerate": "but got DistributedType.MULTI_CPU",  # as docs/transformers.md says
     "FSDP1": "Use fsdp_version=2, with ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH)",
 }
+SENTENCES["forgotten"] = (
+    "hook 'int8_compress' is attached to no model, and Accelerate (FSDP) averages the gradients without it: call "
+    "handler.attach(accelerator) before accelerator.prepare(...)"
+)
 SENTENCES["over all, attach"] = SENTENCES["over all"]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import gather_rows, gather_texts
 from commhooks.comm.groups import GLOO_INTERFACE
-from commhooks.errors import HookRunError
+from commhooks.errors import HookRunError, listed
 from commhooks.gradients.torch_private import address_key, store_of
 
 PIECE_NUMEL = 1 << 22
@@ -197,7 +197,7 @@ class JointSave:
                 passes = sorted({each for each, _, _ in votes}, key=lambda each: int(each or 0))
                 verdict = _OWN_GROUP if all(group == _OWN_GROUP for _, _, group in votes) else "all"
                 if len(passes) > 1:
-                    verdict = f"0 the ranks have made {' and '.join(passes)} backward passes"
+                    verdict = f"0 the ranks have made {listed(passes, ' and ')} backward passes"
             decision = store.compare_set("decision", "", verdict) if verdict else store.get("decision")
         except RuntimeError:  # the process that hosts the store has ended
             return Failure(late, logged_here=True), False

@@ -19,7 +19,7 @@ from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.errors import AttachError
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.source import GradientSource, held_weakly
+from commhooks.gradients.source import GradientSource, PassListener, held_weakly
 from commhooks.hook.kinds import Prepared
 from commhooks.hook.members import Members
 from commhooks.hook.protocol import Residuals
@@ -28,6 +28,7 @@ from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.partner import FixedPartner, Partner
+from commhooks.local_steps.saving import RoundSaves
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
@@ -59,7 +60,7 @@ def _build(
     sizes = {name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)}
     outer = FragmentSession(compressor, binding, sizes, partner)
     outer.consensus.compute_with(choice)
-    driver = LocalStepsDriver(request.name, source, outer, binding.loss_scale)
+    driver = LocalStepsDriver(request.name, source, outer)
     members = None if machines is None else Members(driver, machines)
     return LocalStepsHook(request, source, driver, members)
 
@@ -100,10 +101,14 @@ class LocalStepsHook:
     ) -> None:
         self.driver, self.counters = driver, driver.counters
         self.run, self.end_pass = driver.run, driver.end_pass
-        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
+        self._saves = RoundSaves(request.name, source, driver)
+        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver, self._saves)
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)
         self.members = members
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        return []
 
     def status(self) -> Status:
         compressor = self._outer.compressor
@@ -120,7 +125,7 @@ class LocalStepsHook:
             use,
             counts_bytes=True,
             counts_outcomes=True,
-            replicas_agree=not self.driver.diverged,
+            replicas_agree=not self.driver.state.apart,
             run_number=self._outer.consensus.nonce,
         )
 
@@ -131,7 +136,7 @@ class LocalStepsHook:
         return {
             "step": self.checkpointer.step,
             "kernel": self._outer.consensus.choice.name,
-            "step_in_round": self.driver.in_round,
+            "step_in_round": self.driver.state.in_round,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
             **self.driver.partner.stats(),
@@ -153,7 +158,7 @@ class LocalStepsHook:
 
     def warnings(self) -> list[str]:
         found = list(self.driver.still_sent)
-        if self._request.check_every is not None and not self._outer.immediate:
+        if self._request.check_every is not None and not self._outer.rules.at_once:
             found.append(
                 "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
                 "after a save or a validation only"
@@ -173,7 +178,7 @@ class LocalStepsHook:
         yield Residuals({}, 1.0, {plan.name for plan in self.plan().parameters if plan.compressed})
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
-        return self.driver.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
+        return self._saves.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
 
     def close(self) -> None:
         self.driver.close()
@@ -184,22 +189,22 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
 
     step_is = "round"
 
-    def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
+    def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver, saves: RoundSaves) -> None:
         # A bound method would keep this object, and with it the learned state, in a reference cycle.
         plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
         super().__init__(hook, driver.outer, source.group, plans)
-        self._driver = driver
+        self._driver, self._saves = driver, saves
 
     def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        together = joint and self._driver.synchronize(self.joint_save(), limit_s, optimizers=True)
+        together = joint and self._saves.synchronize(self.joint_save(), limit_s, optimizers=True)
         content = super().save(residual, limit_s=limit_s, gather=gather, joint=together)
-        return content if self._driver.is_exact(together=together) else content | {"exact": False}
+        return content if self._saves.is_exact(together=together) else content | {"exact": False}
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        return functools.partial(self._driver.load, super().prepare_load(content, strict))
+        return functools.partial(self._driver.begin_from_load, super().prepare_load(content, strict))
 
     def begin_anew(self) -> None:
-        self._driver.load(super().begin_anew)
+        self._driver.begin_from_load(super().begin_anew)
 
     def _device_of(self, field: StateField, parameter: torch.Tensor) -> torch.device:
         offloads = field.replicated and self._driver.outer.compressor.offloads(parameter.device)

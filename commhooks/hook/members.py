@@ -57,7 +57,7 @@ class Members:
         Returns whether its part was sent. A later outer step raises HookRunError."""
         membership = self._steps.membership
         sent, wait_s = False, membership.options.leave_s if wait_s is None else wait_s
-        if wait_s > 0 and self._steps.joined and self._driver.diverged:
+        if wait_s > 0 and self._steps.joined and self._driver.state.apart:
             try:
                 self._driver.end_round(wait_s)
                 sent = True

@@ -45,8 +45,9 @@ from commhooks.comm.nodes import Nodes
 from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary, logger_of
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.exchange import OuterExchange
 from commhooks.local_steps.flat_weights import set_weights
-from commhooks.local_steps.fragments import FragmentSession, HeldOuterStep
+from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 
 logger = logger_of(__name__)
@@ -99,7 +100,7 @@ class MemberSteps:
     def bind(self, steps: FragmentSession, common: CommonState) -> None:
         self._outer, self._common = steps, common
 
-    def end_round(self, exchange: Callable[[], bool], *, trained: bool, limit_s: float | None) -> bool:
+    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
         return self.run(trained, limit_s)
 
     def stats(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class MemberSteps:
                 if held is not None and all(
                     each.record["complete"] for each in machines if each.record["attempt"] == attempt
                 ):
-                    held.commit()
+                    self._outer.commit_held(held)
                     trained, changed = False, True
                 held = attempt = None
                 continue  # the number of steps may have changed, here or elsewhere
@@ -155,7 +156,7 @@ class MemberSteps:
             held, failure = self._exchange(latest, here)
             if not failure:
                 assert held is not None
-                held.commit()
+                self._outer.commit_held(held)
                 self._serve(steps, serves)
                 self._begin_round(machines)
                 return True
@@ -233,18 +234,19 @@ class MemberSteps:
             if each.record["signature"] == self._signature and (each.record["joined"] or each.name not in known)
         ]
 
-    def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[HeldOuterStep | None, str]:
+    def _exchange(self, machines: Sequence[Machine], here: int) -> tuple[OuterExchange | None, str]:
         """Exchange the differences with `machines`. Returns what has arrived, if everything has, and a text about what
         failed. It is a text, because an exception would keep the connections open, and the other machines wait until
         they are closed."""
-        held: HeldOuterStep | None = None
+        held: OuterExchange | None = None
         failure = ""
         count = sum(each.record["trained"] for each in machines)
         weight = len(machines) / count if machines[here].record["trained"] else 0.0
         try:  # an error may occur on one rank of the machine only: no collective inside the machine before they agree
             self.membership.connect(machines)
-            held = self._outer.held_step(weight, exchanges=self.membership.exchanges)
-            held.exchange()
+            held = self._outer.held_exchange(weight, exchanges=self.membership.exchanges)
+            held.begin()
+            held.finite()
             if self.membership.exchanges:
                 self._common.share(optimizers=False, group=self.membership.group)
         except _ERRORS as error:

@@ -32,7 +32,7 @@ import commhooks
 from commhooks.comm.membership import Membership, StateServer
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import HeldOuterStep
+from commhooks.local_steps.exchange import OuterExchange
 
 
 def new_model(seed: int, width: int = 8, out: int = 3) -> nn.Module:
@@ -186,19 +186,28 @@ def sharded_content(module: nn.Module, optimizer: torch.optim.Optimizer, hook: A
 
 
 def inject(what: str, number: int) -> None:
-    exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
+    begin, finite, confirm, exchanged, confirmed = (
+        OuterExchange.begin,
+        OuterExchange.finite,
+        Membership.confirm,
+        [0],
+        [0],
+    )
     answer, connect, connecting, share = StateServer._answer, Membership.connect, [0], CommonState.share
 
-    def new_exchange(held: HeldOuterStep) -> None:
+    def new_begin(exchange: OuterExchange) -> None:
         exchanged[0] += 1
-        due = exchanged[0] == number
-        if due and what == "before":
+        if exchanged[0] == number and what == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        exchange(held)
-        if due and what == "exchanged":
+        begin(exchange)
+
+    def new_finite(exchange: OuterExchange) -> torch.Tensor:
+        found = finite(exchange)
+        if exchanged[0] == number and what == "exchanged":
             os.kill(os.getpid(), signal.SIGKILL)
-        if due and what == "refused":
+        if exchanged[0] == number and what == "refused":
             raise RuntimeError("the connection was lost (a test)")
+        return found
 
     def new_confirm(membership: Membership) -> None:
         if what == "agreed" and exchanged[0] == number:
@@ -227,7 +236,8 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
         return found
 
-    HeldOuterStep.exchange, Membership.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
+    OuterExchange.begin, OuterExchange.finite = new_begin, new_finite
+    Membership.confirm, StateServer._answer = new_confirm, new_answer
     Membership.connect, CommonState.share = new_connect, new_share
 
 

@@ -100,7 +100,7 @@ def inexact(payload: dict[str, Any], reason: str) -> dict[str, Any]:
 
 def why_inexact(payload: dict[str, Any]) -> str:
     """Return the reason in a checked payload, for a message, as printable characters; "" if it has none."""
-    reason = " ".join(payload.get(INEXACT_BECAUSE, "").split())[:_LONGEST_REASON]
+    reason = " ".join(payload.get(INEXACT_BECAUSE, "").split())[:_LONGEST_REASON].rstrip(".")
     return "".join(each if each.isprintable() else "?" for each in reason)
 
 

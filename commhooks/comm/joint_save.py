@@ -93,7 +93,7 @@ class JointSave:
             None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
             another rank.
         """
-        self._limit = timedelta(seconds=limit_s)
+        self._limit = timedelta(seconds=float(limit_s))
         try:
             self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
             if refusal:

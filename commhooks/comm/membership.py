@@ -34,6 +34,7 @@ import torch.distributed as dist
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import adopt
 from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid, logger_of
+from commhooks.options import as_python
 
 logger = logger_of(__name__)
 
@@ -68,6 +69,8 @@ class Torchft:
     name: str | None = None
 
     def __post_init__(self) -> None:
+        for option in ("min_machines", "timeout_s", "leave_s"):
+            object.__setattr__(self, option, as_python(getattr(self, option)))
         if type(self.min_machines) is not int or self.min_machines < 1:
             raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):

@@ -32,7 +32,6 @@ from typing import Any, Protocol
 
 import torch
 from common import Row, number, parse, parser, report, run_missing
-from convergence import digits
 from language_model import (
     ALL,
     BATCH,
@@ -121,6 +120,18 @@ class Language:
 
     def result(self, model: nn.Module, steps: int) -> Row:
         return {"loss": validation_loss(model, min(ALL, steps))}
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return training images and labels, test images and labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return images[train], labels[train], images[test], labels[test]
 
 
 class Digits:
@@ -263,6 +274,9 @@ def baseline(words: str) -> str:
     return " ".join([*kept, EXACT])
 
 
+DIGITS = [f"task=digits optimizer=sgd {EXACT} wire={wire}" for wire in ("bf16", "int8", "int4")]
+DIGITS += [f"task=digits optimizer=sgd {EXACT} wire=powersgd-{rank}" for rank in (1, 2, 4)]
+DIGITS += [f"task=digits optimizer=sgd {EXACT} wire=batched-{rank}" for rank in (1, 4)]
 SETTINGS = [EXACT, f"{EXACT} wire=int4"]
 SETTINGS += [f"every={h}{wire}" for h in (5, 10, 20, 30) for wire in ("", " wire=int4")]
 SETTINGS += [f"every={h} momentum={m} outer_lr={lr}" for h in (5, 30) for m in (0.5, 0.9) for lr in (0.7, 1.0)]

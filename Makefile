@@ -57,8 +57,7 @@ stragglers: $(READY)
 
 # About 5,000 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
 hostile: $(READY)
-	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py \
-		tests/checkpoint/test_hostile_settings.py $(ARGS)
+	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py $(ARGS)
 
 # 100 trainings that die in many ways and go on: half an hour or more. make chaos ARGS="--runs 10 --fronts plain --deaths full"
 chaos: $(READY)

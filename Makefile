@@ -70,7 +70,7 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
 	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
-	@$(CLEAN) benchmarks/convergence.py --epochs 10
+	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 
 # The numbers and pictures of README and docs: what each needs, or those that are named, measured beside printed.
 # make figures ARGS="codec memory"

@@ -130,7 +130,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
+    train = order[:1437]
+    test = order[1437:]
     return images[train], labels[train], images[test], labels[test]
 
 
@@ -274,9 +275,6 @@ def baseline(words: str) -> str:
     return " ".join([*kept, EXACT])
 
 
-DIGITS = [f"task=digits optimizer=sgd {EXACT} wire={wire}" for wire in ("bf16", "int8", "int4")]
-DIGITS += [f"task=digits optimizer=sgd {EXACT} wire=powersgd-{rank}" for rank in (1, 2, 4)]
-DIGITS += [f"task=digits optimizer=sgd {EXACT} wire=batched-{rank}" for rank in (1, 4)]
 SETTINGS = [EXACT, f"{EXACT} wire=int4"]
 SETTINGS += [f"every={h}{wire}" for h in (5, 10, 20, 30) for wire in ("", " wire=int4")]
 SETTINGS += [f"every={h} momentum={m} outer_lr={lr}" for h in (5, 30) for m in (0.5, 0.9) for lr in (0.7, 1.0)]
@@ -354,12 +352,13 @@ def main() -> None:
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),
+        "seeds": number("seeds"),
         "loss": number("loss", "{:.4f}"),
         "to exact": lambda row: f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else ""),
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),
     }
-    report("local_steps", f"local steps: {args.steps} steps, {len(args.seeds)} seeds", args, at, rows, columns)
+    report("local_steps", f"local steps: {args.steps} steps", args, at, rows, columns)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ SURVIVES = {
         "tests/stress/test_chaos.py::test_one_rank_is_killed_in_mid_backward",
     ),
     "machine is gone": (
-        "tests/local_steps/test_members.py::test_machines_come_and_go",
+        "tests/members/test_machines.py::test_machines_come_and_go",
         "tests/project/test_elastic_example.py::test_two_launchers_become_one",
     ),
     "inf or NaN": (

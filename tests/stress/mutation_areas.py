@@ -159,7 +159,6 @@ AREAS = {
                 "compressors/quantized/test_native_bits",
                 "hook/test_plan",
                 "compressors/quantized/test_quantized_cases",
-                "engine/test_simulated_accelerator::test_an_average_without_a_hook",
             ),
         )
     ],
@@ -205,11 +204,6 @@ EXPLAINED = {
         "return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)",
         "return largest / self.levels * (1 - 5 * torch.finfo(dtype).eps)",
     ): "any few eps leave room for rounding",
-    (
-        "commhooks/local_steps/fragments.py",
-        "buffers = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)",
-        "buffers = self._fragment(0) if len(self._fragments) == 0 else self._made(parameters)",
-    ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",

@@ -436,7 +436,7 @@ def on_all_shards(
     failed = [rank for rank, row in enumerate(table) if row[0]]
     if failed:
         raise otherwise(
-            f"the ranks that hold other shards of the model have failed: ranks {failed} of the sharding group. Look at "
-            "their errors"
+            "the ranks that hold other shards of the model have failed: "
+            f"ranks [{listed(failed)}] of the sharding group. Look at their errors"
         )
     return result[0], [row[1:] for row in table]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import AttachError, HookRunError
+from commhooks.errors import AttachError, HookRunError, listed
 from commhooks.gradients.torch_private import groups_here, is_torchcomms, store_of, timeout_of
 
 TAG = 2**30
@@ -175,7 +175,7 @@ def note_lost_ranks(error: BaseException, group: dist.ProcessGroup) -> None:
 
 def described_lost(lost: Sequence[int]) -> str:
     who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
-    return f"{who} {', '.join(map(str, lost))} {verbs}"
+    return f"{who} {listed(lost)} {verbs}"
 
 
 def _is_closed(other: int, group: dist.ProcessGroup) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
 from commhooks.comm.groups import CPU, TAG, backend_of, described_lost, lost_ranks
-from commhooks.errors import CommHookError, HookRunError, logger_of
+from commhooks.errors import CommHookError, HookRunError, listed, logger_of
 from commhooks.gradients.torch_private import sparse_values, timeout_of
 
 logger = logger_of(__name__)

@@ -87,6 +87,7 @@ class CommHook:
         elif self._logs and (self._world_size > 1 or self.members is not None):
             listeners.append(LateParameters(self._source))
         hook = self._hook
+        listeners += hook.listeners(logs=self._logs)
         self._source.register(HookCallbacks(self.name, hook.run, hook.end_pass, self, listeners, self._begun), state)
         self._unused.callback = on_unused
         # fully_shard calls a hook wherever it reduces

@@ -19,7 +19,7 @@ from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.errors import AttachError
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.source import GradientSource, held_weakly
+from commhooks.gradients.source import GradientSource, PassListener, held_weakly
 from commhooks.hook.kinds import Prepared
 from commhooks.hook.members import Members
 from commhooks.hook.protocol import Residuals
@@ -106,6 +106,9 @@ class LocalStepsHook:
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)
         self.members = members
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        return []
 
     def status(self) -> Status:
         compressor = self._outer.compressor

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
@@ -20,13 +20,15 @@ from commhooks.errors import (
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource, HookCallbacks, PassListener
 from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
 from commhooks.report import norms
 from commhooks.request import SAVE_RESIDUAL, HookRequest
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
 
 logger = logger_of(__name__)
 
@@ -141,7 +143,7 @@ class CommHook:
         return self._hook.status().options
 
     @property
-    def members(self) -> Members | None:
+    def members(self) -> "Members | None":
         """The machines, if they come and go (`attach(members=...)`); None otherwise."""
         members: Members | None = self._hook.members
         return members

@@ -4,34 +4,31 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
-from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import new_group
-from commhooks.comm.membership import PROTOCOL, Membership, Torchft
-from commhooks.comm.nodes import find_nodes, members_of, places_of
-from commhooks.compressors.base import Compressor
+from commhooks.comm.nodes import find_nodes
 from commhooks.compressors.state_field import StateField
 from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
-from commhooks.errors import AttachError
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource, PassListener, held_weakly
 from commhooks.hook.kinds import Prepared
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import FragmentSession
-from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.local_steps.saving import RoundSaves
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
 
 
 def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
@@ -50,54 +47,35 @@ def _build(
     if compressor.config.delay:  # its collectives overlap with the model's own
         own = new_group([range(source.group.size())], source.group, source.device)
         binding = dataclasses.replace(binding, group=held_weakly(own))
-    nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-    machines = None
-    if request.members is not None:
-        membership = _membership(request.members, source)
-        machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
-    partner: Partner = machines or FixedPartner(binding.group, nodes)
+    partner, members_of = _partner(request, source, binding, compressor)
     names = source.names.named_parameters()
     sizes = {name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)}
     outer = FragmentSession(compressor, binding, sizes, partner)
     outer.consensus.compute_with(choice)
     driver = LocalStepsDriver(request.name, source, outer)
-    members = None if machines is None else Members(driver, machines)
-    return LocalStepsHook(request, source, driver, members)
+    return LocalStepsHook(request, source, driver, members_of(driver))
 
 
-def _membership(options: Torchft, source: GradientSource) -> Membership:
-    """Let this machine come to the others. All ranks of the model must call this."""
-    for group in filter(None, (source.group, source.shard_group)):
-        machines = members_of(places_of(group, source.device))
-        if len(machines) > 1:
-            raise AttachError(
-                f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job "
-                "of its own, such as `torchrun --standalone`, and the hook connects them"
-            )
-    return Membership(options, source.group, source.shard_group, source.device)
+def _partner(
+    request: HookRequest, source: GradientSource, binding: Binding, compressor: LocalStepsCompressor[Any]
+) -> tuple[Partner, "Callable[[LocalStepsDriver], Members | None]"]:
+    """Return with whom the model exchanges its weights, and what makes `CommHook.members`."""
+    if request.members is None:
+        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
+        return FixedPartner(binding.group, nodes), lambda driver: None
+    # Imported here, so that a hook without `members` runs without that package, and without torchft.
+    from commhooks.members.join import join
+    from commhooks.members.members import Members
 
-
-def _signature(
-    request: HookRequest, compressor: Compressor[Any], source: GradientSource, membership: Membership
-) -> dict[str, Any]:
-    """Describe by name what must be equal on all machines. All ranks of the model must call this, and get the same."""
-    shapes, whole, shards = source.described(), source.whole.named_parameters(), source.place[1]
-    numbers = sum(each.numel() for each in whole.values())
-    extents, key = [source.extent(name) for name in whole], membership.key_of_shards
-    return {
-        "protocol between machines": PROTOCOL,
-        "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
-        "number of ranks": source.group.size() * shards,
-        "sharding": "none" if source.shard_group is None else f"{shards} shards, key {key(agreement_key(extents)):x}",
-        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {key(agreement_key(shapes)):x}",
-    }
+    machines = join(request.members, request.name, compressor, source)
+    return machines, lambda driver: Members(driver, machines)
 
 
 class LocalStepsHook:
     """Implements `Hook` for local steps, which `LocalStepsDriver` runs."""
 
     def __init__(
-        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: Members | None = None
+        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: "Members | None" = None
     ) -> None:
         self.driver, self.counters = driver, driver.counters
         self.run, self.end_pass = driver.run, driver.end_pass

@@ -177,8 +177,9 @@ AREAS = {
         )
     ],
     "local_steps": [
+        Part("schedule", ("local_steps/test_schedule", "local_steps/test_rounds")),
         Part(
-            "optimizers common_state",
+            "events common_state common_weights saving",
             ("local_steps/test_common_state", "local_steps/test_mishaps", "local_steps/test_rounds"),
         ),
         Part(
@@ -206,8 +207,8 @@ EXPLAINED = {
     ): "any few eps leave room for rounding",
     (
         "commhooks/local_steps/fragments.py",
-        "buffers = self._fragment(0) if len(self._fragments) == 1 else self._made(parameters)",
-        "buffers = self._fragment(0) if len(self._fragments) == 0 else self._made(parameters)",
+        "if number is not None or len(self._fragments) == 1:",
+        "if number is not None or len(self._fragments) == 0:",
     ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
 from commhooks.comm.groups import TAG, backend_of, lost_ranks
-from commhooks.errors import CommHookError, HookRunError, logger_of
+from commhooks.errors import CommHookError, HookRunError, listed, logger_of
 from commhooks.gradients.torch_private import sparse_values
 
 logger = logger_of(__name__)
@@ -372,7 +372,7 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
     lost = lost_ranks(group, error)
     if lost:
         who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
-        why = f"{who} {', '.join(map(str, lost))} {verbs}; look at the output there"
+        why = f"{who} {listed(lost)} {verbs}; look at the output there"
     else:
         why = "another rank has probably ended, hangs, or sends something else; look at the output of the other ranks"
     place = f"rank {group.rank()} of {group.size()}"
@@ -427,7 +427,7 @@ def on_all_shards(
     failed = [rank for rank, row in enumerate(table) if row[0]]
     if failed:
         raise otherwise(
-            f"the ranks that hold other shards of the model have failed: ranks {failed} of the sharding group. Look at "
-            "their errors"
+            "the ranks that hold other shards of the model have failed: "
+            f"ranks [{listed(failed)}] of the sharding group. Look at their errors"
         )
     return result[0], [row[1:] for row in table]

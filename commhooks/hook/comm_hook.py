@@ -1,12 +1,13 @@
 """`CommHook`: the user's handle on an attached hook."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header, inexact
 from commhooks.comm.counters import has_clock
-from commhooks.comm.groups import is_logging_rank
+from commhooks.comm.groups import is_logging_rank, note_lost_ranks
 from commhooks.errors import (
     HookConfigError,
     HookRunError,
@@ -135,6 +136,13 @@ class CommHook:
         self._unused.ended()
         self._source.close()
         self._hook.close()
+
+    def failed(self, error: BaseException) -> None:
+        """End the training after `error`, without the warning that the hook had no effect. If another collective than
+        the hook's has raised it, add to it which ranks have ended or hang."""
+        self._unused.silence()
+        with contextlib.suppress(HookRunError):  # the group was destroyed
+            note_lost_ranks(error, self._source.group)
 
     @property
     def options(self) -> dict[str, Any]:

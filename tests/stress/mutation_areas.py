@@ -177,8 +177,9 @@ AREAS = {
         )
     ],
     "local_steps": [
+        Part("schedule", ("local_steps/test_schedule", "local_steps/test_rounds")),
         Part(
-            "optimizers common_state",
+            "events common_state common_weights saving",
             ("local_steps/test_common_state", "local_steps/test_mishaps", "local_steps/test_rounds"),
         ),
         Part(
@@ -204,6 +205,11 @@ EXPLAINED = {
         "return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)",
         "return largest / self.levels * (1 - 5 * torch.finfo(dtype).eps)",
     ): "any few eps leave room for rounding",
+    (
+        "commhooks/local_steps/fragments.py",
+        "if number is not None or len(self._fragments) == 1:",
+        "if number is not None or len(self._fragments) == 0:",
+    ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",

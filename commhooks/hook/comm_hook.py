@@ -1,12 +1,13 @@
 """`CommHook`: the user's handle on an attached hook."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header, inexact
 from commhooks.comm.counters import has_clock
-from commhooks.comm.groups import is_logging_rank
+from commhooks.comm.groups import is_logging_rank, note_lost_ranks
 from commhooks.errors import (
     HookConfigError,
     HookRunError,
@@ -136,6 +137,13 @@ class CommHook:
         self._source.close()
         self._hook.close()
 
+    def failed(self, error: BaseException) -> None:
+        """End the training after `error`, without the warning that the hook had no effect. If another collective than
+        the hook's has raised it, add to it which ranks have ended or hang."""
+        self._unused.silence()
+        with contextlib.suppress(HookRunError):  # the group was destroyed
+            note_lost_ranks(error, self._source.group)
+
     @property
     def options(self) -> dict[str, Any]:
         """The current options, with `start_powerSGD_iter` as a number of steps."""
@@ -146,6 +154,15 @@ class CommHook:
         """The machines, if they come and go (`attach(members=...)`); None otherwise."""
         members: Members | None = self._hook.members
         return members
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which backward passes of a module that nothing wraps only accumulate gradients:
+        like passes in DDP's `no_sync`, they do not count. The forward pass may be inside or outside.
+
+        Raises:
+            HookConfigError: the model is wrapped in DDP or sharded by `fully_shard`, which have ways of their own.
+        """
+        return self._source.no_sync()
 
     @property
     def run_number(self) -> int | None:

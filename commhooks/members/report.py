@@ -279,7 +279,7 @@ def _with_latest_anchor(reports: Sequence[Report]) -> list[Report]:
     def weight(report: Report) -> tuple[bool, bool, int]:
         same = [other for other in top if other.anchor == report.anchor]
         participate = [other for other in same if other.participates]
-        return any(other.trained for other in participate), bool(participate), len(participate or same)
+        return any(other.trained for other in same), bool(participate), len(participate or same)
 
     best = max(top, key=weight)  # the first of equals
     same = [report for report in top if report.anchor == best.anchor]

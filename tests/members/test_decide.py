@@ -228,6 +228,16 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="the anchor of more machines goes before others",
         ),
         pytest.param(
+            [report("a", trained=False, anchor=9), new("b", step=5), new("c", step=5)],
+            {"a": "BEGIN", "b": "HEAL", "c": "HEAL"},
+            id="a machine that participates goes before newcomers",
+        ),
+        pytest.param(
+            [report("a", anchor=9), new("c", step=5, anchor=9), new("d", step=5, anchor=9), report("b"), report("e")],
+            {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL", "d": "HEAL", "e": "EXCHANGE"},
+            id="newcomers do not count",
+        ),
+        pytest.param(
             [report("a"), report("b", trained=False)], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="b has missed the round"
         ),
         pytest.param([report("a", min_machines=2), report("b", left=True)], {"a": "WAIT"}, id="b has left"),

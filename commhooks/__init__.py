@@ -5,7 +5,7 @@
 The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_comm_hooks`, function by function.
 """
 
-import sys
+import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -18,13 +18,12 @@ else:
     def __getattr__(name):
         # torch takes seconds to import, and the commands need it only when they run.
         if not (name.startswith("__") and name != "__all__"):
-            import commhooks.public  # noqa: F401
-
-            public = sys.modules["commhooks.public"]  # during a circular import it is not yet an attribute of commhooks
-            globals().update((each, getattr(public, each)) for each in ("__all__", *public.__all__))
+            public = importlib.import_module("commhooks.public")
+            if name == "__all__" or name in public.__all__:
+                return globals().setdefault(name, getattr(public, name))
             if name in globals():  # the import also sets subpackages
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "sys"})
+        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "importlib"})

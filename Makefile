@@ -71,7 +71,6 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
 	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
-	@$(CLEAN) benchmarks/paper.py
 	@$(CLEAN) benchmarks/convergence.py --epochs 10
 
 # The numbers and pictures of README and docs: what each needs, or those that are named, measured beside printed.

@@ -32,7 +32,7 @@ START = 2
 
 
 def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
-    """Run the benchmark. All ranks must call this and get the same rows."""
+    """Measure, on all ranks. Returns the same rows on all."""
     me = dist.get_rank()
     model, task = make(model_name)
     ddp_model, hook = wrap(model, f"powersgd-{rank}", start=START)
@@ -52,8 +52,8 @@ def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
         dist.all_reduce(passed, dist.ReduceOp.MAX)
         return passed.item()
 
-    with tempfile.TemporaryDirectory() as own_folder:
-        folders = [own_folder]
+    with tempfile.TemporaryDirectory() as folder_of_rank:
+        folders = [folder_of_rank]
         dist.broadcast_object_list(folders)
         written = {what: Path(folders[0], f"{what}.pt") for what in ("model", *FORMS)}
         written["per_rank"] = Path(folders[0], f"per_rank_{me}.pt")

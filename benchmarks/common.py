@@ -17,9 +17,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from machine import in_words
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # some benchmarks import `tests.support`
 Row = dict[str, Any]
+Job = TypeVar("Job", bound=Hashable)
 RANKS_LIMIT_S = 3600.0
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -151,6 +152,27 @@ def summary(samples: Sequence[float], unit: str) -> Row:
     """Return `{"median_UNIT", "q1_UNIT", "q3_UNIT"}`."""
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     return {f"median_{unit}": median, f"q1_{unit}": low, f"q3_{unit}": high}
+
+
+def run_missing(
+    jobs: Iterable[Job], results: Path, job_of: Callable[[Row], Job], run: Callable[[list[Job]], Iterable[Row]]
+) -> dict[Job, Row]:
+    """Return a row for each job. `results` has a line of JSON for each finished run; jobs that are not among them are
+    run and appended one by one, so that hours of runs can be interrupted. `job_of`: which job a row is the result of.
+    """
+    lines = results.read_text().splitlines() if results.exists() else []
+    done = {job_of(row): row for row in map(json.loads, lines)}
+    missing = [job for job in dict.fromkeys(jobs) if job not in done]
+    if missing:
+        print(f"{len(missing)} runs are not in {results}: they run now", file=sys.stderr, flush=True)
+        for row in run(missing):
+            line = json.dumps(row)
+            with results.open("a") as file:
+                file.write(line + "\n")
+            row = json.loads(line)
+            done[job_of(row)] = row
+            print(f"{job_of(row)}: done", file=sys.stderr, flush=True)
+    return done
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

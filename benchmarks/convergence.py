@@ -15,13 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import Row, number, parse, parser, report, run_ranks
-from hooks import LABELS, OPTIONS
+from hooks import LABELS, wrap
 from machine import machine
 from torch import nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
-
-import commhooks
 
 HOOKS = ["allreduce", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "batched-1", "batched-4"]
 PER_RANK = 16
@@ -53,24 +50,14 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-def attach(ddp_model: DistributedDataParallel, label: str, total_steps: int) -> commhooks.CommHook:
-    kind, _, rank = label.rpartition("-")
-    if kind not in (*OPTIONS, "batched"):
-        return commhooks.attach(ddp_model, label)
-    config = commhooks.BatchedPowerSGD if kind == "batched" else commhooks.PowerSGD
-    options = dict.fromkeys(OPTIONS.get(kind, ()), True)
-    request = config(matrix_approximation_rank=int(rank), **options)
-    return commhooks.attach(ddp_model, request, total_steps=total_steps)
-
-
 def train(label: str, seed: int, epochs: int) -> Row:
     """Train once. All ranks must call this."""
     images, labels, test_images, test_labels = digits()
     torch.manual_seed(seed)
-    # Several buckets, even for this small model.
-    ddp_model = DistributedDataParallel(network(), bucket_cap_mb=0.1)
     per_epoch = len(labels) // (PER_RANK * dist.get_world_size())
-    hook = attach(ddp_model, label, epochs * per_epoch)
+    # Several buckets, even for this small model.
+    ddp_model, hook = wrap(network(), label, start=epochs * per_epoch // 10, bucket_cap_mb=0.1)
+    assert hook is not None
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)
     order = torch.Generator().manual_seed(seed)
@@ -86,7 +73,7 @@ def train(label: str, seed: int, epochs: int) -> Row:
     stats = hook.stats()
     return {
         "loss": functional.cross_entropy(output, test_labels).item(),
-        "accuracy": (output.argmax(1) == test_labels).float().mean().item(),
+        "error": 100 * (output.argmax(1) != test_labels).float().mean().item(),
         "bytes": stats["bytes_sent"],
         "steps": epochs * per_epoch,
         "compressed_steps": stats["compressed_steps"],
@@ -103,41 +90,34 @@ def measure(hooks: list[str], seeds: list[int], epochs: int) -> dict[str, list[R
     return runs
 
 
-def plot(rows: list[Row], file: Path, epochs: int) -> None:
+def row_of(hook: str, runs: list[Row]) -> Row:
+    """Make a row from the runs of a hook, one for each seed."""
+    row: Row = {"hook": hook, "steps": runs[0]["steps"], "compressed_steps": runs[0]["compressed_steps"]}
+    row["megabytes"] = runs[0]["bytes"] / 1e6
+    for name in ("loss", "error"):
+        values = [run[name] for run in runs]
+        row |= {name: statistics.fmean(values), f"lowest_{name}": min(values), f"highest_{name}": max(values)}
+    return row
+
+
+def draw(rows: list[Row], seeds: int, file: Path) -> None:
+    """Draw loss and error against bytes."""
     from matplotlib.figure import Figure
 
-    # One colour per family of hooks and one marker per factor rank; `fp16` and `bf16` are families of their own.
-    families = list(dict.fromkeys(_family(row["hook"]) for row in rows))
-    markers = {"": "s", "1": "o", "2": "^", "4": "D"}
-    figure = Figure(figsize=(11, 4.5))
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharex=True)
-    for axis, what, title in ((axes[0], "losses", "test loss"), (axes[1], "accuracies", "test error, %")):
-        for row in rows:
-            values = [100 * (1 - value) for value in row[what]] if what == "accuracies" else row[what]
-            middle, family = statistics.mean(values), _family(row["hook"])
-            axis.errorbar(
-                row["megabytes"],
-                middle,
-                yerr=[[middle - min(values)], [max(values) - middle]],
-                fmt=markers.get(row["hook"].rpartition("-")[2] if "-" in row["hook"] else "", "v"),
-                color=f"C{families.index(family)}",
-                alpha=0.8,
-                capsize=3,
-                label=row["hook"],
-            )
+    for axis, name, title in ((axes[0], "loss", "test loss"), (axes[1], "error", "test error, %")):
+        for place, row in enumerate(rows):
+            spread = [[row[name] - row[f"lowest_{name}"]], [row[f"highest_{name}"] - row[name]]]
+            style = {"fmt": "os^Dv"[place % 5], "color": f"C{place}", "capsize": 3}
+            axis.errorbar(row["megabytes"], row[name], yerr=spread, label=row["hook"], **style)
         axis.set(xscale="log", yscale="log", xlabel="MB sent per rank in the whole run", ylabel=title)
         axis.set_xticks(ticks := [25, 50, 100, 200], [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[1].legend(fontsize=8, ncols=2)
-    seeds = len(rows[0]["losses"])
-    figure.suptitle(f"digits, 2 ranks, {epochs} epochs: mean of {seeds} seeds, with the lowest and the highest")
-    figure.tight_layout()
+    figure.suptitle(f"digits, 2 ranks, {rows[0]['steps']} steps: mean of {seeds} seeds, with the lowest and highest")
     figure.savefig(file, dpi=220)
-
-
-def _family(hook: str) -> str:
-    return hook.rpartition("-")[0] or hook
 
 
 def main() -> None:
@@ -149,40 +129,20 @@ def main() -> None:
     args = parse(arguments, seeds=[0], epochs=1, hooks=["allreduce", "powersgd-2"])
     at = machine()
     runs = run_ranks(measure, args.hooks, args.seeds, args.epochs)
-    rows: list[Row] = []
-    for label, found in runs.items():
-        losses, accuracies = [run["loss"] for run in found], [run["accuracy"] for run in found]
-        rows.append(
-            {
-                "hook": label,
-                "losses": losses,
-                "accuracies": accuracies,
-                "mean_loss": statistics.mean(losses),
-                "mean_accuracy": statistics.mean(accuracies),
-                "lowest_loss": min(losses),
-                "highest_loss": max(losses),
-                "megabytes": statistics.mean(run["bytes"] for run in found) / 1e6,
-                "steps": found[0]["steps"],
-                "compressed_steps": found[0]["compressed_steps"],
-                "fewer_bytes": runs[args.hooks[0]][0]["bytes"] / found[0]["bytes"],
-            }
-        )
+    rows = [row_of(hook, of_hook) for hook, of_hook in runs.items()]
     columns = {
         "hook": number("hook"),
         "MB sent per rank": number("megabytes", "{:.2f}"),
-        f"x fewer than {args.hooks[0]}": number("fewer_bytes", "{:.1f}"),
         "test loss: mean (lowest .. highest)": lambda row: (
-            f"{row['mean_loss']:.4f} ({row['lowest_loss']:.4f} .. {row['highest_loss']:.4f})"
+            "{loss:.4f} ({lowest_loss:.4f} .. {highest_loss:.4f})".format(**row)
         ),
-        "test accuracy: mean (lowest .. highest)": lambda row: (
-            f"{row['mean_accuracy']:.2%} ({min(row['accuracies']):.2%} .. {max(row['accuracies']):.2%})"
-        ),
+        "test error, %": lambda row: "{error:.2f} ({lowest_error:.2f} .. {highest_error:.2f})".format(**row),
         "compressed steps": lambda row: f"{row['compressed_steps'] or 0} of {row['steps']}",
     }
     title = f"convergence: digits, 2 ranks, {args.epochs} epochs, {len(args.seeds)} seeds"
     report("convergence", title, args, at, rows, columns)
     if args.plot is not None:
-        plot(rows, args.plot, args.epochs)
+        draw(rows, len(args.seeds), args.plot)
 
 
 if __name__ == "__main__":

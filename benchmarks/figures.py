@@ -45,7 +45,7 @@ class Figure:
 
 
 LINK = "benchmarks/link.py"
-TIME_TO_LOSS = "benchmarks/time_to_loss.py --tasks language"
+TIME_TO_LOSS = "benchmarks/time_to_loss.py"
 DRAWN = "--rates 100mbit --hooks ddp bf16 native-int4 auto diloco-10"
 FIGURES = {
     "time_to_loss": Figure(
@@ -71,6 +71,20 @@ FIGURES = {
         picture="link.png",
         stored=f"{LINK} --from docs/figures/link.json --plot FOLDER/link.png",
     ),
+    "long_link": Figure(
+        f"{LINK} --rtt 50 --models transformer --rates 100mbit --compute light --hooks noop native-1 native-1:one "
+        "diloco-30 --json FOLDER/long_link.json",
+        5,
+        ("docs/slow_networks.md#what-to-look-for",),
+        root=True,
+    ),
+    "diloco_speed": Figure(
+        f"{LINK} --models transformer --rates 10mbit 100mbit --compute light --hooks noop ddp native-int4 diloco-5 "
+        "diloco-5-4 diloco-30 diloco-30-10 diloco-30-29 --json FOLDER/diloco_speed.json",
+        20,
+        ("docs/diloco.md#what-it-costs",),
+        root=True,
+    ),
     "nodes": Figure(
         f"{LINK} --ranks-per-node 2 --models transformer --rates 1gbit --compute light --json FOLDER/nodes.json",
         15,
@@ -92,11 +106,11 @@ FIGURES = {
         stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished",
     ),
     "diloco_rounds": Figure(
-        "benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
+        "benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
         0.1,
         ("docs/diloco.md#diloco-exchanging-weights-every-h-steps",),
         picture="diloco_rounds.png",
-        stored="benchmarks/drawings.py --rounds FOLDER/diloco_rounds.png",
+        stored="benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
     ),
     "members": Figure(
         "benchmarks/members.py --seconds 90 --json FOLDER/members.json --results FOLDER/members.jsonl "
@@ -104,13 +118,7 @@ FIGURES = {
         10,
         ("docs/members.md#what-a-death-costs",),
         picture="members.png",
-        stored="benchmarks/drawings.py --members docs/figures/members.jsonl FOLDER/members.png",
-    ),
-    "wide_area": Figure(
-        "benchmarks/wide_area_training.py --hooks noop ddp fp16 powersgd-4 diloco-10 --json FOLDER/wide_area.json",
-        60,
-        ("docs/reliability.md#long-and-unsteady-links",),
-        root=True,
+        stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
     "codec": Figure("benchmarks/codec.py --json FOLDER/codec.json", 10, ("docs/performance.md#the-hooks-own-time",)),
     "memory": Figure(
@@ -119,10 +127,6 @@ FIGURES = {
     "checkpoint": Figure(
         "benchmarks/checkpoint.py --json FOLDER/checkpoint.json", 2, ("docs/performance.md#memory-and-checkpoints",)
     ),
-    "metrics": Figure(
-        "benchmarks/metrics.py --json FOLDER/metrics.json", 5, ("docs/performance.md#memory-and-checkpoints",)
-    ),
-    "paper": Figure("benchmarks/paper.py --json FOLDER/paper.json", 1, ("docs/performance.md#memory-and-checkpoints",)),
     "convergence": Figure(
         "benchmarks/convergence.py --json FOLDER/convergence.json --plot FOLDER/convergence.png",
         20,
@@ -131,12 +135,6 @@ FIGURES = {
     ),
     "launches": Figure(
         "benchmarks/launches.py --json FOLDER/launches.json", 1, ("docs/performance.md#operators-on-an-accelerator",)
-    ),
-    "replicas": Figure(
-        "benchmarks/replicas.py --json FOLDER/replicas.json",
-        20,
-        ("docs/performance.md#two-nodes-of-two-ranks",),
-        root=True,
     ),
     "chaos": Figure("-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#trainings-that-die",)),
     "chaos_members": Figure(

@@ -16,21 +16,19 @@ repeated: the whole table takes hours, and can be interrupted.
   MB           sent per rank in the run, counted as for an all-reduce
 """
 
-import contextlib
 import functools
 import hashlib
-import json
+import itertools
 import multiprocessing
 import os
 import statistics
 import sysconfig
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, number, parse, parser, report
+from common import Row, number, parse, parser, report, run_missing
 from machine import machine
 from torch import nn
 from torch.nn import functional
@@ -46,8 +44,8 @@ POINTS, FEW, ALL = 10, 16, 128  # validations in a run; their batches on the way
 NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress", "bf16": "bf16_compress"}
 HOOKS = ["allreduce", "bf16", "int8", "int8/no-feedback", "int4", "int4/no-feedback"]
 HOOKS += ["powersgd-1", "powersgd-4", "powersgd-4/no-feedback", "powersgd-16"]
-QUICK = ["allreduce", "powersgd-4"]
-Job = tuple[str, int, int, int]  # hook, seed, ranks, steps
+Job = tuple[str, int, int, int, str]
+"""Hook (of local_steps.py: setting), seed, ranks, steps, and `text_sum()`."""
 
 
 class ByteTransformer(nn.Module):
@@ -125,10 +123,16 @@ def compressor_of(label: str) -> Compressor[Any]:
     return made
 
 
+def validation_loss(model: nn.Module, batches: int) -> float:
+    """Compute the mean loss of at most `ALL` batches of held-out text; the same batches at each call."""
+    held_out = windows(text()[1], ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
+    with torch.no_grad():
+        return statistics.fmean(loss_of(model, batch).item() for batch in held_out[:batches])
+
+
 def train(job: Job) -> Row:
-    label, seed, world_size, steps = job
+    label, seed, world_size, steps, text_of_job = job
     torch.set_num_threads(1)
-    source, held_out = text()
     torch.manual_seed(seed)
     model = ByteTransformer()
     parameters = dict(reversed(list(model.named_parameters())))  # the order of DDP's buckets
@@ -137,19 +141,10 @@ def train(job: Job) -> Row:
     start = steps // 10 if label.startswith("powersgd") else 0
     optimizer, schedule = recipe(model, steps)
     batches = torch.Generator().manual_seed(seed)
-    validation = windows(held_out, ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
-
-    def megabytes() -> float:
-        return sum(each.bytes_sent for each in used) / 1e6
-
-    def validation_loss(count: int) -> float:
-        with torch.no_grad():
-            return statistics.fmean(loss_of(model, batch).item() for batch in validation[:count])
-
     curve = []
     for step in range(1, steps + 1):
         flats = []
-        for part in windows(source, BATCH, batches).chunk(world_size):
+        for part in windows(text()[0], BATCH, batches).chunk(world_size):
             model.zero_grad()
             loss_of(model, part).backward()
             flats.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
@@ -163,104 +158,77 @@ def train(job: Job) -> Row:
         optimizer.step()
         schedule.step()
         if step % max(1, steps // POINTS) == 0:
-            curve.append([step, megabytes(), validation_loss(max(1, min(FEW, steps // 5)))])
+            sent = sum(ranks.bytes_sent for ranks in used) / 1e6
+            curve.append([step, sent, validation_loss(model, max(1, min(FEW, steps // 5)))])
     return {
         "hook": label,
         "seed": seed,
         "ranks": world_size,
         "steps": steps,
-        "text": text_sum(),
-        "loss": validation_loss(min(ALL, steps)),
-        "megabytes": megabytes(),
+        "text": text_of_job,
+        "loss": validation_loss(model, min(ALL, steps)),
+        "megabytes": sum(ranks.bytes_sent for ranks in used) / 1e6,
         "bytes_per_step": used[-1].bytes_sent / (steps - start),
         "curve": curve,
     }
 
 
+def on_all_cores(train: Callable[[Job], Row], jobs: list[Job]) -> Iterator[Row]:
+    """Yield the rows of `jobs`, a process per core; without processes if there are few."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if len(jobs) <= cores:
+        yield from map(train, jobs)
+        return
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        yield from pool.imap_unordered(train, jobs)
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def run_missing(jobs: list[Job], results: Path, train: Callable[[Job], Row] = train, label: str = "hook") -> list[Row]:
-    """Return the rows of all `jobs`. Jobs that are not in `results` are run and appended, in order. `train`: makes a
-    row, with the parts of its job: `label`, "seed", "ranks" and "steps"."""
-
-    def job_of(row: Row) -> Job:
-        return row[label], row["seed"], row["ranks"], row["steps"]
-
-    lines = results.read_text().splitlines() if results.exists() else []
-    done = {job_of(row): row for row in map(json.loads, lines) if row["text"] == text_sum()}
-    if len(done) < len(lines):
-        print(f"{len(lines) - len(done)} runs in {results} are of another text (another Python), and not used")
-    missing = [job for job in jobs if job not in done]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.ExitStack() as stack:
-        if len(missing) > cores:
-            done_one_by_one = stack.enter_context(multiprocessing.get_context("spawn").Pool(cores)).imap_unordered
-        else:
-            done_one_by_one = map
-        for row in done_one_by_one(train, missing):
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            done[job_of(row)] = row
-            print(f"{row[label]}, seed {row['seed']}, {row['ranks']} ranks: {row['loss']:.4f}", flush=True)
-    return [done[job] for job in jobs]
+def job_of(row: Row) -> Job:
+    return row["hook"], row["seed"], row["ranks"], row["steps"], row["text"]
 
 
-def table(runs: list[Row], hooks: list[str]) -> list[Row]:
-    """Make one row per number of ranks and hook."""
-    rows = []
-    for world_size in sorted({run["ranks"] for run in runs}):
-        found = {hook: {r["seed"]: r for r in runs if r["hook"] == hook and r["ranks"] == world_size} for hook in hooks}
-        for hook in hooks:
-            losses = [run["loss"] for run in found[hook].values()]
-            exact = found["allreduce"]
-            differences = [run["loss"] - exact[seed]["loss"] for seed, run in found[hook].items()]
-            several = len(losses) > 1
-            rows.append(
-                {
-                    "section": world_size,
-                    "hook": hook,
-                    "ranks": world_size,
-                    "seeds": len(losses),
-                    "loss": statistics.fmean(losses),
-                    "deviation": statistics.stdev(losses) if several else 0.0,
-                    "difference": statistics.fmean(differences),
-                    "error": statistics.stdev(differences) / len(differences) ** 0.5 if several else 0.0,
-                    "per_cent": 100
-                    * statistics.fmean(differences)
-                    / statistics.fmean(r["loss"] for r in exact.values()),
-                    "megabytes": statistics.fmean(run["megabytes"] for run in found[hook].values()),
-                    "fewer": exact[0]["bytes_per_step"] / found[hook][0]["bytes_per_step"],
-                }
-            )
-    return rows
+def row_of(hook: str, ranks: int, runs: list[Row]) -> Row:
+    """Make a row from the runs of a hook, one for each seed, compared with all-reduce."""
+    by_seed = {run["seed"]: run for run in runs if (run["hook"], run["ranks"]) == (hook, ranks)}
+    exact = {run["seed"]: run for run in runs if (run["hook"], run["ranks"]) == ("allreduce", ranks)}
+    losses = [run["loss"] for run in by_seed.values()]
+    differences = [run["loss"] - exact[seed]["loss"] for seed, run in by_seed.items()]
+    difference = statistics.fmean(differences)
+    several = len(losses) > 1
+    return {
+        "section": ranks,
+        "hook": hook,
+        "ranks": ranks,
+        "seeds": len(losses),
+        "loss": statistics.fmean(losses),
+        "deviation": statistics.stdev(losses) if several else 0.0,
+        "difference": difference,
+        "error": statistics.stdev(differences) / len(differences) ** 0.5 if several else 0.0,
+        "per_cent": 100 * difference / statistics.fmean(run["loss"] for run in exact.values()),
+        "megabytes": statistics.fmean(run["megabytes"] for run in by_seed.values()),
+        "fewer": exact[0]["bytes_per_step"] / by_seed[0]["bytes_per_step"],
+    }
 
 
-def plot(rows: list[Row], file: Path) -> None:
-    """Plot loss against bytes."""
+def draw(rows: list[Row], file: Path) -> None:
+    """Draw loss against bytes."""
     from matplotlib.figure import Figure
 
     counts = sorted({row["ranks"] for row in rows})
-    figure = Figure(figsize=(5.5 * len(counts), 4.5))
-    axes = figure.subplots(1, len(counts), sharey=True, squeeze=False)
     hooks = list(dict.fromkeys(row["hook"] for row in rows))
-    for axis, count in zip(axes[0], counts, strict=True):
-        for row in (each for each in rows if each["ranks"] == count):
-            marker = "x" if "/" in row["hook"] else "o"
-            axis.errorbar(
-                row["megabytes"],
-                row["loss"],
-                yerr=row["deviation"],
-                fmt=marker,
-                color=f"C{hooks.index(row['hook'])}",
-                capsize=3,
-                label=row["hook"],
-            )
+    figure = Figure(figsize=(5.5 * len(counts), 4.5), layout="constrained")
+    axes = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
+    for axis, count in zip(axes, counts, strict=True):
+        for row in [row for row in rows if row["ranks"] == count]:
+            style = {"fmt": "x" if "/" in row["hook"] else "o", "color": f"C{hooks.index(row['hook'])}", "capsize": 3}
+            axis.errorbar(row["megabytes"], row["loss"], yerr=row["deviation"], label=row["hook"], **style)
         axis.set(xscale="log", xlabel="MB sent per rank in the whole run", title=f"{count} ranks")
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("validation loss, nats per byte")
-    axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
+    axes[0].set_ylabel("validation loss, nats per byte")
+    axes[-1].legend(fontsize=7)
     figure.savefig(file, dpi=220)
 
 
@@ -272,17 +240,16 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--results", type=Path, default=Path("language_model.jsonl"), help="finished runs")
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against bytes")
-    args = parse(arguments, seeds=[0], ranks=[2], steps=2, hooks=QUICK)
+    quick = {"seeds": [0], "ranks": [2], "steps": 2, "hooks": ["powersgd-4"], "results": Path(os.devnull)}
+    args = parse(arguments, **quick)
     if "allreduce" not in args.hooks:
         args.hooks.insert(0, "allreduce")
     at = machine()
-    jobs = [(hook, seed, ranks, args.steps) for seed in args.seeds for ranks in args.ranks for hook in args.hooks]
-    if args.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            runs = run_missing(jobs, Path(folder, "runs.jsonl"))
-    else:
-        runs = run_missing(jobs, args.results)
-    rows = table(runs, args.hooks)
+    choices = itertools.product(args.seeds, args.ranks, args.hooks)
+    jobs = [(hook, seed, ranks, args.steps, text_sum()) for seed, ranks, hook in choices]
+    done = run_missing(jobs, args.results, job_of, functools.partial(on_all_cores, train))
+    runs = [done[job] for job in jobs]
+    rows = [row_of(hook, ranks, runs) for ranks in args.ranks for hook in args.hooks]
     columns = {
         "hook": number("hook"),
         "ranks": number("ranks"),
@@ -295,7 +262,7 @@ def main() -> None:
     title = f"language model: 2.8 M parameters, {args.steps} steps, {len(args.seeds)} seeds"
     report("language_model", title, args, at, rows, columns)
     if args.plot is not None:
-        plot(rows, args.plot)
+        draw(rows, args.plot)
 
 
 if __name__ == "__main__":

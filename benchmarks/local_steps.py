@@ -10,7 +10,7 @@ simulated in one process. Each has weights and an optimizer of its own, and a sh
 
 A setting is a list of `name=value`; `Setting` has the defaults. `every=1 momentum=0 outer_lr=1` is not plain DDP,
 because the optimizer runs on each rank's own gradients; `exact=1` (an exact mean of the gradients in every step) is.
-Finished runs are appended to --results and not repeated; the whole table takes hours, and can be interrupted.
+Finished runs are appended to --results and not repeated.
 
   loss      validation or test loss at the end (nats per byte for the language model): mean over the seeds
   to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and learning rate
@@ -20,6 +20,8 @@ Finished runs are appended to --results and not repeated; the whole table takes 
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import statistics
@@ -29,18 +31,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import Row, number, parse, parser, report
+from common import Row, number, parse, parser, report, run_missing
 from convergence import digits
 from language_model import (
     ALL,
     BATCH,
     ByteTransformer,
+    Job,
     compressor_of,
     loss_of,
+    on_all_cores,
     recipe,
-    run_missing,
     text,
     text_sum,
+    validation_loss,
     windows,
 )
 from machine import machine
@@ -48,8 +52,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.simulation import SimulatedRanks
-
-Job = tuple[str, int, int, int]  # setting, seed, ranks, steps
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,7 @@ class Setting:
         exact: an all-reduce of the gradients in every step, and no local steps.
         every: H, steps between two outer steps.
         outer_lr: a number, or a rule in the number of ranks W: a name in `RULES`.
-        wire: how the weight differences are sent, with error feedback: a hook of language_model.py, or "int2" (three
-            levels), "int4-residual8" (the residual as 8-bit integers), "sparse" (one of 64 values).
-        begin, end: shares of the run, at its beginning and end, in which `phase` averages the gradients of every step.
-        phase: a hook of language_model.py.
-        shrink: H follows the learning rate, from `every` down to 1.
-        grow: H = max(every, (grow * peak / learning rate)^2) (QSR, arXiv 2310.14423), at most 100.
-        moments: the ranks average AdamW's moments at each outer step.
+        wire: how the weight differences, with `exact` the gradients, are sent: a hook of language_model.py.
         inner: factor of every optimizer's learning rate, or a rule of `RULES`, which applies to AdamW only: "sqrt" is
             the default of commhooks.
         clip: maximum norm of a rank's gradient; 0: no limit.
@@ -84,12 +80,6 @@ class Setting:
     momentum: float = 0.0
     outer_lr: str = "1"
     wire: str = "allreduce"
-    begin: float = 0.0
-    end: float = 0.0
-    phase: str = "int4"
-    shrink: bool = False
-    grow: float = 0.0
-    moments: bool = False
     inner: str = "1"
     clip: float = 1.0
 
@@ -111,34 +101,26 @@ RULES = {
 
 
 class Task(Protocol):
-    """Data and a model: `train` and `loss` on a batch."""
+    """Data and a model."""
 
     def model(self) -> nn.Module: ...
-    def batch(self, generator: torch.Generator) -> Any: ...
-    def parts(self, batch: Any, count: int) -> list[Any]: ...
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor: ...
+    def batch(self, generator: torch.Generator) -> torch.Tensor: ...
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor: ...
     def result(self, model: nn.Module, steps: int) -> Row: ...
 
 
 class Language:
-    def __init__(self) -> None:
-        self.source, self.held_out = text()
-
     def model(self) -> nn.Module:
         return ByteTransformer()
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
-        return windows(self.source, BATCH, generator)
-
-    def parts(self, batch: torch.Tensor, count: int) -> list[torch.Tensor]:
-        return list(batch.chunk(count))
+        return windows(text()[0], BATCH, generator)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return loss_of(model, batch)
 
     def result(self, model: nn.Module, steps: int) -> Row:
-        validation = windows(self.held_out, ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
-        return {"loss": statistics.fmean(loss_of(model, batch).item() for batch in validation[: min(ALL, steps)])}
+        return {"loss": validation_loss(model, min(ALL, steps))}
 
 
 class Digits:
@@ -151,9 +133,6 @@ class Digits:
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(len(self.labels), (64,), generator=generator)
-
-    def parts(self, batch: torch.Tensor, count: int) -> list[torch.Tensor]:
-        return list(batch.chunk(count))
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(self.images[batch]), self.labels[batch])
@@ -201,14 +180,14 @@ class Ranks:
         for model in self.models[1:]:
             model.load_state_dict(self.models[0].state_dict())
         made = [optimizers_of(model, setting, steps, count) for model in self.models]
-        self.optimizers = [[each[0] for each in own] for own in made]
-        self.schedules = [each[1] for own in made for each in own]
+        self.optimizers = [[optimizer for optimizer, _ in of_model] for of_model in made]
+        self.schedules = [schedule for of_model in made for _, schedule in of_model]
         self.named = dict(reversed(list(self.models[0].named_parameters())))  # the order of DDP's buckets
         names = list(self.named)
         self.parameters = [[dict(model.named_parameters())[name] for name in names] for model in self.models]
 
-    def gradients(self, batch: Any) -> list[torch.Tensor]:
-        for model, part in zip(self.models, self.task.parts(batch, len(self.models)), strict=True):
+    def gradients(self, batch: torch.Tensor) -> list[torch.Tensor]:
+        for model, part in zip(self.models, batch.chunk(len(self.models)), strict=True):
             model.zero_grad()
             self.task.loss(model, part).backward()
         return [
@@ -238,138 +217,39 @@ class Ranks:
             for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.copy_(part.view_as(parameter))
 
-    def average_moments(self) -> None:
-        for own in zip(*self.parameters, strict=True):
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments = [optimizer.state[p][name] for (optimizer,), p in zip(self.optimizers, own, strict=True)]
-                mean = torch.stack(moments).mean(0)
-                for each in moments:
-                    each.copy_(mean)
-
-
-class Wire(Protocol):
-    """Averages a flat tensor per rank in place."""
-
-    bytes_sent: float
-
-    def step(self, buckets: list[torch.Tensor], /) -> Any: ...
-
-
-class Coarse:
-    """Error feedback around one of `CODES`, on flat tensors. Each rank codes its own numbers. Then, unless the code is
-    sparse, each rank codes the part of the mean that it averages, and keeps the error."""
-
-    def __init__(self, name: str, count: int, numel: int) -> None:
-        self.name, self.count, self.numel, self.bytes_sent = name, count, numel, 0.0
-        self.lost = [torch.zeros(numel) for _ in range(count)]
-        self.lost_of_mean = torch.zeros(numel)
-
-    def step(self, buckets: list[torch.Tensor]) -> None:
-        total = torch.zeros(self.numel)
-        for own, lost in zip(buckets, self.lost, strict=True):
-            whole = own + lost
-            sent = CODES[self.name](whole)
-            lost.copy_(whole - sent)
-            total += sent
-        mean = total / self.count
-        if self.name == "sparse":  # every rank gathers: 2 bits of value, 12 of place
-            self.bytes_sent += (self.count - 1) * self.numel / 64 * 14 / 8
-        else:
-            whole = mean + self.lost_of_mean
-            mean = CODES[self.name](whole)
-            self.lost_of_mean = whole - mean
-            bits = 2 + 16 / 64 if self.name == "int2" else 4 + 16 / 128
-            self.bytes_sent += 2 * (self.count - 1) / self.count * self.numel * bits / 8
-        if self.name == "int4-residual8":
-            for lost in [*self.lost, self.lost_of_mean]:
-                lost.copy_(integers(lost, 127, 128))
-        for own in buckets:
-            own.copy_(mean)
-
-
-def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    return functional.pad(x, (0, -len(x) % size)).view(-1, size)
-
-
-def integers(x: torch.Tensor, levels: int, size: int) -> torch.Tensor:
-    b = blocks(x, size)
-    scale = b.abs().amax(1, keepdim=True).div(levels).clamp(min=1e-38)
-    return (b / scale).round().mul(scale).flatten()[: len(x)]
-
-
-def ternary(x: torch.Tensor) -> torch.Tensor:
-    """Quantise to three levels with a scale per 64 values: values above 0.7 times the mean magnitude become their mean
-    (Li, Liu, 2016)."""
-    b = blocks(x, 64)
-    large = b.abs() > 0.7 * b.abs().mean(1, keepdim=True)
-    scale = (b.abs() * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
-    return (b.sign() * large * scale).flatten()[: len(x)]
-
-
-def sparse(x: torch.Tensor) -> torch.Tensor:
-    """Keep the largest of 64 values in chunks of 4096, as one of two magnitudes with a sign (SparseLoCo)."""
-    b = blocks(x, 4096)
-    values, places = b.abs().topk(64, 1)
-    high = values > values.mean(1, keepdim=True)
-    means = [(values * each).sum(1, keepdim=True) / each.sum(1, keepdim=True).clamp(min=1) for each in (high, ~high)]
-    sizes = torch.where(high, means[0], means[1])
-    return torch.zeros_like(b).scatter_(1, places, sizes * b.gather(1, places).sign()).flatten()[: len(x)]
-
-
-CODES = {"int2": ternary, "sparse": sparse, "int4-residual8": lambda x: integers(x, 7, 128)}
-
 
 def train(job: Job) -> Row:
-    words, seed, count, steps = job
+    words, seed, count, steps, text_of_job = job
     setting = Setting.parse(words)
     torch.set_num_threads(1)
     task = TASKS[setting.task]()
     torch.manual_seed(seed)
     ranks = Ranks(count, steps, setting, task)
-    phase = SimulatedRanks(lambda: compressor_of("allreduce" if setting.exact else setting.phase), count, ranks.named)
-    numel = sum(p.numel() for p in ranks.named.values())
-    wire: Wire = (
-        Coarse(setting.wire, count, numel)
-        if setting.wire in CODES
-        else SimulatedRanks(lambda: compressor_of(setting.wire), count, ranks.named)
-    )
+    wire = SimulatedRanks(lambda: compressor_of(setting.wire), count, ranks.named)
     batches = torch.Generator().manual_seed(seed)
-    anchor, velocity = ranks.weights()[0], torch.zeros(numel)
+    anchor = ranks.weights()[0]
+    velocity = torch.zeros_like(anchor)
     outer_lr = RULES[setting.outer_lr](count) if setting.outer_lr in RULES else float(setting.outer_lr)
-    every_step = range(int(steps * setting.begin)), range(steps - int(steps * setting.end), steps)
-    first = ranks.optimizers[0][0].param_groups[0]
-    peak = first["max_lr"]
-    local = rounds = 0
-    for step in range(steps):
-        averaged = setting.exact or step in every_step[0] or step in every_step[1]
-        flats = ranks.gradients(task.batch(batches))
-        if averaged:
-            phase.step(flats)
-            ranks.set_gradients(flats)
-        lr = first["lr"]
+    rounds = 0
+    for step in range(1, steps + 1):
+        gradients = ranks.gradients(task.batch(batches))
+        if setting.exact:
+            wire.step(gradients)
+            ranks.set_gradients(gradients)
         ranks.step()
-        if averaged and not local:
-            anchor = ranks.weights()[0]
+        if setting.exact or (step % setting.every and step < steps):
             continue
-        local += 1
-        due = max(1, round(setting.every * lr / peak)) if setting.shrink else setting.every
-        if setting.grow:
-            due = min(100, max(due, int((setting.grow * peak / lr) ** 2)))
-        if local < due and step + 1 < steps and step + 1 not in every_step[1]:
-            continue
-        local, rounds = 0, rounds + 1
+        rounds += 1
         deltas = [anchor - weights for weights in ranks.weights()]
         wire.step(deltas)
         velocity = setting.momentum * velocity + deltas[0]
         anchor = anchor - outer_lr * (deltas[0] + setting.momentum * velocity)
         ranks.set_weights(anchor)
-        if setting.moments or step + 1 in every_step[1]:  # else the same gradients would lead to different weights
-            ranks.average_moments()
     with torch.no_grad():
-        found = task.result(ranks.models[0], steps)
-    sent = (phase.bytes_sent + wire.bytes_sent) / (steps * 4 * len(anchor))
-    job_keys = {"setting": words, "seed": seed, "ranks": count, "steps": steps, "text": text_sum()}
-    return {**job_keys, **found, "share": sent, "rounds": rounds}
+        result = task.result(ranks.models[0], steps)
+    sent = wire.bytes_sent / (steps * 4 * len(anchor))
+    row = {"setting": words, "seed": seed, "ranks": count, "steps": steps, "text": text_of_job}
+    return row | result | {"share": sent, "rounds": rounds}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -383,50 +263,45 @@ def baseline(words: str) -> str:
     return " ".join([*kept, EXACT])
 
 
-SETTINGS = [EXACT, "begin=1.0"]  # all-reduce, and int4 in every step
-SETTINGS += [f"every={h}" for h in (2, 5, 30, 16, 3, 8, 100)]
-SETTINGS += [f"every={h} momentum={m} outer_lr={lr}" for h in (5, 30) for m in (0.3, 0.5, 0.9) for lr in (0.7, 1.0)]
-SETTINGS += [f"every={h} outer_lr={lr}" for h in (5, 30) for lr in (0.7, 1.2)]
-SETTINGS += [f"every={h} wire={wire}" for h in (5, 30) for wire in ("int8", "int4")]
-SETTINGS += [f"every={h} wire=int4 end={e}" for h in (5, 30) for e in (0.1, 0.2)]
-SETTINGS += [f"every={h} wire=int4 begin={b}" for h in (5, 30) for b in (0.1, 0.3)]
-SETTINGS += [f"every={h} wire=int4 begin=0.1 end=0.2" for h in (5, 30)]
-SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "moments=1", "inner=0.7")]
+SETTINGS = [EXACT, f"{EXACT} wire=int4"]
+SETTINGS += [f"every={h}{wire}" for h in (5, 10, 20, 30) for wire in ("", " wire=int4")]
+SETTINGS += [f"every={h} momentum={m} outer_lr={lr}" for h in (5, 30) for m in (0.5, 0.9) for lr in (0.7, 1.0)]
 # AdamW takes shorter steps on noisier gradients: which learning rate is best differs.
-LOCAL = ["every=5", "every=5 wire=int4", "every=16 wire=int4", "every=30", "every=30 wire=int4"]
-SETTINGS += [f"{words} inner={lr}" for words in (EXACT, "begin=1.0", *LOCAL) for lr in (1.4, 2.0, 2.8)]
-SETTINGS += [f"every=5{wire} outer_lr=1.4" for wire in ("", " wire=int4")]
+SETTINGS += [
+    f"{words} inner={lr}"
+    for words in (EXACT, f"{EXACT} wire=int4", "every=5 wire=int4", "every=30")
+    for lr in (1.4, 2.0, 2.8)
+]
 # Which outer learning rate needs no other inner one?
 KINDS = ["", "task=digits ", "task=digits lr=0.003 ", "task=digits optimizer=sgd ", "task=digits optimizer=muon "]
 SETTINGS += [f"{k}every={h} outer_lr={r} wire=int4" for k in KINDS for h in (5, 10, 16, 30) for r in ("1", *RULES)]
 # Which inner one does the default of commhooks have? SGD without a limit of the norm needs none.
 KINDS = [*(kind for kind in KINDS if "sgd" not in kind), "task=digits optimizer=sgd clip=0 "]
-SETTINGS += [f"{k}every={h} inner=sqrt wire={w}" for k in KINDS for h in (5, 10, 20, 30) for w in ("int4", "int2")]
-SETTINGS += [f"{k}every=30 inner=sqrt wire=sparse" for k in KINDS]
-SETTINGS += [f"{k}every={h} inner=sqrt wire=int4 grow=1" for k in KINDS for h in (5, 10)]
+SETTINGS += [f"{k}every={h} inner=sqrt wire=int4" for k in KINDS for h in (5, 10, 20, 30)]
 
 
-def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]:
-    rows = []
-    for count in counts:
-        of_count = [run for run in found if run["ranks"] == count]
-        for words in settings:
-            exact = {run["seed"]: run["loss"] for run in found if run["setting"] == baseline(words)}
-            if not (runs := [run for run in of_count if run["setting"] == words]):
-                continue
-            more = [run["loss"] / exact[run["seed"]] - 1 for run in runs]
-            rows.append(
-                {
-                    "setting": words,
-                    "ranks": count,
-                    "loss": statistics.fmean(run["loss"] for run in runs),
-                    "more": 100 * statistics.fmean(more),
-                    "error": 100 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
-                    "accuracy": 100 * statistics.fmean(run.get("accuracy", 0) for run in runs) or None,
-                    "share": 100 * statistics.fmean(run["share"] for run in runs),
-                }
-            )
-    return rows
+def job_of(row: Row) -> Job:
+    return row["setting"], row["seed"], row["ranks"], row["steps"], row["text"]
+
+
+def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
+    """Make a row from the runs of a setting, one for each seed, compared with its baseline; None without runs."""
+    of_setting = [run for run in runs if (run["setting"], run["ranks"]) == (words, count)]
+    exact = {run["seed"]: run["loss"] for run in runs if run["setting"] == baseline(words)}
+    if not of_setting:
+        return None
+    more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting]
+    return {
+        "section": count,
+        "setting": words,
+        "ranks": count,
+        "seeds": len(of_setting),
+        "loss": statistics.fmean(run["loss"] for run in of_setting),
+        "more": 100 * statistics.fmean(more),
+        "error": 100 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
+        "accuracy": 100 * statistics.fmean(run.get("accuracy", 0) for run in of_setting) or None,
+        "share": 100 * statistics.fmean(run["share"] for run in of_setting),
+    }
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -441,27 +316,27 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    quick = "task=digits every=3 momentum=0.5 wire=int4 begin=0.2 end=0.2 moments=1"
-    args = parse(arguments(), ranks=[2], steps=12, settings=[quick])
-    results = Path(os.devnull) if args.quick else args.results
-    if args.finished:
-        runs = [json.loads(line) for line in results.read_text().splitlines()]
-        args.settings = list(dict.fromkeys(run["setting"] for run in runs if run["steps"] == args.steps))
-        args.ranks = sorted({run["ranks"] for run in runs})
-    settings = list(dict.fromkeys(each for words in args.settings for each in (baseline(words), words)))
-    for words in settings:
-        Setting.parse(words)
+    quick = ["task=digits every=3 momentum=0.5 wire=int4 inner=sqrt"]
+    args = parse(arguments(), ranks=[2], steps=12, settings=quick, results=Path(os.devnull))
     at = machine()
-    # An all-reduce sees the same batches with any number of ranks.
-    jobs = [
-        (words, seed, count, args.steps)
-        for count in args.ranks
-        for seed in args.seeds
-        for words in settings
-        if count == args.ranks[0] or words != baseline(words)
-    ]
-    found = runs if args.finished else run_missing(jobs, results, train, "setting")
-    rows = table([run for run in found if run["steps"] == args.steps], settings, args.ranks)
+    if args.finished:
+        finished = [json.loads(line) for line in args.results.read_text().splitlines()]
+        runs = [run for run in finished if run["steps"] == args.steps]
+        settings = list(dict.fromkeys(run["setting"] for run in runs))
+        args.ranks = sorted({run["ranks"] for run in runs})
+    else:
+        settings = list(dict.fromkeys(each for words in args.settings for each in (baseline(words), words)))
+        for words in settings:
+            Setting.parse(words)
+        # An all-reduce sees the same batches with any number of ranks.
+        jobs = [
+            (words, seed, count, args.steps, text_sum())
+            for count, seed, words in itertools.product(args.ranks, args.seeds, settings)
+            if count == args.ranks[0] or words != baseline(words)
+        ]
+        done = run_missing(jobs, args.results, job_of, functools.partial(on_all_cores, train))
+        runs = [done[job] for job in jobs]
+    rows = [row for count in args.ranks for words in settings if (row := row_of(words, count, runs))]
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),

@@ -10,7 +10,7 @@ of which is sleep, so that the host can play three machines. Every --kill-every 
             --save-every steps, and all begin from the newest checkpoint
 
 --results writes what happened in the last run with members, a line of JSON for each outer step of each machine, each
-death and each new start; --plot draws it.
+death and each new start; --plot draws it, and with --from FILE what an earlier run has written.
 
   trained   steps of all machines that are in the weights at the end, as a share of the steps of three machines that
             never die or wait: seconds / step
@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row, number, parse, parser, report
-from drawings import members as draw_members
 from machine import in_words, machine
 from torch import nn
 
@@ -42,6 +41,7 @@ import commhooks
 
 MACHINES = 3
 EVERY = 10
+COLORS = ("#1d4ed8", "#f59e0b", "#7c3aed")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -51,6 +51,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun")
     made.add_argument("--step-ms", type=float, default=100)
     made.add_argument("--results", type=Path, metavar="FILE", help="the last run with members, over time")
+    made.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="draw what --results has written")
     made.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     return made
@@ -61,7 +62,12 @@ def main() -> None:
     if args.worker is not None:
         work(**json.loads(args.worker))
         return
-    at, rows, happened = machine(), list[Row](), list[Row]()
+    if args.stored is not None:
+        draw([json.loads(line) for line in args.stored.read_text().splitlines()], args.plot)
+        return
+    at = machine()
+    rows: list[Row] = []
+    happened: list[Row] = []
     for kill_every, save_every in itertools.product(args.kill_every, [None, *args.save_every]):
         if not kill_every and save_every is not None:
             continue  # what is saved does not matter
@@ -89,7 +95,7 @@ def main() -> None:
     if args.results is not None:
         args.results.write_text("".join(json.dumps(each) + "\n" for each in happened))
     if args.plot is not None:
-        draw_members(happened, args.plot)
+        draw(happened, args.plot)
 
 
 class Job:
@@ -274,6 +280,42 @@ def work(
                     content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                     torch.save(content, checkpoint.with_suffix(".new"))
                     checkpoint.with_suffix(".new").rename(checkpoint)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Above, the number of machines that train together; below, the loss of each machine in each of its rounds."""
+    from matplotlib.figure import Figure
+
+    (head, *rows), end = rows, rows[0]["seconds"]
+    rows = [row for row in rows if 0 <= row["time"] <= end]
+    steps, names = [row for row in rows if "members" in row], sorted({row["machine"] for row in rows})
+    figure = Figure(figsize=(8.4, 4.2), facecolor="white")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(1, 2))
+    times, counts = [row["time"] for row in steps], [row["members"] for row in steps]
+    above.step([0.0, *times, end], [counts[0], *counts, counts[-1]], where="post", color=COLORS[0])
+    above.set(ylabel="machines", ylim=(0, len(names) + 0.5), yticks=range(len(names) + 1))
+    for name, color in zip(names, COLORS, strict=True):
+        own = [row for row in rows if row["machine"] == name]  # a death has no loss, and interrupts the line
+        losses = [float("nan") if row.get("loss") is None else row["loss"] for row in own]
+        style = {"markersize": 3, "linewidth": 0.8, "color": color, "label": name.replace("-", " ")}
+        below.plot([row["time"] for row in own], losses, ".-", **style)
+    for death in (row for row in rows if row.get("event") == "killed"):
+        back = [row["time"] for row in steps if row["machine"] == death["machine"] and row["time"] > death["time"]]
+        marks = [(death["time"], "#b91c1c", "--", "is killed")]
+        marks += [(when, "#15803d", ":", "is back") for when in back[:1]]
+        for when, color, line, label in marks:
+            above.axvline(when, color=color, linestyle=line, linewidth=1.2, label=label)
+            below.axvline(when, color=color, linestyle=line, linewidth=1.2)
+    legend = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
+    above.legend(legend.values(), legend.keys(), frameon=False, fontsize=8, loc="lower left")
+    below.set(
+        xlabel=f"seconds; a step takes {head['step_s'] * 1e3:.0f} ms", ylabel="loss, mean of the round", xlim=(0, end)
+    )
+    below.legend(frameon=False, fontsize=8)
+    for axis in (above, below):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=300)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class GPT2(nn.Module):
         return self.output(self.norm(self.blocks(x)))
 
 
-# ---- residual networks -----------------------------------------------------------------------------------------------
+# ---- a residual network ----------------------------------------------------------------------------------------------
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
@@ -103,63 +103,37 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Mo
     return [convolution, nn.BatchNorm2d(outputs, track_running_stats=False)]
 
 
-class Residual(nn.Module):
-    """Two 3 x 3 convolutions, or 1 x 1, 3 x 3, 1 x 1 with four times as many outputs (`bottleneck`)."""
+class Bottleneck(nn.Module):
+    """Convolutions 1 x 1, 3 x 3 and 1 x 1, the last one with four times as many outputs."""
 
-    def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        outputs = 4 * width if bottleneck else width
-        if bottleneck:
-            layers = [*_conv(inputs, width, 1), nn.ReLU(), *_conv(width, width, 3, stride), nn.ReLU()]
-            layers += _conv(width, outputs, 1)
-        else:
-            layers = [*_conv(inputs, width, 3, stride), nn.ReLU(), *_conv(width, width, 3)]
-        self.body = nn.Sequential(*layers)
-        same = stride == 1 and inputs == outputs
-        self.shortcut: nn.Module = nn.Identity() if same else nn.Sequential(*_conv(inputs, outputs, 1, stride))
+        layers = [*_conv(inputs, width, 1), nn.ReLU(), *_conv(width, width, 3, stride), nn.ReLU()]
+        self.body = nn.Sequential(*layers, *_conv(width, 4 * width, 1))
+        same = stride == 1 and inputs == 4 * width
+        self.shortcut: nn.Module = nn.Identity() if same else nn.Sequential(*_conv(inputs, 4 * width, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet(blocks: list[int], bottleneck: bool, classes: int, cifar: bool = False) -> nn.Module:
-    """The shapes of He et al. 2015. `cifar`: a 3 x 3 first layer without pooling after it, as usual for 32 x 32 images
-    and as in the PowerSGD paper."""
-    width = 64
-    layers: list[nn.Module] = [*_conv(3, width, 3 if cifar else 7, 1 if cifar else 2), nn.ReLU()]
-    if not cifar:
-        layers.append(nn.MaxPool2d(3, 2, 1))
-    inputs = width
-    for stage, count in enumerate(blocks):
-        for block in range(count):
-            stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(Residual(inputs, width * 2**stage, stride, bottleneck))
-            inputs = width * 2**stage * (4 if bottleneck else 1)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-
-
-# ---- the LSTM of the PowerSGD paper ----------------------------------------------------------------------------------
-
-
-class LSTM(nn.Module):
-    """Vogels et al. 2019, appendix: 28,869 words of WikiText-2, 3 layers of 650, embedding and output layer tied."""
-
-    def __init__(self, words: int = 28_869, width: int = 650, layers: int = 3) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.lstm = nn.LSTM(width, width, layers)
-        self.output = nn.Linear(width, words)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.output(self.lstm(self.embedding(tokens))[0])
+def resnet50() -> nn.Module:
+    """The shapes of He et al. 2015."""
+    layers: list[nn.Module] = [*_conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    inputs = 64
+    for stage, blocks in enumerate([3, 4, 6, 3]):
+        width = 64 * 2**stage
+        for block in range(blocks):
+            layers.append(Bottleneck(inputs, width, stride=2 if stage > 0 and block == 0 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
 # ---- as tasks --------------------------------------------------------------------------------------------------------
 
 
-def _images(side: int, classes: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    return lambda size: (torch.randn(size, 3, side, side), torch.randint(0, classes, (size,)))
+def _images(side: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda size: (torch.randn(size, 3, side, side), torch.randint(0, 1000, (size,)))
 
 
 def _tokens(words: int, length: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
@@ -186,29 +160,9 @@ def _project(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 TASKS: dict[str, Task] = {
     "blocks": Task(transformer_blocks, _vectors(512), _project),
     "transformer": Task(Transformer, _tokens(WORDS, 16), _next_token),
-    "resnet18": Task(
-        lambda: resnet([2, 2, 2, 2], False, 1000),
-        _images(64, 1000),
-        functional.cross_entropy,
-    ),
-    "resnet50": Task(
-        lambda: resnet([3, 4, 6, 3], True, 1000),
-        _images(64, 1000),
-        functional.cross_entropy,
-    ),
-    "resnet50_224": Task(
-        lambda: resnet([3, 4, 6, 3], True, 1000),
-        _images(224, 1000),
-        functional.cross_entropy,
-    ),
+    "resnet50": Task(resnet50, _images(64), functional.cross_entropy),
+    "resnet50_224": Task(resnet50, _images(224), functional.cross_entropy),
     "gpt2": Task(GPT2, _tokens(50_257, 1024), _next_token),
-    "resnet18_cifar": Task(
-        lambda: resnet([2, 2, 2, 2], False, 10, cifar=True),
-        _images(32, 10),
-        functional.cross_entropy,
-    ),
-    "lstm": Task(LSTM, _tokens(28_869, 8), _next_token),
-    "small_transformer": Task(lambda: Transformer(192, 4, 1024), _tokens(1024, 16), _next_token),  # 2.2 M parameters
     # Small models of the same kinds, for --quick.
     "tiny": Task(lambda: transformer_blocks(64, 2), _vectors(64), _project),
     "tiny_gpt2": Task(lambda: GPT2(512, 32, 64, 2, 4), _tokens(512, 32), _next_token),

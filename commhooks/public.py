@@ -5,7 +5,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from commhooks.auto.options import Auto
-from commhooks.comm.membership import Torchft
 from commhooks.compressors.base import (
     RESIDUAL,
     Compressor,
@@ -26,6 +25,7 @@ from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.local_steps.options import DiLoCo, LocalSGD
+from commhooks.members.options import Torchft
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
 

@@ -15,13 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.membership import Torchft, torchft_of
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
 from commhooks.import_path import import_path
+from commhooks.members.options import Torchft, torchft_of
 from commhooks.options import DROP_INS, HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,

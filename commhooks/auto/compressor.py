@@ -130,6 +130,10 @@ class AutoCompressor(Compressor[Auto]):
         inner = self.inner
         return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
 
+    @property
+    def checks_finite(self) -> bool:
+        return self._inner.transactional
+
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
         """Skip the check for finite numbers, which reads all gradients once more, unless the candidate needs it."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)

@@ -150,6 +150,11 @@ class Compressor(ABC, Generic[ConfigT]):
         return not self.transactional
 
     @property
+    def checks_finite(self) -> bool:
+        """Whether its verdicts say whether the averages are finite."""
+        return self.transactional
+
+    @property
     def start_step(self) -> int:
         start = self.config.configured_start
         assert isinstance(start, int)

@@ -113,6 +113,11 @@ class DDPGradients(GradientSource):
     def module(self) -> torch.nn.Module | None:
         return self._module() if self._ddp_model() is not None else None
 
+    @property
+    def keeps_own_gradients(self) -> bool:
+        ddp_model = self._ddp_model()
+        return ddp_model is not None and not ddp_model.gradient_as_bucket_view
+
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
         ddp_model = self._ddp_model()
         assert ddp_model is not None

@@ -164,6 +164,11 @@ class GradientSource(ABC):
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.named_parameters().items()}
 
+    @property
+    def keeps_own_gradients(self) -> bool:
+        """Whether `gradients` are this rank's own until the end of the backward pass, in other memory than buckets."""
+        return False
+
     def stepped(self) -> Sequence[torch.Tensor]:
         """Return the parameters that optimizers hold, in the order of `names`."""
         return list(self.names.named_parameters().values())

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.groups import is_logging_rank
-from commhooks.comm.membership import Torchft
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.engine.consensus import Binding
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
@@ -23,6 +22,9 @@ from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments
+
+if TYPE_CHECKING:
+    from commhooks.members.options import Torchft
 
 logger = logger_of(__name__)
 
@@ -40,7 +42,7 @@ def attach(
     total_steps: int | None = None,
     check_every: int | None = None,
     ranks_per_node: RanksPerNode = None,
-    members: Torchft | str | None = None,
+    members: "Torchft | str | None" = None,
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,

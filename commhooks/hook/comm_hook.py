@@ -1,7 +1,7 @@
 """`CommHook`: the user's handle on an attached hook."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
@@ -19,13 +19,15 @@ from commhooks.errors import (
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource, HookCallbacks, PassListener
 from commhooks.hook.late_parameters import LateParameters, warn_of_unsharded
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Hook
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
 from commhooks.report import norms
 from commhooks.request import SAVE_RESIDUAL, HookRequest
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
 
 logger = logger_of(__name__)
 
@@ -87,6 +89,7 @@ class CommHook:
         elif self._logs and (self._world_size > 1 or self.members is not None):
             listeners.append(LateParameters(self._source))
         hook = self._hook
+        listeners += hook.listeners(logs=self._logs)
         self._source.register(HookCallbacks(self.name, hook.run, hook.end_pass, self, listeners, self._begun), state)
         self._unused.callback = on_unused
         # fully_shard calls a hook wherever it reduces
@@ -139,7 +142,7 @@ class CommHook:
         return self._hook.status().options
 
     @property
-    def members(self) -> Members | None:
+    def members(self) -> "Members | None":
         """The machines, if they come and go (`attach(members=...)`); None otherwise."""
         members: Members | None = self._hook.members
         return members

@@ -19,8 +19,9 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future, GradientSource
+from commhooks.gradients.source import Future, GradientSource, PassListener
 from commhooks.hook.kinds import Prepared
+from commhooks.hook.nonfinite import NonfiniteWarning
 from commhooks.hook.protocol import Residuals
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
@@ -86,6 +87,13 @@ class CompressorHook:
                 name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
             )
         )
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        if not self.session.compressor.config.sends:
+            return []
+        nonfinite = NonfiniteWarning(self.session, self._source, logs=logs)
+        self.run = nonfinite.watched(self.run)
+        return [nonfinite]
 
     def status(self) -> Status:
         session = self.session

@@ -15,7 +15,7 @@ from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future, GradientSource
+from commhooks.gradients.source import Future, GradientSource, PassListener
 from commhooks.gradients.user_future import checked_future
 from commhooks.hook import compressor_hook
 from commhooks.hook.kinds import Prepared
@@ -88,6 +88,9 @@ class FunctionHook:
 
     def end_pass(self) -> None:
         return None
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        return []
 
     def status(self) -> Status:
         return Status(dict(self._request.options))

@@ -4,33 +4,31 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
-from commhooks.comm.collectives import agreement_key
 from commhooks.comm.groups import new_group
-from commhooks.comm.membership import PROTOCOL, Membership, Torchft
-from commhooks.comm.nodes import find_nodes, members_of, places_of
-from commhooks.compressors.base import Compressor
+from commhooks.comm.nodes import find_nodes
 from commhooks.compressors.state_field import StateField
 from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
-from commhooks.errors import AttachError
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.source import GradientSource, held_weakly
+from commhooks.gradients.source import GradientSource, PassListener, held_weakly
 from commhooks.hook.kinds import Prepared
-from commhooks.hook.members import Members
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import FragmentSession
-from commhooks.local_steps.members import MemberSteps
 from commhooks.local_steps.partner import FixedPartner, Partner
+from commhooks.local_steps.saving import RoundSaves
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
 
 
 def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
@@ -49,61 +47,46 @@ def _build(
     if compressor.config.delay:  # its collectives overlap with the model's own
         own = new_group([range(source.group.size())], source.group, source.device)
         binding = dataclasses.replace(binding, group=held_weakly(own))
-    nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
-    machines = None
-    if request.members is not None:
-        membership = _membership(request.members, source)
-        machines = MemberSteps(membership, source, _signature(request, compressor, source, membership))
-    partner: Partner = machines or FixedPartner(binding.group, nodes)
+    partner, members_of = _partner(request, source, binding, compressor)
     names = source.names.named_parameters()
     sizes = {name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)}
     outer = FragmentSession(compressor, binding, sizes, partner)
     outer.consensus.compute_with(choice)
-    driver = LocalStepsDriver(request.name, source, outer, binding.loss_scale)
-    members = None if machines is None else Members(driver, machines)
-    return LocalStepsHook(request, source, driver, members)
+    driver = LocalStepsDriver(request.name, source, outer)
+    return LocalStepsHook(request, source, driver, members_of(driver))
 
 
-def _membership(options: Torchft, source: GradientSource) -> Membership:
-    """Let this machine come to the others. All ranks of the model must call this."""
-    for group in filter(None, (source.group, source.shard_group)):
-        machines = members_of(places_of(group, source.device))
-        if len(machines) > 1:
-            raise AttachError(
-                f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job "
-                "of its own, such as `torchrun --standalone`, and the hook connects them"
-            )
-    return Membership(options, source.group, source.shard_group, source.device)
+def _partner(
+    request: HookRequest, source: GradientSource, binding: Binding, compressor: LocalStepsCompressor[Any]
+) -> tuple[Partner, "Callable[[LocalStepsDriver], Members | None]"]:
+    """Return with whom the model exchanges its weights, and what makes `CommHook.members`."""
+    if request.members is None:
+        nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
+        return FixedPartner(binding.group, nodes), lambda driver: None
+    # Imported here, so that a hook without `members` runs without that package, and without torchft.
+    from commhooks.members.join import join
+    from commhooks.members.members import Members
 
-
-def _signature(
-    request: HookRequest, compressor: Compressor[Any], source: GradientSource, membership: Membership
-) -> dict[str, Any]:
-    """Describe by name what must be equal on all machines. All ranks of the model must call this, and get the same."""
-    shapes, whole, shards = source.described(), source.whole.named_parameters(), source.place[1]
-    numbers = sum(each.numel() for each in whole.values())
-    extents, key = [source.extent(name) for name in whole], membership.key_of_shards
-    return {
-        "protocol between machines": PROTOCOL,
-        "hook": f"{request.name} with {dataclasses.asdict(compressor.config)}",
-        "number of ranks": source.group.size() * shards,
-        "sharding": "none" if source.shard_group is None else f"{shards} shards, key {key(agreement_key(extents)):x}",
-        "model": f"{len(shapes)} parameters, {numbers} trained numbers, key {key(agreement_key(shapes)):x}",
-    }
+    machines = join(request.members, request.name, compressor, source)
+    return machines, lambda driver: Members(driver, machines)
 
 
 class LocalStepsHook:
     """Implements `Hook` for local steps, which `LocalStepsDriver` runs."""
 
     def __init__(
-        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: Members | None = None
+        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: "Members | None" = None
     ) -> None:
         self.driver, self.counters = driver, driver.counters
         self.run, self.end_pass = driver.run, driver.end_pass
-        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver)
+        self._saves = RoundSaves(request.name, source, driver)
+        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver, self._saves)
         self._request, self._source, self._outer = request, source, driver.outer
         self._saved_by = SavedBy.of(request, source)
         self.members = members
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        return []
 
     def status(self) -> Status:
         compressor = self._outer.compressor
@@ -120,7 +103,7 @@ class LocalStepsHook:
             use,
             counts_bytes=True,
             counts_outcomes=True,
-            replicas_agree=not self.driver.diverged,
+            replicas_agree=not self.driver.state.apart,
             run_number=self._outer.consensus.nonce,
         )
 
@@ -131,7 +114,7 @@ class LocalStepsHook:
         return {
             "step": self.checkpointer.step,
             "kernel": self._outer.consensus.choice.name,
-            "step_in_round": self.driver.in_round,
+            "step_in_round": self.driver.state.in_round,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
             **self.driver.partner.stats(),
@@ -153,7 +136,7 @@ class LocalStepsHook:
 
     def warnings(self) -> list[str]:
         found = list(self.driver.still_sent)
-        if self._request.check_every is not None and not self._outer.immediate:
+        if self._request.check_every is not None and not self._outer.rules.at_once:
             found.append(
                 "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
                 "after a save or a validation only"
@@ -173,7 +156,7 @@ class LocalStepsHook:
         yield Residuals({}, 1.0, {plan.name for plan in self.plan().parameters if plan.compressed})
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
-        return self.driver.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
+        return self._saves.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
 
     def close(self) -> None:
         self.driver.close()
@@ -184,22 +167,22 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
 
     step_is = "round"
 
-    def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
+    def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver, saves: RoundSaves) -> None:
         # A bound method would keep this object, and with it the learned state, in a reference cycle.
         plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
         super().__init__(hook, driver.outer, source.group, plans)
-        self._driver = driver
+        self._driver, self._saves = driver, saves
 
     def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        together = joint and self._driver.synchronize(self.joint_save(), limit_s, optimizers=True)
+        together = joint and self._saves.synchronize(self.joint_save(), limit_s, optimizers=True)
         content = super().save(residual, limit_s=limit_s, gather=gather, joint=together)
-        return content if self._driver.is_exact(together=together) else content | {"exact": False}
+        return content if self._saves.is_exact(together=together) else content | {"exact": False}
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        return functools.partial(self._driver.load, super().prepare_load(content, strict))
+        return functools.partial(self._driver.begin_from_load, super().prepare_load(content, strict))
 
     def begin_anew(self) -> None:
-        self._driver.load(super().begin_anew)
+        self._driver.begin_from_load(super().begin_anew)
 
     def _device_of(self, field: StateField, parameter: torch.Tensor) -> torch.device:
         offloads = field.replicated and self._driver.outer.compressor.offloads(parameter.device)

@@ -11,7 +11,7 @@ from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
 from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.comm.counters import Counters
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.source import Future
+from commhooks.gradients.source import Future, PassListener
 from commhooks.plan import ModelPlan
 from commhooks.report import Status, Summary
 
@@ -35,6 +35,10 @@ class Hook(Protocol):
 
     def end_pass(self) -> None:
         """End a pass in which no bucket was marked as the last."""
+
+    def listeners(self, *, logs: bool) -> list[PassListener]:
+        """Return what watches the backward passes of this hook. Called once, before `run` is registered. `logs`:
+        whether this rank logs."""
 
     @property
     def checkpointer(self) -> LearnedStateCheckpointer | UserStateCheckpointer: ...

@@ -15,17 +15,14 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
+from commhooks.comm.collectives import agreement_key, broadcast_first, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
-from commhooks.errors import logger_of
 from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
-from commhooks.local_steps.flat_weights import layouts, packed, write_back
-from commhooks.local_steps.optimizers import OptimizerSteps
-
-logger = logger_of(__name__)
+from commhooks.local_steps.common_weights import checksums
+from commhooks.local_steps.events import TrainingEvents
 
 Node = tuple[str, Any]
 """A kind and its content, which describe a value without its tensors:
@@ -45,16 +42,13 @@ class CommonState:
 
     def __init__(
         self,
-        hook: str,
         source: GradientSource,
-        optimizers: OptimizerSteps,
+        events: TrainingEvents,
         loss_scale: Callable[[], LossScale] | None,
         counters: Counters,
-        *,
-        logs: bool,
     ) -> None:
-        self._hook, self._logs, self._loss_scale = hook, logs, loss_scale
-        self._source, self._optimizers, self._counters = source, optimizers, counters
+        self._loss_scale = loss_scale
+        self._source, self._events, self._counters = source, events, counters
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -66,7 +60,7 @@ class CommonState:
         # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
-        sums = self._checksums(tensors)
+        sums = checksums(tensors)
         keys = torch.tensor([agreement_key(described), agreement_key(sums)], device=device)
         of_ranks = gather_rows(keys, group, self._counters, _WHAT)
         same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
@@ -102,7 +96,7 @@ class CommonState:
         for name, each in self._source.weights().items():
             if id(each) not in known and own_name(name) not in trained:
                 found[f"frozen parameter {name}"] = each, functools.partial(_check_same, each)
-        for optimizer in self._optimizers.known() if optimizers else ():
+        for optimizer in self._events.known() if optimizers else ():
             parameters = _parameters(optimizer)
             label = f"the state of {type(optimizer).__name__} with {len(parameters)} parameters"
             same = sum(other.startswith(label) for other in found)
@@ -142,15 +136,6 @@ class CommonState:
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
         names = dict(zip(map(id, self._source.stepped()), self._source.names.named_parameters(), strict=True))
         return " ".join(names.get(id(each), str(tuple(each.shape))) for each in parameters)
-
-    def _checksums(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        sums = [0] * len(tensors)
-        for device in {each.device for each in tensors}:
-            places = [place for place, each in enumerate(tensors) if each.device == device]
-            read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
-            for place, value in zip(places, read, strict=True):
-                sums[place] = value
-        return sums
 
     def _of_first(self, described: dict[str, Node], group: dist.ProcessGroup) -> dict[str, Node]:
         device, file = self._source.device, io.BytesIO()
@@ -229,36 +214,9 @@ class CommonState:
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         return [each for label, node in parts.items() for each in _leaves(node, label)]
 
-    # ---- weights -----------------------------------------------------------------------------------------------------
-
     def digest(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return a number that differs if the bits of the tensors differ."""
-        return agreement_key(self._checksums(tensors))
-
-    @torch.no_grad()
-    def differing_weights(self) -> list[str]:
-        """Return the names of the trained weights that are not equal on all ranks."""
-        known = self._source.names.named_parameters()
-        own = torch.tensor(self._checksums(list(known.values())), dtype=torch.int64, device=self._source.device)
-        rows = gather_rows(own, self._source.group, self._counters, "whether the weights are equal")
-        return [name for name, same in zip(known, (rows == rows[0]).all(0).tolist(), strict=True) if not same]
-
-    @torch.no_grad()
-    def equalize(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Average `parameters` and warn if they are not equal on all ranks, as they should be."""
-        if not parameters.keys() & set(self.differing_weights()):
-            return
-        if self._logs:
-            logger.warning(
-                "hook %s: the weights differ between ranks at the first backward pass, as after a training that ended "
-                "in mid-round: all ranks begin from their mean.",
-                self._hook,
-            )
-        self._source.before_weights_change()
-        group = self._source.group
-        for layout in layouts(parameters):
-            send = Send(packed(layout).div_(group.size()), what="the weights to begin from", last=True)
-            write_back(layout, collectives.start(send, group, self._counters, "").wait())
+        return agreement_key(checksums(tensors))
 
 
 # ---- how a part of the state is set ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """With whom a model exchanges its weights, and when an exchange counts.
 
-Local steps know how to train a round and how to exchange weights. They ask a `Partner` for everything that depends on
-who the others are. `FixedPartner` is for ranks that are all there from the start to the end.
-"""
+Local steps know how to train a round and how to exchange weights. They ask a `Partner` for
+everything that depends on who the others are. `FixedPartner` is for ranks that are all there from
+the start to the end."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,17 +17,21 @@ if TYPE_CHECKING:
 
 
 class Partner(Protocol):
-    """Says with whom the outer steps of one model run, and when they count. All ranks of the model must call each
-    method at the same point of the training, and get the same answers, unless it says otherwise.
+    """Says with whom the outer steps of one model run, and when they count. All ranks of the model
+    must call each method at the same point of the training, and get the same answers, unless it
+    says otherwise.
 
     Attributes:
-        description: for the summary at the first pass, such as "2 nodes of 4 ranks"; "" without one.
-        nodes: the nodes whose ranks each exchange a part of the weights, and must agree; None: there are none.
-        first_rank_exchanges: whether rank 0 of the model's group exchanges for all ranks of this group, which have
-            equal weights: the others get the result from it, and the residuals are those of rank 0.
-        only_whole_rounds: why rounds cannot end before their last pass, as a clause for a message ("machines meet only
-            at the ends of rounds"); "" if a save or `synchronize` may end a round early.
-    """
+        description: for the summary at the first pass, such as "2 nodes of 4 ranks"; "" without
+            one.
+        nodes: the nodes whose ranks each exchange a part of the weights, and must agree; None:
+            there are none.
+        first_rank_exchanges: whether rank 0 of the model's group exchanges for all ranks of this
+            group, which have equal weights: the others get the result from it, and the residuals
+            are those of rank 0.
+        only_whole_rounds: why rounds cannot end before their last pass, as a clause for a message
+            ("machines meet only at the ends of rounds"); "" if a save or `synchronize` may end a
+            round early."""
 
     description: str
     nodes: Nodes | None
@@ -36,8 +40,9 @@ class Partner(Protocol):
 
     @property
     def has_met(self) -> bool:
-        """Whether the first round may begin. While this is False, an outer step is due after the first step of all
-        optimizers (their state then exists, so that it can be taken from another replica)."""
+        """Whether the first round may begin. While this is False, an outer step is due after the
+        first step of all optimizers (their state then exists, so that it can be taken from another
+        replica)."""
 
     @property
     def apart(self) -> int:
@@ -45,47 +50,50 @@ class Partner(Protocol):
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """The ranks that average their gradients with this rank in each pass; None if this rank trains alone."""
+        """The ranks that average their gradients with this rank in each pass; None if this rank
+        trains alone."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks of the exchange under way, or of the next one. Only ranks that exchange may ask."""
+        """The ranks of the exchange under way, or of the next one. Only ranks that exchange may
+        ask."""
 
     def bind(self, steps: "FragmentSession", common: "CommonState") -> None:
-        """Take what outer steps work on. The driver calls this once, before it calls anything else. Does not
-        communicate."""
+        """Take what outer steps work on. The driver calls this once, before it calls anything
+        else. Does not communicate."""
 
-    def end_round(self, exchange: Callable[[], bool], *, trained: bool, limit_s: float | None) -> bool:
-        """Take the outer step that is due, between two steps of the optimizers, and return whether a new round begins.
+    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+        """Take the outer step that is due, between two steps of the optimizers. Return whether it
+        counts: if not, the replicas have had nothing to exchange, and the round goes on.
 
         Args:
-            exchange: runs what is due at once, with the ranks in `group`, and returns whether the round has ended. For
-                a partner without conditions; others run `FragmentSession.held_step` instead, which writes nothing
-                before its commit.
-            trained: whether this replica has trained since the latest outer step; False in the call that `has_met`
-                asks for.
+            exchange: runs it at once, with the ranks in `group`. For a partner without conditions;
+                others use `FragmentSession.held_exchange` instead, which writes nothing before its
+                commit.
+            trained: whether this replica has trained since the latest outer step; False in the
+                call that `has_met` asks for.
             limit_s: seconds to wait for the other replicas; None: as long as it takes.
 
         Raises:
-            HookRunError: the exchange has failed for good, or `limit_s` is over.
-        """
+            HookRunError: the exchange has failed for good, or `limit_s` is over."""
 
     def stats(self) -> dict[str, Any]:
         """Return what the partner adds to `CommHook.stats`. Any rank may call this."""
 
     def close(self) -> None:
-        """End this model's part in the exchanges. Does not communicate, and may be called more than once."""
+        """End this model's part in the exchanges. Does not communicate, and may be called more
+        than once."""
 
 
 class FixedPartner:
-    """Implements `Partner` for ranks that are all there from the start: every exchange is with all of them, and counts
-    at once.
+    """Implements `Partner` for ranks that are all there from the start: every exchange is with all
+    of them, and counts at once.
 
     Args:
         ranks: returns the ranks of the model, which average their weights.
-        nodes: the ranks of a node average gradients, which keeps their weights equal, and each of them averages a part
-            of the weights with one rank of every other node. None: all ranks train apart.
-    """
+        nodes: the ranks of a node average gradients, which keeps their weights equal, and each of
+            them averages a part of the weights with one rank of every other node. None: all ranks
+            train apart."""
 
     first_rank_exchanges = False
     only_whole_rounds = ""
@@ -111,8 +119,9 @@ class FixedPartner:
     def bind(self, steps: "FragmentSession", common: "CommonState") -> None:
         pass
 
-    def end_round(self, exchange: Callable[[], bool], *, trained: bool, limit_s: float | None) -> bool:
-        return exchange()
+    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+        exchange()
+        return True
 
     def stats(self) -> dict[str, Any]:
         return {}

@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import socket
 import threading
 
-from commhooks.comm.membership import VARIABLE, check_torchft
 from commhooks.errors import CommandError
+from commhooks.members.lighthouse import VARIABLE, check_torchft, host_for_others
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -20,8 +19,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"the lighthouse cannot use port {arguments.port}: {error}") from error
     port = server.address().rpartition(":")[2]
     try:
-        print(f"export {VARIABLE}=http://{socket.gethostname()}:{port}", flush=True)
-        print("Set this on every machine, with an address of this machine that they reach. Ctrl-C ends it.", flush=True)
+        print(f"export {VARIABLE}=http://{host_for_others()}:{port}", flush=True)
+        print("Set this on every machine, or another address of this one that they reach. Ctrl-C ends it.", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
         server.shutdown()

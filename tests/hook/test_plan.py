@@ -20,6 +20,41 @@ from tests.support.kernels import computing_with
 from tests.support.plan_models import Net, needs_an_argument
 
 
+def _resnet18_of_cifar() -> list[tuple[int, ...]]:
+    """The shapes of its parameters."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    inputs = 64
+    for width in (64, 128, 256, 512):
+        for block_inputs in (inputs, width):
+            shapes += [(width, block_inputs, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if block_inputs != width:
+                shapes += [(width, block_inputs, 1, 1), (width,), (width,)]
+        inputs = width
+    return [*shapes, (10, 512), (10,)]
+
+
+def _lstm_of_wikitext() -> list[tuple[int, ...]]:
+    """The shapes of 3 layers of 650, with embedding and output layer tied."""
+    layer: list[tuple[int, ...]] = [(2600, 650), (2600, 650), (2600,), (2600,)]
+    return [(28_869, 650), *layer, *layer, *layer, (28_869,)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ratios"),
+    [
+        (_resnet18_of_cifar(), {1: 243.3, 2: 135.8, 4: 72.1}),
+        (_lstm_of_wikitext(), {1: 309.7, 2: 203.1, 4: 120.3}),
+    ],
+    ids=["ResNet-18", "LSTM"],
+)
+def test_as_many_times_fewer_bytes_as_in_the_paper(shapes: list[tuple[int, ...]], ratios: dict[int, float]) -> None:
+    """Vogels et al. 2019, arXiv 1905.13727. The paper has no flag per matrix, which the plan counts apart."""
+    model = nn.ParameterList(torch.empty(shape, device="meta") for shape in shapes)
+    for rank, ratio in ratios.items():
+        plan = plan_model(model, HookRequest.parse("powerSGD", hook_options={"matrix_approximation_rank": rank}))
+        assert round(plan.bytes_before / plan.bytes_after, 1) == ratio
+
+
 def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> Any:
     options = commhooks.PowerSGD(matrix_approximation_rank=rank, min_compression_rate=min_rate)
     (plan,) = PowerSGDCompressor(options).plan([ParameterInfo("w", parameter, sparse)])

@@ -124,7 +124,7 @@ def test_the_state_of_all_optimizers_is_rank_0s(run_ranks):
 
 def _save_after(what: str) -> Any:
     """A joint save in which the ranks may differ."""
-    steps, synchronized = {"in a round": (4, False), "synchronized": (3, True)}.get(what, (3, False))
+    steps, synchronized = (3, what == "synchronized")
     run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).train(steps)
     if what == "a skipped step":  # of an optimizer that rank 1 has not stepped since the load
         run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).load(run.save())
@@ -147,7 +147,6 @@ def _save_after(what: str) -> Any:
     ("what", "says"),
     [
         ("after a round", "differ in the weights (0.weight and 7 more)"),
-        ("in a round", ""),
         ("synchronized", ""),
         ("a skipped step", "differ in the state of SGD with 8 parameters"),
     ],
@@ -157,6 +156,62 @@ def test_a_joint_save_says_what_differs(run_ranks, what, says):
     assert exact == same == (not says) and none == [] and len(lines) == bool(says)
     assert all(says in line for line in lines)
     assert torch.equal(weights, others) == (what != "after a round")
+
+
+@torch.no_grad()
+def _swap(run: Run, how: str) -> None:
+    """Put other weights into the model, as averages of weights and schedule-free optimizers do for an evaluation."""
+    for parameter in run.ddp.parameters():
+        other = parameter * 0.5
+        if how == "in place":
+            parameter.copy_(other)
+        elif how == "through data, on one rank":
+            parameter.data.mul_(1.0 if dist.get_rank() == 0 else 0.5)
+        elif how == "as new data":
+            parameter.data = other
+        elif how == "there and back":  # as schedule-free optimizers do around a validation: only rounding is left
+            parameter.lerp_(other, 0.9).lerp_(other, 1 - 1 / 0.1)
+
+
+def _saved_in_mid_round(how: str) -> Any:
+    """Two joint saves in mid-round, with a step between them, after which the weights are trained ones again."""
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=4))
+    if how == "LBFGS":
+        run.optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=2)
+        images, labels = batch(0, dist.get_rank())
+
+        def closure() -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run.ddp(images), labels)
+            loss.backward()
+            return loss
+
+        run.optimizer.step(closure)  # type: ignore[arg-type]
+    else:
+        run.train(2)
+        _swap(run, how)
+    with log_lines("commhooks") as lines:
+        first = [run.hook.state_dict()["exact"], run.hook.state_dict()["exact"]]
+        second = run.hook.state_dict()["exact"] if how == "LBFGS" else run.train(1).hook.state_dict()["exact"]
+    return first, second, [line for line in lines if "something else than a step of an optimizer" in line]
+
+
+@pytest.mark.parametrize(
+    ("how", "is_exact"),
+    [
+        ("trained", True),
+        ("LBFGS", True),
+        ("there and back", True),
+        ("in place", False),
+        ("through data, on one rank", False),
+        ("as new data", False),
+    ],
+)
+def test_a_round_that_ends_with_other_weights_than_the_trained_ones_makes_its_save_inexact(run_ranks, how, is_exact):
+    found = run_ranks(_saved_in_mid_round, how)
+    for first, second, _ in found:
+        assert first == [is_exact, is_exact] and second
+    assert [len(lines) for *_, lines in found] == [0 if is_exact else 2, 0]
 
 
 def _at_different_passes() -> Any:

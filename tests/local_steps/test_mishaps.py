@@ -133,18 +133,18 @@ def _collects_another() -> int:
     gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
     gone.append(gone)
     runner = weakref.ref(gone[0].hook._hook)
-    run, advance = Run.new(hook=commhooks.LocalSGD(sync_every=1)), FragmentSession.advance
+    run, exchange = Run.new(hook=commhooks.LocalSGD(sync_every=1)), FragmentSession.exchange
     third = Run.new(hook="local_sgd")  # told of the step after `run`
     del gone
 
-    def collecting(*args: Any) -> Any:
+    def collecting(*args: Any) -> None:
         gc.collect()
-        return advance(*args)
+        exchange(*args)
 
     gc.disable()
     try:
         alive = runner() is not None
-        with mock.patch.object(FragmentSession, "advance", collecting):
+        with mock.patch.object(FragmentSession, "exchange", collecting):
             run.train(2)
     finally:
         gc.enable()
@@ -278,13 +278,13 @@ def test_an_outer_step_leaves_the_precision_of_products_to_the_training(run_rank
 
 ENDS_EARLY = """
 import time, torch, torch.distributed as dist, commhooks
-from commhooks.local_steps import fragments
+from commhooks.local_steps.exchange import OuterExchange
 
 def slow(exchange):
     time.sleep(0.3)
     print("arrived", flush=True)
 
-fragments._DelayedExchange._exchange = slow
+OuterExchange._exchange = slow
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=2, delay=1))

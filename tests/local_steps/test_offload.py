@@ -12,7 +12,7 @@ import torch
 
 import commhooks
 from commhooks.comm import collectives
-from commhooks.local_steps import flat_weights, fragments, offload, outer_step
+from commhooks.local_steps import exchange, flat_weights, fragments, offload, outer_step
 from commhooks.local_steps.fragments import FragmentSession
 from tests.support.cuda_stand_ins import cuda_stand_ins, storage
 from tests.support.ddp_steps import process_group_of_one
@@ -117,7 +117,7 @@ def _in_flight(wire: str) -> tuple[int, int, int]:
     of all."""
     made: list[Any] = []
     running = most_running = most_alive = 0
-    packed, commit = flat_weights.packed, FragmentSession._commit
+    packed, finish = flat_weights.packed, FragmentSession._finish
 
     def counted(*given: Any) -> torch.Tensor:
         nonlocal running, most_running, most_alive
@@ -128,14 +128,14 @@ def _in_flight(wire: str) -> tuple[int, int, int]:
         most_running = max(most_running, running)
         return flat
 
-    def committed(*given: Any) -> torch.Tensor:
+    def finished(*given: Any) -> torch.Tensor:
         nonlocal running
         running -= 1
-        return commit(*given)
+        return finish(*given)
 
     with (
-        mock.patch.object(fragments, "packed", counted),
-        mock.patch.object(FragmentSession, "_commit", committed),
+        mock.patch.object(exchange, "packed", counted),
+        mock.patch.object(FragmentSession, "_finish", finished),
         mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL),
     ):
         Run.new(hook=commhooks.DiLoCo(sync_every=2, wire=wire)).train(2)

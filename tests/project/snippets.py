@@ -452,7 +452,13 @@ def check_command(words: list[str]) -> None:
     if not words:
         return
     program, *rest = words
-    checks = {"make": _check_make, "python": _check_python, "srun": check_command, "torchrun": _check_torchrun}
+    checks = {
+        "make": _check_make,
+        "python": _check_python,
+        "srun": check_command,
+        "sudo": check_command,
+        "torchrun": _check_torchrun,
+    }
     checks |= {"pip": _check_pip, "accelerate-commhooks": _check_accelerate_commhooks}
     if program in checks:
         checks[program](rest)

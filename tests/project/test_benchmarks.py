@@ -33,26 +33,25 @@ ALONE = {
     "local_steps": "",
     "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
     "memory": "",
-    "metrics": "",
-    "paper": "",  # compares with figures of the paper by itself
     "size": "--hooks powerSGD",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
-    "replicas": "--hooks allreduce",
-    "time_to_loss": "--steps 10 --plot figures.png",
-    "wide_area_training": "--hooks powersgd-1 --steps 2",
+    "time_to_loss": "--plot figures.png",
 }
+needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TUN")
 needs_a_link = pytest.mark.skipif(not _can_limit_a_link(), reason="needs Linux, root, ip and tc")
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*ALONE.items(), *(pytest.param(*each, marks=needs_a_link) for each in OVER_A_LINK.items())],
+    [
+        *ALONE.items(),
+        *(pytest.param(*benchmark, marks=needs_a_link) for benchmark in OVER_A_LINK.items()),
+        pytest.param("link", "--rtt 5 --hooks noop", marks=[needs_a_link, needs_tun]),
+    ],
 )
 def test_it_runs(tmp_path: Path, name: str, options: str) -> None:
-    if name == "wide_area_training" and not Path("/dev/net/tun").exists():
-        pytest.skip("needs TUN")
     file = tmp_path / "figures.json"
     command = [warm.python("matplotlib.figure", "sklearn.datasets"), str(REPOSITORY / "benchmarks" / f"{name}.py")]
     command += ["--quick", "--json", str(file), *options.split()]

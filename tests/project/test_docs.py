@@ -48,6 +48,14 @@ def test_command_in_the_text(page, code, run_ranks, tmp_path):
     check(Snippet(page, 0, "bash", "", code), run_ranks, tmp_path)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_long_commands_stand_alone(page):
+    """To be copied from a fence, not read in the middle of a sentence."""
+    sentences = re.sub(r"^\|.*$", "", _without_code(PAGES[page]), flags=re.MULTILINE)
+    commands = re.findall(r"(?<!`)`((?:sudo |make |pip |python |torchrun |commhooks |accelerate)[^`]+)`", sentences)
+    assert [command for command in commands if len(command) > 60] == []
+
+
 def _definitions(markdown: str) -> dict[str, str]:
     """The names that stand for links: `[here][name]` and below `[name]: page.md#heading`."""
     return dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", markdown, re.MULTILINE))

@@ -5,11 +5,14 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +63,21 @@ class Machine:
         processes: one per rank of the machine; `world` in `given`, 1 by default.
         ranks: of its processes.
         log: the file of the standard error.
+
+    `prefix` is a command that starts another one in its environment; `variables` are added to the environment.
     """
 
-    def __init__(self, script: Path, lighthouse: str, folder: Path, name: str, *modules: str, **given: Any) -> None:
+    def __init__(
+        self,
+        script: Path,
+        lighthouse: str,
+        folder: Path,
+        name: str,
+        *modules: str,
+        prefix: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        **given: Any,
+    ) -> None:
         self.name, self.lines, self.log = name, list[dict[str, Any]](), folder / f"{name}.log"
         self._news = threading.Condition()
         self.processes, self.ranks = [], range(given.get("world", 1))
@@ -70,10 +85,11 @@ class Machine:
             text = json.dumps(given | {"name": name, "folder": str(folder), "rank": rank})
             with self.log.open("a") as errors:
                 started = subprocess.Popen(
-                    [warm.python(*modules, *_TORCHFT), str(script), text],
+                    [*prefix, sys.executable if prefix else warm.python(*modules, *_TORCHFT), str(script), text],
                     env=os.environ
                     | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"}
-                    | {"PYTHONPATH": PYTHONPATH},
+                    | {"PYTHONPATH": PYTHONPATH}
+                    | dict(variables or {}),
                     cwd=folder,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -99,6 +115,13 @@ class Machine:
         found = next(filter(met, self.lines), None)
         assert arrived and found is not None, f"{self.lines[-5:]}\n{self.log.read_text()[-4000:]}"
         return found
+
+    def wait_for_text(self, pattern: str, limit_s: float = 60.0) -> None:
+        """Wait until the log has a line with `pattern`."""
+        deadline = time.monotonic() + limit_s
+        while not re.search(pattern, self.log.read_text()):
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.1)
 
     def round(self, step: int) -> dict[str, Any]:
         """Wait until all ranks have begun the round after outer step `step`, or a later one."""

@@ -29,10 +29,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import commhooks
-from commhooks.comm.membership import Membership, StateServer
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import HeldOuterStep
+from commhooks.local_steps.exchange import OuterExchange
+from commhooks.members.peers import Connections
+from commhooks.members.state_server import StateServer
 
 
 def new_model(seed: int, width: int = 8, out: int = 3) -> nn.Module:
@@ -159,12 +160,12 @@ def main(given: dict) -> None:
             stats = hook.stats()
             now = stats["step"], stats["step_in_round"] == 0
             if now != before and now[1]:
-                part = [each.name for each in hook._hook.driver.partner.membership.connected]
+                part = [machine.name for machine in hook._hook.driver.partner.exchanged_with]
                 more = {"names": hook.members.names, "part": part, "rank": hook.members.rank, "position": position[0]}
                 more["nonfinite"] = stats["nonfinite_steps"]
                 said("round", step=now[0], count=count, weights=weights_of(module), seen=float(module.seen), **more)
             before = now
-            time.sleep(0.01)
+            time.sleep(given.get("sleep_s", 0.01))
         if given.get("save") and shards is not None:
             dcp.save(sharded_content(module, optimizer, hook), checkpoint_id=f"{given['folder']}/{name}")
             said("saved", state=state({}))
@@ -186,24 +187,33 @@ def sharded_content(module: nn.Module, optimizer: torch.optim.Optimizer, hook: A
 
 
 def inject(what: str, number: int) -> None:
-    exchange, confirm, exchanged, confirmed = HeldOuterStep.exchange, Membership.confirm, [0], [0]
-    answer, connect, connecting, share = StateServer._answer, Membership.connect, [0], CommonState.share
+    begin, finite, confirm, exchanged, confirmed = (
+        OuterExchange.begin,
+        OuterExchange.finite,
+        Connections.confirm,
+        [0],
+        [0],
+    )
+    answer, connect, connecting, share = StateServer._answer, Connections.connect, [0], CommonState.share
 
-    def new_exchange(held: HeldOuterStep) -> None:
+    def new_begin(exchange: OuterExchange) -> None:
         exchanged[0] += 1
-        due = exchanged[0] == number
-        if due and what == "before":
+        if exchanged[0] == number and what == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        exchange(held)
-        if due and what == "exchanged":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if due and what == "refused":
-            raise RuntimeError("the connection was lost (a test)")
+        begin(exchange)
 
-    def new_confirm(membership: Membership) -> None:
+    def new_finite(exchange: OuterExchange) -> torch.Tensor:
+        found = finite(exchange)
+        if exchanged[0] == number and what == "exchanged":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if exchanged[0] == number and what == "refused":
+            raise RuntimeError("the connection was lost (a test)")
+        return found
+
+    def new_confirm(connections: Connections) -> None:
         if what == "agreed" and exchanged[0] == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        confirm(membership)
+        confirm(connections)
         confirmed[0] += 1
         if what == "unsure" and confirmed[0] == number:
             raise RuntimeError("the connection was lost (a test)")
@@ -213,13 +223,13 @@ def inject(what: str, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         answer(server, request)
 
-    def new_connect(membership: Membership, machines: Any) -> None:
+    def new_connect(connections: Connections, *given: Any) -> None:
         connecting[0] += 1
         if what == "listed" and connecting[0] == number:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "unconnected" and connecting[0] == number:
             raise RuntimeError("the connection was lost (a test)")
-        connect(membership, machines)
+        connect(connections, *given)
 
     def new_share(common: CommonState, **options: Any) -> Any:
         found = share(common, **options)
@@ -227,8 +237,9 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
         return found
 
-    HeldOuterStep.exchange, Membership.confirm, StateServer._answer = new_exchange, new_confirm, new_answer
-    Membership.connect, CommonState.share = new_connect, new_share
+    OuterExchange.begin, OuterExchange.finite = new_begin, new_finite
+    Connections.confirm, StateServer._answer = new_confirm, new_answer
+    Connections.connect, CommonState.share = new_connect, new_share
 
 
 if __name__ == "__main__":

@@ -136,6 +136,35 @@ def test_grad_scaler_skips_one_step_and_residuals_follow_the_scale(run_ranks: An
         assert rank["scale used"] in (rank["scale"], rank["scale"] / 2)
 
 
+class _NaN(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        bad = batch_idx == 1 and self.trainer.global_rank == 1
+        return self.loss(batch) * (float("nan") if bad else 1.0)
+
+
+class _SkipNonfinite(pl.Callback):  # of docs/ddp.md
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not torch.nn.utils.clip_grad_norm_(pl_module.parameters(), max_norm=float("inf")).isfinite():
+            optimizer.zero_grad()
+
+
+def _one_nan(root: str) -> dict[str, Any]:
+    def run(**options: Any) -> dict[str, Any]:
+        with support.caught_warnings() as texts:
+            t, model = trainer(root, strategy=strategy(hook="int8"), max_epochs=1, **options), _NaN()
+            t.fit(model, data())
+        finite = all(bool(each.isfinite().all()) for each in model.parameters())
+        return {"finite": finite, "lines": [text for text in texts if "are not finite on rank 1 (" in text]}
+
+    return {"ruined": run(), "skipped": run(callbacks=[_SkipNonfinite()])}
+
+
+def test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step(run_ranks: Any, tmp_path: Path) -> None:
+    for rank, result in enumerate(run_ranks(_one_nan, str(tmp_path))):
+        assert not result["ruined"]["finite"] and result["skipped"]["finite"]
+        assert [len(each["lines"]) for each in result.values()] == [1 - rank, 1 - rank]
+
+
 class _Stop(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.global_step >= 3

@@ -1,11 +1,11 @@
-"""`CommHook.members`: the machines of a training with live membership."""
+"""`CommHook.members`: the machines of a training, for its user."""
 
 from collections.abc import Callable
 from typing import Any
 
 from commhooks.errors import HookConfigError, HookRunError, log_summary, logger_of
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.local_steps.members import MemberSteps
+from commhooks.members.steps import MachineSteps
 
 logger = logger_of(__name__)
 
@@ -16,13 +16,13 @@ class Members:
     All ranks of a machine must call `leave` together. The other methods do not communicate.
     """
 
-    def __init__(self, driver: LocalStepsDriver, steps: MemberSteps) -> None:
+    def __init__(self, driver: LocalStepsDriver, steps: MachineSteps) -> None:
         self._driver, self._steps = driver, steps
 
     @property
     def names(self) -> list[str]:
         """The names of the machines that train the running round, in the order of their ranks; at least this one."""
-        return [each.name for each in self._steps.membership.machines] or [self._steps.membership.name]
+        return [machine.name for machine in self._steps.participants] or [self._steps.name]
 
     @property
     def size(self) -> int:
@@ -32,7 +32,7 @@ class Members:
     @property
     def rank(self) -> int:
         """The number of this machine among them, 0 to size - 1. It changes when machines come and go."""
-        return self.names.index(self._steps.membership.name)
+        return self.names.index(self._steps.name)
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         """Give a machine that comes further state, such as that of a learning rate scheduler or the position of a
@@ -55,16 +55,15 @@ class Members:
         """Leave the training, between two steps: end the round early and send this machine's part, if the others come
         to their outer step within `wait_s` seconds (None: `Torchft.leave_s`). They no longer wait for this machine.
         Returns whether its part was sent. A later outer step raises HookRunError."""
-        membership = self._steps.membership
-        sent, wait_s = False, membership.options.leave_s if wait_s is None else wait_s
-        if wait_s > 0 and self._steps.joined and self._driver.diverged:
+        sent, wait_s = False, self._steps.options.leave_s if wait_s is None else wait_s
+        if wait_s > 0 and self._steps.has_met and self._driver.state.apart:
             try:
                 self._driver.end_round(wait_s)
                 sent = True
             except HookRunError as error:
-                if membership.logs:
+                if self._steps.logs:
                     logger.warning("members: this machine leaves without its part of the round: %s", error)
-        if sent and membership.logs:
+        if sent and self._steps.logs:
             log_summary("members: this machine leaves, and has sent its part of the round")
         self._steps.leave()
         return sent

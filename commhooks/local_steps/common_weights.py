@@ -1,0 +1,184 @@
+"""Bring the trained weights of all ranks and the anchor together: at the start, after a load,
+after a discarded round."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Send, checksum, gather_rows, good_on_all
+from commhooks.comm.wire import all_finite
+from commhooks.errors import logger_of
+from commhooks.gradients.layout import to_logical
+from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.flat_weights import layouts, packed, set_weights, write_back
+from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.outer_step import ANCHOR
+
+logger = logger_of(__name__)
+
+_SAMPLED = 16
+
+
+class CommonWeights:
+    """Compares and sets the trained weights. All ranks must call each method at the same point of
+    the training."""
+
+    def __init__(self, hook: str, source: GradientSource, outer: FragmentSession, *, logs: bool) -> None:
+        self._hook, self._logs = hook, logs
+        self._source, self._outer = source, outer
+
+    def begin_first_round(self) -> None:
+        """Set the anchor of the parameters that have none: the run starts, or a distributed
+        checkpoint was loaded, which does not distinguish zeros from no entry. If the ranks differ,
+        as after a run that ended in mid-round, they begin from their mean."""
+        anchor, known = self._outer.state[ANCHOR.key], self._source.names.named_parameters()
+        missing = {name: parameter for name, parameter in known.items() if name not in anchor}
+        if not missing:
+            return
+        if missing.keys() & set(self.differing()):
+            self._average(missing)
+        self._outer.set_anchor(missing)
+
+    @torch.no_grad()
+    def _average(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        if self._logs:
+            logger.warning(
+                "hook %s: the weights differ between ranks at the first backward pass, as after a training that ended "
+                "in mid-round: all ranks begin from their mean.",
+                self._hook,
+            )
+        self._source.before_weights_change()
+        group = self._source.group
+        for layout in layouts(parameters):
+            send = Send(packed(layout).div_(group.size()), what="the weights to begin from", last=True)
+            write_back(layout, collectives.start(send, group, self._outer.counters, "").wait())
+
+    def begin_from_loaded(self) -> None:
+        """Choose the weights to begin from if the model's weights differ from the loaded anchor:
+        the model's weights if they are equal on all ranks, else the anchor."""
+        anchor, known = self._outer.state[ANCHOR.key], self._source.names.named_parameters()
+        self._source.before_weights_change()
+        same = all(torch.equal(p.detach(), to_logical(anchor[n], p).to(p)) for n, p in known.items() if n in anchor)
+        if not self._on_some_rank(not same):
+            return
+        common = not self._on_some_rank(bool(self.differing()))
+        if common:
+            self._outer.set_anchor(known)
+        else:
+            self.go_to_anchor()
+        if self._logs:
+            logger.warning(
+                "hook %s: the weights of the model differ from the common weights that were saved with the hook. "
+                "The training goes on from %s.",
+                self._hook,
+                "the weights of the model" if common else "the common weights, because the ranks have different models",
+            )
+
+    def go_to_anchor(self) -> None:
+        self._source.before_weights_change()
+        set_weights(self._source.names.named_parameters(), self._outer.state[ANCHOR.key])
+
+    def differing(self) -> list[str]:
+        """Return the names of the trained weights that are not equal on all ranks."""
+        return self.compare(False)[0]
+
+    @torch.no_grad()
+    def compare(self, changed: bool) -> tuple[list[str], bool]:
+        """Return the names of the trained weights that are not equal on all ranks, and whether
+        `changed` is true on some rank."""
+        known = self._source.names.named_parameters()
+        own = [*checksums(list(known.values())), int(changed)]
+        row = torch.tensor(own, dtype=torch.int64, device=self._source.device)
+        rows = gather_rows(row, self._source.group, self._outer.counters, "whether the weights are equal")
+        same = (rows == rows[0]).all(0).tolist()[:-1]
+        differing = [name for name, is_same in zip(known, same, strict=True) if not is_same]
+        return differing, bool(rows[:, -1].any())
+
+    def all_will_step(self, good: torch.Tensor) -> bool:
+        """Return whether no rank will skip the step of this pass; the same on all ranks. `good`:
+        whether the gradients of this rank are finite (0-dim bool tensor). Also True if the weights
+        of a rank are not finite, because its gradients will never be finite again."""
+        finite = self._on_all_shards(good)
+        lost = not finite and not self._on_all_shards(
+            torch.stack([all_finite(parameter) for parameter in self._source.names.named_parameters().values()]).all()
+        )
+        rows = self._rows(finite, lost, what="whether all gradients are finite")
+        return bool(rows[:, 0].all() or rows[:, 1].any())
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+
+    def _rows(self, *values: bool, what: str) -> torch.Tensor:
+        row = torch.tensor(values, device=self._source.device, dtype=torch.int64)
+        return gather_rows(row, self._source.group, self._outer.counters, what)
+
+    def _on_some_rank(self, value: bool) -> bool:
+        return not self._on_all_shards(~self._rows(value, what="whether the weights are those of the anchor").any())
+
+    def _on_all_shards(self, good: torch.Tensor) -> bool:
+        shards = self._source.shard_group
+        return bool(good if shards is None else good_on_all(good, shards, "all shards"))
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    sums = [0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
+        for place, value in zip(places, read, strict=True):
+            sums[place] = value
+    return sums
+
+
+class WeightSample:
+    """Tells whether something else than an optimizer or an outer step has changed the weights,
+    such as an average of the weights that was put into the model, or the evaluation mode of a
+    schedule-free optimizer.
+
+    After each step it keeps one number of each of up to 16 parameters, because to read all weights
+    would cost as much as a part of the step; version counters of tensors do not see what is
+    written through `parameter.data`. Changes as small as rounding, such as of a mode that was left
+    again, do not count."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        sampled = [parameter for parameter in parameters if parameter.numel()]
+        self._parameters = sampled[:: max(1, -(-len(sampled) // _SAMPLED))]
+        self._places: list[int] = []
+        self._views: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self.changed = False
+
+    def forget(self) -> None:
+        """Begin again: until the next `keep`, nothing counts as a change."""
+        self._kept, self.changed = [], False
+
+    @torch.no_grad()
+    def keep(self, *, stepped: bool) -> None:
+        """Keep the weights as they are now. `stepped`: an optimizer has just stepped all
+        parameters; else an outer step has changed the weights, and an earlier change stays
+        known."""
+        if not stepped and not self._kept:
+            return
+        places = [parameter.data_ptr() for parameter in self._parameters]
+        if places != self._places:  # a view of a parameter's old memory would never change
+            self._places, self._views = places, [_middle(parameter) for parameter in self._parameters]
+            self._kept = []
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._views)
+        else:
+            self._kept = [view.clone() for view in self._views]
+        self.changed = self.changed and not stepped
+
+    @torch.no_grad()
+    def compare(self) -> bool:
+        """Return whether the weights have changed since `keep`, or had when this was called
+        before. Waits for an accelerator."""
+        for parameter, kept in zip(self._parameters, self._kept, strict=False):
+            now, rounding = _middle(parameter).to(kept), 4 * torch.finfo(kept.dtype).eps
+            self.changed = self.changed or not torch.allclose(now, kept, rtol=rounding, atol=0.0, equal_nan=True)
+        return self.changed
+
+
+def _middle(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of one number in the middle of a parameter, whatever its layout in memory."""
+    return parameter.detach()[tuple(size // 2 for size in parameter.shape)]

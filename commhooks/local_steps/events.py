@@ -1,0 +1,186 @@
+"""The only place where local steps hook into torch: forward passes, the ends of backward passes,
+and the steps of optimizers become events of `schedule.py`. During a step the learning rate of the
+optimizer may be multiplied."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from commhooks.gradients.torch_private import run_after_backward
+from commhooks.local_steps.notices import refuse_sharded_steps
+from commhooks.local_steps.schedule import (
+    Event,
+    ForwardBegins,
+    LateBackwardEnds,
+    PassCounts,
+    State,
+    StepBegins,
+    StepEnds,
+)
+
+
+class Listener(Protocol):
+    """Gets the events. It is referenced weakly."""
+
+    state: State
+
+    def on(self, event: Event) -> None: ...
+
+    def lr_factor(self, optimizer: Optimizer) -> float:
+        """Return the factor of the optimizer's learning rate in its next step."""
+
+
+class TrainingEvents:
+    """Watches the training of one model, until `close`.
+
+    Args:
+        stepped: the parameters as optimizers hold them.
+        listener: gets `ForwardBegins`, `StepBegins` and `StepEnds`, and after
+    `call_after_backward` its two events."""
+
+    def __init__(self, module: torch.nn.Module, stepped: Sequence[torch.Tensor], listener: Listener) -> None:
+        self._parameters = {id(parameter): parameter for parameter in stepped}
+        self._stepped_at = dict.fromkeys(self._parameters, -1)  # `State.ended` at the latest step of each parameter
+        self._listener = weakref.ref(listener)
+        self._scaled = _ScaledRates()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+        _watch_all_optimizers()
+        _watching[self] = None
+        # Run before torch's own hooks, because the hook of fully_shard gathers the weights.
+        self._before_forward = module.register_forward_pre_hook(_BeforeForward(listener), prepend=True)
+
+    def close(self) -> None:
+        self._scaled.restore()
+        self._before_forward.remove()
+        _watching.pop(self, None)
+
+    def call_after_backward(self) -> None:
+        """Send `LateBackwardEnds` and `PassCounts` at the end of this backward pass. Call this
+        within it."""
+        run_after_backward(functools.partial(_after_backward, self._listener))
+
+    # ---- optimizers --------------------------------------------------------------------------------------------------
+
+    def known(self) -> list[Optimizer]:
+        """Return the optimizers that have stepped parameters of the model."""
+        return list(self._optimizers)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        listener = self._listener()
+        if listener is None or not self._parameters_of(optimizer):
+            return
+        refuse_sharded_steps(optimizer)
+        listener.on(StepBegins())
+        self._scaled.restore()  # the previous step may have raised
+        self._scaled.multiply(optimizer, listener.lr_factor(optimizer))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        listener, stepped = self._listener(), self._parameters_of(optimizer)
+        if listener is None or not stepped:
+            return
+        self._scaled.restore()
+        self._optimizers[optimizer] = None
+        self._stepped_at.update(dict.fromkeys(stepped, listener.state.ended))
+        listener.on(StepEnds(min(self._stepped_at.values())))
+
+    def _parameters_of(self, optimizer: Optimizer) -> set[int]:
+        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
+
+    def reset_nonfinite(self) -> None:
+        """Reset the optimizer state of each parameter whose state has a non-finite number, such as
+        Adam's moments after a bad gradient. All its later steps would be non-finite."""
+        for optimizer in self._optimizers:
+            for parameter in self._parameters.values():
+                numbers = _numbers(optimizer.state.get(parameter, {}))
+                if all(number.isfinite().all() for number in numbers):
+                    continue
+                if isinstance(optimizer, torch.optim.Adagrad):  # creates its state in the constructor, not in `step`
+                    for number in numbers:
+                        number.zero_()
+                else:
+                    del optimizer.state[parameter]
+
+
+def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the floating-point tensors in a parameter's optimizer state; for a DTensor this
+    rank's shard."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [tensor for tensor in local if tensor.is_floating_point()]
+
+
+class _ScaledRates:
+    """Multiplies the learning rate of an optimizer until `restore`, so that schedulers, logs and
+    checkpoints see the user's."""
+
+    def __init__(self) -> None:
+        self._changed: list[tuple[dict[str, Any], Any, Any]] = []  # (parameter group, the user's rate, multiplied)
+
+    def multiply(self, optimizer: Optimizer, factor: float) -> None:
+        for group in optimizer.param_groups if factor != 1.0 else ():
+            users = group["lr"]  # a number or a tensor. Do not change the tensor in place: schedulers may hold it
+            group["lr"] = users * factor
+            self._changed.append((group, users, group["lr"]))
+
+    def restore(self) -> None:
+        for group, users, multiplied in self._changed:
+            if group["lr"] is multiplied:  # otherwise the step has set another learning rate
+                group["lr"] = users
+        self._changed.clear()
+
+
+_watching: weakref.WeakKeyDictionary[TrainingEvents, None] = weakref.WeakKeyDictionary()
+"""In the order of construction, which is the same on all ranks."""
+
+
+@functools.cache
+def _watch_all_optimizers() -> None:
+    # Register once per process and never remove the hooks: torch fails if a hook is removed while
+    # it calls hooks, and the garbage collector could run at that moment.
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for events in list(_watching):
+        events.before_step(optimizer)
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for events in list(_watching):
+        events.after_step(optimizer)
+
+
+def _after_backward(listener: Callable[[], Listener | None]) -> None:
+    alive = listener()
+    if alive is not None:
+        alive.on(LateBackwardEnds())
+        alive.on(PassCounts())
+
+
+class _BeforeForward:
+    """Tells the listener of forward passes that record gradients. References it weakly, and does
+    nothing in a copy or pickle of the module."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = None if listener is None else weakref.ref(listener)
+
+    @torch.compiler.disable
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        alive = None if self._listener is None else self._listener()
+        if alive is not None and torch.is_grad_enabled():
+            alive.on(ForwardBegins(module.training))
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()

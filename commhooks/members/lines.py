@@ -1,0 +1,26 @@
+"""Log lines that would repeat: each at most every 10 s."""
+
+import time
+from typing import Any
+
+from commhooks.errors import logger_of
+
+LINE_EVERY_S = 10.0
+logger = logger_of(__name__)
+
+
+class Lines:
+    """Logs warnings on one rank of a machine, each text at most every `LINE_EVERY_S`."""
+
+    def __init__(self, logs: bool) -> None:
+        self._logs = logs
+        self._said: dict[str, float] = {}
+
+    def warn(self, text: str, *arguments: Any, about: str = "", once: bool = False) -> None:
+        """Log `text`, unless it was logged `about` the same thing a moment ago, or with `once` ever."""
+        key, now = f"{text} {about}", time.monotonic()
+        before = self._said.get(key)
+        if not self._logs or (before is not None and (once or now < before + LINE_EVERY_S)):
+            return
+        self._said[key] = now
+        logger.warning(f"members: {text}", *arguments)

@@ -1,0 +1,46 @@
+"""`commhooks.Torchft`: the options of machines that come and go."""
+
+from dataclasses import dataclass
+
+from commhooks.errors import invalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchft:
+    """Machines join and leave the training while it runs; see docs/members.md.
+
+    Args:
+        lighthouse: address of the lighthouse, such as "http://host:29510". None: the environment variable
+            TORCHFT_LIGHTHOUSE.
+        min_machines: with fewer machines an outer step waits for more.
+        timeout_s: seconds after which a machine that does not answer is left out.
+        leave_s: seconds that a machine which leaves waits until the others come to their outer step.
+        name: name of this machine, different on every machine. None: the host name.
+    """
+
+    lighthouse: str | None = None
+    min_machines: int = 1
+    timeout_s: float = 60.0
+    leave_s: float = 20.0
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.min_machines) is not int or self.min_machines < 1:
+            raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
+            raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
+        if type(self.leave_s) not in (int, float) or not 0 <= self.leave_s < float("inf"):
+            raise invalid("Torchft: leave_s", self.leave_s, "seconds, 0 or more")
+        for option in ("lighthouse", "name"):
+            value = getattr(self, option)
+            if not isinstance(value, str | None) or value == "":
+                raise invalid(f"Torchft: {option}", value, "a text, or None")
+
+
+def torchft_of(given: object) -> Torchft | None:
+    """Check the argument `members` of the front ends."""
+    if given is None or isinstance(given, Torchft):
+        return given
+    if given == "torchft":
+        return Torchft()
+    raise invalid("members", given, "'torchft', commhooks.Torchft(...), or None", ["torchft"])

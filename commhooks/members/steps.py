@@ -1,0 +1,360 @@
+"""Outer steps among machines that come and go: ask for a quorum, decide (`report.py`), do it."""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.nodes import Nodes
+from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary
+from commhooks.gradients.profiling import span
+from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.exchange import OuterExchange
+from commhooks.local_steps.flat_weights import set_weights
+from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.members.report import Action, Decision, NotAReport, Report, decide, read
+from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
+from commhooks.members.this_machine import ThisMachine
+
+_MOST_FAILURES = 5
+_ERRORS = (RuntimeError, ValueError, OSError)
+"""Raised when a connection is lost. torch 2.13 raises ValueError if it cannot name the group of a failed collective,
+because torch.distributed does not know it."""
+
+
+@dataclass
+class Attempt:
+    """An exchange of which this machine does not know whether the others have committed it. `held` is what has arrived;
+    None if something is missing."""
+
+    decision: Decision
+    held: OuterExchange | None = None
+
+
+class MachineSteps:
+    """Implements `Partner` for machines that come and go. The ranks of a machine average gradients.
+
+    Attributes:
+        participants: the machines that train the running round, sorted by name.
+        exchanged_with: the machines of the latest exchange.
+        registered: further state for a machine that comes: name -> functions that return and set it.
+    """
+
+    description = "among machines that come and go"
+    nodes: Nodes | None = None
+    first_rank_exchanges = True
+    only_whole_rounds = "machines meet only at the ends of rounds"
+    _outer: FragmentSession
+    _common: CommonState
+
+    def __init__(self, machine: ThisMachine, source: GradientSource, signature: Mapping[str, str]) -> None:
+        self.participants: tuple[Report, ...] = ()
+        self.exchanged_with: tuple[Report, ...] = ()
+        self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self.options, self.name, self.logs = machine.options, machine.id.rpartition(":")[0], machine.ranks.is_first
+        self._machine, self._source, self._left = machine, source, False
+        self._ranks, self._connections, self._lines = machine.ranks, machine.connections, machine.lines
+        # What this machine reports; `_report` completes it.
+        self._own = Report(
+            id=machine.id,
+            servers=machine.servers,
+            store=machine.store,
+            signature=dict(signature),
+            min_machines=machine.options.min_machines,
+        )
+
+    @property
+    def has_met(self) -> bool:
+        return self._own.participates
+
+    @property
+    def apart(self) -> int:
+        return max(1, len(self.participants))
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        return self._source.group if self._source.group.size() > 1 else None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert self._connections.group is not None  # connected for this outer step
+        return self._connections.group
+
+    def bind(self, steps: FragmentSession, common: CommonState) -> None:
+        self._outer, self._common = steps, common
+        if (lighthouse := self._machine.lighthouse) is not None:
+            counters = steps.counters
+            lighthouse.heartbeats.passes = lambda: counters.backward_passes
+
+    def stats(self) -> dict[str, Any]:
+        return {"members": self.apart}
+
+    def leave(self) -> None:
+        """End this machine's part in the training, and tell the others. `end_round` then raises HookRunError."""
+        self._left = True
+        self.close()
+
+    def close(self) -> None:
+        self._machine.close()
+
+    # ---- an outer step -----------------------------------------------------------------------------------------------
+
+    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+        """See `Partner`. Meet the other machines, and take an outer step with them or the state of one of them. Return
+        False if all machines have only begun: they go on with the round, and so do those of them that take the state of
+        another one. Raises AttachError before the first outer step, if this machine does not match the others."""
+        if self._left:
+            raise HookRunError("members: this machine has left the training (members.leave)")
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        attempt: Attempt | None = None
+        changed, failures = False, 0
+        while True:
+            decision = self._decide(trained, attempt, deadline)
+            match decision.action:
+                case Action.REFUSED:
+                    raise AttachError(f"members: {decision.reason}")
+                case Action.WAIT:
+                    self._lines.warn("%s", decision.reason, about=decision.reason)
+                    time.sleep(decision.pause_s)
+                case Action.COMMIT:
+                    assert attempt is not None and attempt.held is not None
+                    self._outer.commit_held(attempt.held)
+                    attempt, trained, changed = None, False, True
+                case Action.ABANDON:
+                    attempt = None
+                case Action.HEAL:
+                    assert decision.source is not None
+                    begins = self.has_met or decision.step > decision.source.step
+                    if self._heal(decision, deadline):
+                        self._begin(decision)
+                        return begins
+                case Action.BEGIN:
+                    self._serve(decision)
+                    self._begin(decision)
+                    return changed
+                case Action.EXCHANGE:
+                    attempt, failure = self._exchange(decision, deadline)
+                    if not failure:
+                        assert attempt.held is not None
+                        self._outer.commit_held(attempt.held)
+                        self._serve(decision)
+                        self._begin(decision)
+                        return True
+                    failures += 1
+                    self._lines.warn(
+                        "an outer step among %s failed, and is repeated: %s",
+                        _names(decision.machines),
+                        failure,
+                        about=decision.name,
+                    )
+                    if failures >= _MOST_FAILURES:
+                        raise HookRunError(f"members: the outer step failed {failures} times in turn: {failure}")
+
+    def _decide(self, trained: bool, attempt: Attempt | None, deadline: float | None) -> Decision:
+        """Ask for a quorum, and decide. The result is the same on all ranks of this machine."""
+        self._own = dataclasses.replace(self._own, number=self._own.number + 1, trained=trained)
+        self._connections.number = self._own.number
+        reports = self._quorum(self._report(attempt), deadline)
+        if reports is None:
+            raise HookRunError("members: the other machines did not come to their outer step in time")
+        self._connections.forget(reports)
+        decision = decide(reports, self._own.id)
+        for reason in decision.left_out:
+            self._lines.warn("%s", reason, about=reason)
+        return decision
+
+    def _report(self, attempt: Attempt | None) -> Report:
+        state = self._outer.state
+        anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
+        return dataclasses.replace(
+            self._own,
+            step=state.step,
+            anchor=self._ranks.key_of_shards(self._common.digest(anchors)),
+            attempt="" if attempt is None else attempt.decision.name,
+            attempt_with=() if attempt is None else tuple(x.id for x in attempt.decision.machines),
+            complete=attempt is not None and attempt.held is not None,
+            connection=self._connections.name,
+            unreachable=tuple(self._connections.unreachable),
+        )
+
+    def _quorum(self, report: Report, deadline: float | None) -> list[Report] | None:
+        """Return the reports of all machines that are alive, the same on all ranks of this machine; None after
+        `deadline`. The report of the first rank counts."""
+        text, lighthouse = "", self._machine.lighthouse
+        if lighthouse is not None:
+            late = deadline is not None and time.monotonic() > deadline
+            with span("quorum", self.name):
+                quorum = None if late else lighthouse.quorum(report, deadline)
+            text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
+        content = json.loads(self._ranks.first_text(text))
+        if content["orphaned"]:
+            raise HookRunError("members: the torchrun that has started this machine is gone, so the machine ends")
+        reports, strangers = read_all(content["quorum"])
+        if lighthouse is not None:
+            lighthouse.seen(reports)
+        if strangers:
+            self._lines.warn(
+                "another job uses the lighthouse, and is ignored: %s. Give each run a lighthouse of its own, because "
+                "it waits for all machines that use it",
+                ", ".join(strangers[:3]),
+                once=True,
+            )
+        return reports or None
+
+    def _begin(self, decision: Decision) -> None:
+        """Begin a round with the participants of `decision`."""
+        self.participants = decision.participants
+        self._own = dataclasses.replace(self._own, participates=True, failed_heals=0)
+
+    def _exchange(self, decision: Decision, deadline: float | None) -> tuple[Attempt, str]:
+        """Exchange the differences, and confirm. Returns what has arrived, and a text about what failed. It is a text,
+        because an exception would keep the connections open, and the others wait until they are closed."""
+        attempt, failure, unreachable = Attempt(decision), "", tuple[str, ...]()
+        try:  # an error may occur on one rank of the machine only: no collective inside the machine before they agree
+            self._arrive(attempt, self._limit(deadline))
+        except _ERRORS as error:
+            failure, unreachable = _not_ours(error), getattr(error, "unreachable", ())
+        confirmed = self._ranks.all_agree(not failure)
+        if not confirmed:
+            attempt.held = None
+        else:
+            try:
+                if self._ranks.exchanges:
+                    self._connections.confirm()
+            except _ERRORS as error:
+                failure = _not_ours(error)
+            confirmed = self._ranks.all_agree(not failure)
+        if confirmed:
+            exchanged = self._own.exchanged or len(decision.machines) > 1
+            self._own = dataclasses.replace(self._own, exchanged=exchanged, unexplained=0)
+        elif self._ranks.exchanges:
+            self._connections.give_up(decision.name)
+            all_answer = self._connections.all_answer(decision.machines, unreachable)
+            unexplained = self._own.unexplained + 1 if all_answer else 0
+            self._own = dataclasses.replace(self._own, unexplained=unexplained)
+        return attempt, "" if confirmed else failure or "another rank of this machine has failed"
+
+    def _arrive(self, attempt: Attempt, limit_s: float) -> None:
+        """Connect, and exchange all buffers. Nothing is written."""
+        machines = attempt.decision.machines
+        trained = sum(machine.trained for machine in machines)
+        weight = len(machines) / trained if self._own.trained else 0.0
+        self.exchanged_with = machines
+        if self._ranks.exchanges and not attempt.decision.reuse:
+            self._connections.connect(machines, attempt.decision.name, limit_s)
+        held = self._outer.held_exchange(weight, exchanges=self._ranks.exchanges)
+        held.begin()
+        held.finite()
+        if self._ranks.exchanges:
+            self._common.share(optimizers=False, group=self._connections.group)
+        attempt.held = held
+
+    def _limit(self, deadline: float | None) -> float:
+        timeout_s = self.options.timeout_s
+        return timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
+
+    # ---- machines that heal ------------------------------------------------------------------------------------------
+
+    def _serve(self, decision: Decision) -> None:
+        """Serve the state of this machine for the machines that heal from it, while the training goes on."""
+        server = self._machine.server
+        if not decision.heals or server is None:
+            return
+        state = self._outer.state
+        more = {
+            "anchor": dict(state[ANCHOR.key]),
+            "momentum": dict(state[MOMENTUM.key]),
+            "counts": [state.step, state.nonfinite_steps],
+            **{f"registered {name}": get() for name, (get, _) in self.registered.items()},
+        }
+        form, tensors = self._common.described(more)
+        server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
+        if self.logs:
+            log_summary(
+                f"members: {_names(decision.heals)} takes the state of outer step {decision.step} from this machine"
+            )
+
+    def _heal(self, decision: Decision, deadline: float | None) -> bool:
+        """Take the state of `decision.source` after outer step `decision.step`. Return whether it was available."""
+        source, step = decision.source, decision.step
+        assert source is not None
+        server, form, failure, failed_heals = source.servers[self._ranks.shard], b"", "", self._own.failed_heals
+        arrived: Mapping[int, torch.Tensor] = {}
+        if self._ranks.exchanges:
+            try:
+                if not self._connections.all_answer([source]):
+                    raise OSError("it does not answer")
+                moved_on = functools.partial(self._connections.has_moved_on, source)
+                form, read_tensor = fetch(server, step, self._limit(deadline), lambda: not moved_on())
+                arrived = self._common.read(form, read_tensor)
+            except NETWORK_ERRORS as error:
+                failure = str(error) or type(error).__name__
+                failed_heals += not isinstance(error, NoState)  # its exchange has failed, and is repeated
+            else:
+                has_read(server, step, self._own.id)
+        if not self._ranks.all_agree(not failure):
+            self._lines.warn(
+                "the state of machine %s at %s is unavailable: %s", source.name, server, failure, about=server
+            )
+            self._own = dataclasses.replace(self._own, failed_heals=failed_heals)
+            return False
+        differing = self._take(*self._common.spread(form, arrived))
+        if self.logs:
+            log_summary(f"members: {self.name} goes on from outer step {step} of {source.name}")
+        if differing:
+            self._lines.warn("%s keeps its own: %s", self.name, ", ".join(differing))
+        return True
+
+    @torch.no_grad()
+    def _take(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> list[str]:
+        """Set all state of this rank from another machine's. Return the labels of the parts that only one has."""
+        state, counts = self._outer.state, [0, 0]
+        own: dict[str, tuple[Any, Callable[[Any], None]]] = {
+            "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
+            "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
+            "counts": (counts, lambda value: None),
+            **{f"registered {name}": (get(), set_value) for name, (get, set_value) in self.registered.items()},
+        }
+        self._source.before_weights_change()
+        with self._outer.held.settled():
+            differing = self._common.take(form, arrived, own)
+            state.step, state.nonfinite_steps = counts
+            state.drop_local()
+        self._outer.place_state()
+        set_weights(self._source.names.named_parameters(), state[ANCHOR.key])
+        return differing
+
+
+def read_all(quorum: Sequence[tuple[str, object]]) -> tuple[list[Report], list[str]]:
+    """Return the reports of a quorum, and what others have sent to the lighthouse."""
+    reports, strangers = list[Report](), list[str]()
+    for id, content in quorum:
+        try:
+            reports.append(read(id, content))
+        except NotAReport as error:
+            strangers.append(str(error))
+    return reports, strangers
+
+
+def _not_ours(error: Exception) -> str:
+    """Return the text of `error`, or raise it if another attempt would not help."""
+    if isinstance(error, (torch.OutOfMemoryError, HookConfigError)):
+        raise error
+    return str(error) or type(error).__name__
+
+
+def _replace(kept: dict[str, torch.Tensor], value: dict[str, torch.Tensor]) -> None:
+    kept.clear()
+    kept.update(value)
+
+
+def _names(machines: Sequence[Report]) -> str:
+    return ", ".join(machine.name for machine in machines)

@@ -1,0 +1,75 @@
+"""What connects this machine with the others: its lighthouse client, state server, connections and ranks."""
+
+import json
+import socket
+import uuid
+
+import torch
+import torch.distributed as dist
+
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft, own_host
+from commhooks.members.lines import Lines
+from commhooks.members.options import Torchft
+from commhooks.members.peers import Connections, RanksOfMachine, check_interface
+from commhooks.members.state_server import StateServer
+
+
+class ThisMachine:
+    """Connects this machine. All of its ranks must make it, and close it, together.
+
+    Attributes:
+        id: its name, with a random number.
+        servers: the address of the `StateServer` of each shard.
+        store: the address of its `TCPStore`, in which the ranks of a new group find each other.
+        server: of this rank; None if this rank does not exchange.
+        lighthouse: on the first rank; None on others.
+
+    Raises:
+        HookConfigError: torchft is missing, or no lighthouse is given.
+        AttachError: the lighthouse cannot be reached within `timeout_s`, or others could not reach this machine.
+    """
+
+    def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
+        self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
+        self.server: StateServer | None = None
+        self.lighthouse: Lighthouse | None = None
+        own_id = f"{options.name or socket.gethostname()}:{uuid.uuid4().hex[:8]}" if ranks.is_first else ""
+        self.id = ranks.first_text(own_id)
+        self.store = ""
+        self.connections = Connections(self.id, ranks.shard, device, options.timeout_s)
+        failure = ""
+        try:
+            self._open(options, device)
+        except (HookConfigError, AttachError) as error:
+            failure = json.dumps([type(error).__name__, str(error)])
+        except (OSError, RuntimeError) as error:  # of sockets
+            failure = json.dumps(["", f"members: this machine cannot listen for the other machines: {error}"])
+        if failure := ranks.first_text(failure):
+            self.close()
+            kind, text = json.loads(failure)
+            raise (HookConfigError if kind == "HookConfigError" else AttachError)(text)
+        self.servers = ranks.of_shards("" if self.server is None else self.server.address)
+
+    def _open(self, options: Torchft, device: torch.device) -> None:
+        check_torchft()
+        address = address_of(options.lighthouse)
+        if not self.ranks.exchanges:
+            return
+        host = own_host(address)
+        if device.type == "cpu":
+            check_interface(host)
+        if self.ranks.is_first:
+            self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
+            self.store = f"{host}:{self._store.port}"
+            self.lighthouse = Lighthouse(address, self.id, self.store, options.timeout_s, self.lines)
+        waited_for = self.lighthouse.heartbeats.waited_for if self.lighthouse is not None else lambda: None
+        self.server = StateServer(host, options.timeout_s, self.connections.status, waited_for)
+
+    def close(self) -> None:
+        """Tell the others that they need not wait for this machine, and close everything."""
+        if self.lighthouse is not None:
+            self.lighthouse.close()
+        if self.server is not None:
+            self.server.close()
+        self.connections.close()

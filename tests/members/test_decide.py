@@ -1,0 +1,378 @@
+"""What the machines decide after a quorum, as tables and by enumeration, without processes."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from commhooks.members.report import VERSION, Action, Decision, NotAReport, Report, decide, read
+
+NAMES = "abcd"
+
+
+def report(name: str, **given: Any) -> Report:
+    """A report of the machine `name`, which participates and has trained, unless `given` says otherwise."""
+    defaults = {"participates": True, "trained": True, "step": 5, "anchor": 50, "servers": (f"10.0.0.1:{ord(name)}",)}
+    return Report(id=f"{name}:1", **defaults | given)
+
+
+def new(name: str, **given: Any) -> Report:
+    return report(name, **{"participates": False, "trained": False, "step": 0, "anchor": 1} | given)
+
+
+def all_decide(*reports: Report) -> dict[str, Decision]:
+    return {own.name: decide(reports, own.id) for own in reports if not own.left}
+
+
+def actions(*reports: Report) -> dict[str, str]:
+    return {name: decision.action.name for name, decision in all_decide(*reports).items()}
+
+
+def names(reports: Sequence[Report]) -> str:
+    return "".join(each.name for each in reports)
+
+
+# ---- every combination -----------------------------------------------------------------------------------------------
+
+PLACES = {
+    "ahead": {"step": 6, "anchor": 60},
+    "same": {"step": 5, "anchor": 50},
+    "behind": {"step": 4, "anchor": 40},
+    "other anchor": {"step": 5, "anchor": 51},
+}
+TRAINED = {
+    "trained": {"participates": True, "trained": True},
+    "new": {"participates": False, "trained": False},
+}
+ATTEMPTS = ("none", "complete", "incomplete")
+STATES = list(itertools.product(PLACES, TRAINED, ATTEMPTS))
+
+
+def combinations(machines: int) -> Iterator[list[Report]]:
+    """All combinations of states, without the order of the machines, which differs from combination to combination."""
+    for number, states in enumerate(itertools.combinations_with_replacement(STATES, machines)):
+        turn = number % machines
+        ids = tuple(f"{name}:1" for name in NAMES[:machines])
+        reports = []
+        for name, (place, trained, attempt) in zip(NAMES, states[turn:] + states[:turn], strict=False):
+            step = PLACES[place]["step"]
+            tried = {"attempt": f"X{step}", "attempt_with": ids, "complete": attempt == "complete"}
+            reports.append(report(name, **PLACES[place] | TRAINED[trained] | (tried if attempt != "none" else {})))
+        yield reports
+
+
+def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> None:
+    by_id = {own.id: (own, decisions[own.name]) for own in reports if own.name in decisions}
+    top = max(own.step for own in reports)
+    for own, decision in by_id.values():
+        if decision.action in (Action.EXCHANGE, Action.BEGIN):
+            assert own in decision.machines and own.step == top
+            for other in decision.machines:  # nobody waits for a partner that does not come
+                theirs = by_id[other.id][1]
+                same = (theirs.action, theirs.machines, theirs.name, theirs.reuse, theirs.step)
+                assert same == (decision.action, decision.machines, decision.name, decision.reuse, decision.step)
+                assert (other.step, other.anchor) == (own.step, own.anchor)
+            for other in decision.heals:
+                theirs = by_id[other.id][1]
+                assert (theirs.action, theirs.source, theirs.step) == (Action.HEAL, own, decision.step)
+        if decision.action is Action.HEAL:  # the latest anchor wins
+            assert decision.source is not None and own in by_id[decision.source.id][1].heals
+            assert decision.source.step == top and decision.step >= own.step
+            assert (own.step, own.anchor) != (top, decision.source.anchor) or not own.participates
+        if decision.action is Action.COMMIT:  # nobody writes what another may not have
+            assert own.attempt and own.complete
+            for other in by_id.values():
+                if other[0].id in own.attempt_with and other[0].step == own.step:
+                    assert other[0].attempt == own.attempt and other[0].complete
+                    assert other[1].action is Action.COMMIT
+        settles = decision.action in (Action.COMMIT, Action.ABANDON, Action.ASK_AGAIN)
+        assert settles == any(other.attempt for other in reports)
+    if len({decision.action for _, decision in by_id.values()} & {Action.EXCHANGE, Action.BEGIN}) == 0:
+        assert any(other.attempt for other in reports)
+    participants = {decision.participants for _, decision in by_id.values() if decision.participants}
+    assert len(participants) <= 1, "the machines disagree about who trains the next round"
+
+
+def after(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[Report]:
+    """The reports of the next quorum, if everything succeeds."""
+    results = []
+    for own in reports:
+        decision = decisions[own.name]
+        changes: dict[str, Any] = {"number": own.number + 1}
+        if decision.action is Action.COMMIT:
+            changes |= {"step": own.step + 1, "anchor": own.step * 1000, "trained": False}
+        if decision.action in (Action.COMMIT, Action.ABANDON):
+            changes |= {"attempt": "", "attempt_with": (), "complete": False}
+        if decision.action in (Action.EXCHANGE, Action.BEGIN, Action.HEAL):
+            source = decision.source or own
+            anchor = source.anchor if decision.step == source.step else source.anchor + 10_000
+            changes |= {"step": decision.step, "anchor": anchor, "participates": True, "trained": True}
+        results.append(dataclasses.replace(own, **changes))
+    return results
+
+
+@pytest.mark.parametrize("machines", [1, 2, 3, 4])
+def test_every_combination_of_machines_decides_compatibly_and_ends_with_one_anchor(machines: int) -> None:
+    for reports in combinations(machines):
+        for _ in range(4):
+            decisions = all_decide(*reports)
+            assert_compatible(reports, decisions)
+            reports = after(reports, decisions)
+            if all(decision.step for decision in decisions.values()):
+                break
+        assert len({(own.step, own.anchor) for own in reports}) == 1, reports
+        assert all(own.trained and own.participates for own in reports)
+
+
+# ---- an exchange that is interrupted anywhere ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Machines with the contents of their anchors. `content` says which exchanges are in an anchor."""
+
+    reports: tuple[Report, ...]
+    content: tuple[str, ...]
+
+
+def meetings(count: int) -> Iterator[tuple[int, ...]]:
+    for size in range(1, count + 1):
+        yield from itertools.combinations(range(count), size)
+
+
+def outcomes(members: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """What may happen in an exchange: it may not have arrived everywhere, and then nobody confirms; or it has, and each
+    machine knows it or not."""
+    for incomplete in itertools.product(("incomplete", "complete"), repeat=len(members)):
+        if "incomplete" in incomplete:
+            yield incomplete
+    yield from itertools.product(("complete", "confirmed"), repeat=len(members))
+
+
+def test_an_exchange_that_is_interrupted_anywhere_leaves_one_anchor_for_each_step() -> None:
+    """Three machines exchange with every outcome; then any of them meet, in any order, some of them never. As long as
+    every meeting includes a machine of the one before, no step has two anchors on machines that train."""
+    for outcome in outcomes(range(3)):
+        start = []
+        for name, what in zip("abc", outcome, strict=True):
+            ids = ("a:1", "b:1", "c:1")
+            waiting = {"attempt": "X", "attempt_with": ids, "complete": what == "complete"}
+            confirmed = {"step": 6, "anchor": 6, "trained": False}
+            start.append(report(name, **(confirmed if what == "confirmed" else waiting)))
+        for first in meetings(3):
+            for second in meetings(3):
+                if not set(first) & set(second):
+                    continue
+                reports = list(start)
+                for meeting in (first, second, second, second, second):
+                    there = [reports[place] for place in meeting]
+                    decisions = all_decide(*there)
+                    assert_compatible(there, decisions)
+                    for place, now in zip(meeting, _after_x(there, decisions), strict=True):
+                        reports[place] = now
+                together = [reports[place] for place in second]
+                assert len({(own.step, own.anchor) for own in together}) == 1, (outcome, first, second)
+                if "confirmed" in outcome and any(outcome[place] == "confirmed" for place in {*first, *second}):
+                    assert all("X" in _history(own) for own in together), (outcome, first, second, together)
+
+
+def _history(own: Report) -> str:
+    return "X" if own.anchor % 10 == 6 else "?"
+
+
+def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[Report]:
+    """As `after`, but the anchor keeps whether X is in it: 6 in its last place. A later exchange adds 10."""
+    results = []
+    for own in reports:
+        decision = decisions[own.name]
+        changes: dict[str, Any] = {"number": own.number + 1}
+        if decision.action is Action.COMMIT:
+            changes |= {"step": own.step + 1, "anchor": 6, "trained": False}
+        if decision.action in (Action.COMMIT, Action.ABANDON):
+            changes |= {"attempt": "", "attempt_with": (), "complete": False}
+        if decision.action in (Action.EXCHANGE, Action.BEGIN, Action.HEAL):
+            source = decision.source or own
+            anchor = source.anchor if decision.step == source.step else source.anchor + 10
+            changes |= {"step": decision.step, "anchor": anchor, "participates": True, "trained": True}
+        results.append(dataclasses.replace(own, **changes))
+    return results
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reports, expected",
+    [
+        pytest.param([report("a")], {"a": "EXCHANGE"}, id="alone"),
+        pytest.param([new("a"), new("b")], {"a": "BEGIN", "b": "BEGIN"}, id="they begin together"),
+        pytest.param([new("a"), new("b", anchor=2)], {"a": "BEGIN", "b": "HEAL"}, id="with other weights"),
+        pytest.param(
+            [report("a", step=0, anchor=1), new("b")], {"a": "EXCHANGE", "b": "HEAL"}, id="who joins round 0 heals"
+        ),
+        pytest.param(
+            [new("a", anchor=2), report("b", step=0, anchor=1)], {"a": "HEAL", "b": "EXCHANGE"}, id="sorts first"
+        ),
+        pytest.param([report("a"), new("b", step=7, anchor=7)], {"a": "HEAL", "b": "BEGIN"}, id="a later checkpoint"),
+        pytest.param(
+            [report("a", trained=False, anchor=9), report("b"), report("c", anchor=9, trained=False)],
+            {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL"},
+            id="an anchor with which a machine has trained goes before others",
+        ),
+        pytest.param(
+            [report("a", anchor=9), report("b"), report("c")],
+            {"a": "HEAL", "b": "EXCHANGE", "c": "EXCHANGE"},
+            id="the anchor of more machines goes before others",
+        ),
+        pytest.param(
+            [report("a"), report("b", trained=False)], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="b has missed the round"
+        ),
+        pytest.param([report("a", min_machines=2), report("b", left=True)], {"a": "WAIT"}, id="b has left"),
+        pytest.param(
+            [report("a", min_machines=1), report("b", min_machines=3)],
+            {"a": "WAIT", "b": "WAIT"},
+            id="the largest min_machines counts",
+        ),
+        pytest.param(
+            [report("a", signature={"hook": "x"}), new("b", signature={"hook": "y"})],
+            {"a": "EXCHANGE", "b": "REFUSED"},
+            id="another hook",
+        ),
+        pytest.param(
+            [new("a", signature={"hook": "x"}), new("b", signature={"hook": "y"}), new("c", signature={"hook": "x"})],
+            {"a": "BEGIN", "b": "REFUSED", "c": "BEGIN"},
+            id="of machines that begin together the first stays, and who matches it",
+        ),
+        pytest.param(
+            [report("a", signature={"hook": "x"}), report("b", signature={"hook": "y"})],
+            {"a": "EXCHANGE", "b": "EXCHANGE"},
+            id="two runs at one lighthouse",
+        ),
+        pytest.param(
+            [report("a"), new("b", unexplained=2)], {"a": "EXCHANGE", "b": "REFUSED"}, id="no exchange ever succeeds"
+        ),
+        pytest.param(
+            [report("a", unexplained=2), new("b", unexplained=1)], {"a": "EXCHANGE", "b": "HEAL"}, id="one failure"
+        ),
+        pytest.param(
+            [report("a", unreachable=("c:1",)), report("b", unreachable=("c:1",)), report("c")],
+            {"a": "EXCHANGE", "b": "EXCHANGE", "c": "WAIT"},
+            id="nobody reaches c",
+        ),
+        pytest.param(
+            [report("a", unreachable=("b:1", "c:1")), report("b"), report("c")],
+            {"a": "WAIT", "b": "EXCHANGE", "c": "EXCHANGE"},
+            id="a reaches nobody, though it sorts first",
+        ),
+        pytest.param(
+            [report("b", unreachable=("a:1",)), new("a")], {"b": "EXCHANGE", "a": "WAIT"}, id="of two, the newcomer"
+        ),
+        pytest.param(
+            [report("a", unreachable=("c:1",)), report("b")], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="c is gone"
+        ),
+    ],
+)
+def test_a_quorum(reports: list[Report], expected: dict[str, str]) -> None:
+    assert actions(*reports) == expected
+    assert actions(*reversed(reports)) == expected, "the order of the reports counts"
+
+
+def test_connections_are_used_again_only_if_all_hold_them() -> None:
+    """A machine that has connected with others in between reports another name, or none."""
+    first = decide([report("a"), report("b")], "a:1")
+    assert not first.reuse
+    held = {"connection": first.name, "number": 9}
+    assert decide([report("a", **held), report("b", **held)], "a:1").reuse
+    for other in ({"connection": ""}, {"connection": "x"}):
+        reports = [report("a", **held), report("b", **held | other)]
+        assert not any(decide(reports, own.id).reuse for own in reports)
+    assert not decide([report("a", **held)], "a:1").reuse, "b was among them"
+
+
+def test_no_two_quorums_give_the_same_name() -> None:
+    numbers = itertools.product(range(3), repeat=2)
+    found = {decide([report("a", number=x), report("b", number=y)], "a:1").name for x, y in numbers}
+    assert len(found) == 9
+
+
+def test_a_machine_that_fails_to_heal_asks_another_one_and_does_not_count() -> None:
+    sources = set()
+    for failed in range(2):
+        reports = [report("a"), report("b"), new("c", failed_heals=failed)]
+        decisions = all_decide(*reports)
+        source = decisions["c"].source
+        assert source is not None
+        sources.add(source.name)
+        assert names(decisions["a"].participants) == ("ab" if failed else "abc")
+        assert_compatible(reports, {name: dataclasses.replace(x, participants=()) for name, x in decisions.items()})
+    assert sources == {"a", "b"}
+
+
+def test_who_is_left_out_is_told_why() -> None:
+    decision = decide([report("a", unreachable=("b:1",)), new("b")], "b:1")
+    assert decision.reason == "b does not take part, because a cannot connect with b (b is at 10.0.0.1:98)"
+
+
+@pytest.mark.parametrize("local", ["127.0.0.1", "127.0.1.1", "[::1]"])
+def test_a_loopback_address_is_refused_beside_another_host(local: str) -> None:
+    here, there = {"servers": (f"{local}:1",)}, {"servers": ("[fd00::2]:1",)}
+    for newcomer, elder in ((here, there), (there, here)):
+        reports = [report("a", **elder), new("b", **newcomer)]
+        assert actions(*reports) == {"a": "EXCHANGE", "b": "REFUSED"}
+        culprit = "b" if newcomer is here else "a"
+        assert f"start {culprit} with TORCHFT_LIGHTHOUSE set to" in decide(reports, "b:1").reason
+    assert actions(report("a", **here), new("b", **here)) == {"a": "EXCHANGE", "b": "HEAL"}
+
+
+def test_a_second_machine_of_the_same_name_waits() -> None:
+    twin = dataclasses.replace(new("b"), id="a:2")
+    assert decide([report("a"), twin], "a:2").reason == "a waits for another machine of this name to end"
+    assert names(decide([report("a"), twin], "a:1").participants) == "a"
+
+
+# ---- what comes from outside -----------------------------------------------------------------------------------------
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    own = report("a", signature={"hook": "x"}, unreachable=("b:1",), attempt="X", attempt_with=("a:1",), complete=True)
+    assert read("a:1", json.loads(json.dumps(own.to_json()))) == own
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"commhooks": None},
+        {"id": "b:1"},
+        {"step": -1},
+        {"step": 1.5},
+        {"step": True},
+        {"servers": []},
+        {"servers": "10.0.0.1:1"},
+        {"servers": [1]},
+        {"signature": {"hook": 1}},
+        {"signature": None},
+        {"complete": 1},
+        {"attempt": None},
+        {"left": "no"},
+    ],
+)
+def test_what_is_no_report_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(NotAReport, match="'a:1'"):
+        read("a:1", report("a").to_json() | changes)
+
+
+@pytest.mark.parametrize("content", [None, {}, {"step": 1}, "text", [1], {"commhooks": "1"}])
+def test_another_job_is_no_report(content: object) -> None:
+    with pytest.raises(NotAReport, match="'a:1' of another job"):
+        read("a:1", content)
+
+
+def test_another_version_is_refused_by_name() -> None:
+    signature = {"protocol between machines": str(VERSION)}
+    elder = read("a:1", {"commhooks": VERSION + 1, "participates": True, "new": [1]})
+    decision = decide([elder, new("b", signature=signature)], "b:1")
+    assert decision.action is Action.REFUSED
+    assert f"another protocol between machines than machine a ({VERSION} and {VERSION + 1})" in decision.reason

@@ -1,0 +1,222 @@
+"""What machines and a real lighthouse of torchft do together, in one process: quorums, leaving, hanging, strangers."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchft", reason="torchft is not installed")
+
+from torchft.coordination import LighthouseClient, LighthouseServer
+
+from commhooks.members.lighthouse import Lighthouse
+from commhooks.members.lines import Lines
+from commhooks.members.peers import Connections
+from commhooks.members.report import Report
+from commhooks.members.state_server import StateServer
+from commhooks.members.steps import read_all
+
+DEAD_S = 5.0
+
+
+class Simulated:
+    """The lighthouse client and state server of a machine, in this process."""
+
+    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+        self.id, self.number = f"{name}:1", 0
+        self.lighthouse = Lighthouse(address, self.id, "127.0.0.1:1", timeout_s, Lines(logs=True))
+        heartbeats = self.lighthouse.heartbeats
+        self.server = StateServer("127.0.0.1", 60.0, lambda: {"id": self.id}, heartbeats.waited_for)
+        self.passes = 0
+        heartbeats.passes = lambda: self.passes
+
+    def ask(self, limit_s: float | None = 20.0) -> list[Report] | None:
+        self.number += 1
+        report = Report(id=self.id, number=self.number, servers=(self.server.address,))
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        quorum = self.lighthouse.quorum(report, deadline)
+        if quorum is None:
+            return None
+        reports, _ = read_all(quorum)
+        self.lighthouse.seen(reports)
+        return reports
+
+    def close(self) -> None:
+        self.lighthouse.close()
+        self.server.close()
+
+
+@pytest.fixture
+def machine() -> Iterator[Callable[..., Simulated]]:
+    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=60_000, quorum_tick_ms=50)
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    made: list[Simulated] = []
+
+    def new(name: str, timeout_s: float = 60.0) -> Simulated:
+        made.append(Simulated(address, name, timeout_s))
+        return made[-1]
+
+    new.address = address  # type: ignore[attr-defined]
+    yield new
+    for each in made:
+        each.close()
+    server.shutdown()
+
+
+def together(*machines: Simulated) -> list[list[Report] | None]:
+    answers: list[Any] = [None] * len(machines)
+
+    def run(place: int, each: Simulated) -> None:
+        answers[place] = each.ask()
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(machines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def names(reports: list[Report] | None) -> str:
+    return "".join(sorted(report.name + "!" * report.left for report in reports or []))
+
+
+def test_all_get_the_same_quorum(machine: Callable[..., Simulated]) -> None:
+    a, b = machine("a"), machine("b")
+    time.sleep(0.7)  # the lighthouse has heard of both
+    assert list(map(names, together(a, b))) == ["ab", "ab"]
+
+
+def test_nobody_waits_for_a_machine_that_has_left(machine: Callable[..., Simulated]) -> None:
+    """Not in any of the next quorums, while the lighthouse still takes it for alive."""
+    a, b, c = machine("a"), machine("b"), machine("c")
+    time.sleep(0.7)
+    assert list(map(names, together(a, b, c))) == ["abc"] * 3
+    b.lighthouse.close()
+    b.server.close()
+    began = time.monotonic()
+    for _ in range(4):
+        assert list(map(names, together(a, c))) == ["ab!c", "ab!c"]
+    assert time.monotonic() - began < 2.0 < DEAD_S
+
+
+def test_a_machine_that_has_left_is_forgotten_when_rounds_are_long(machine: Callable[..., Simulated]) -> None:
+    a, b = machine("a"), machine("b")
+    time.sleep(0.7)
+    together(a, b)
+    b.lighthouse.close()
+    time.sleep(DEAD_S + 0.5)
+    assert names(a.ask()) == "a"
+
+
+def test_a_machine_whose_training_does_not_move_is_left_out(
+    machine: Callable[..., Simulated], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its heartbeats go on, and the lighthouse gives no quorum to one of two."""
+    a, b = machine("a", 1.0), machine("b", 1.0)
+    time.sleep(0.7)
+    together(a, b)
+    began = time.monotonic()
+    assert names(a.ask(30.0)) == "a"
+    assert time.monotonic() - began < 1.0 + DEAD_S + 4.0
+    assert "the others go on without this machine, whose training has not moved for" in caplog.text
+    back = threading.Thread(target=b.ask)
+    back.start()
+    while names(a.ask()) != "ab":  # with its next request
+        assert time.monotonic() - began < 20
+    back.join()
+
+
+def test_a_machine_whose_training_moves_is_waited_for(machine: Callable[..., Simulated]) -> None:
+    a, b = machine("a", 2.0), machine("b", 2.0)
+    time.sleep(0.7)
+    together(a, b)
+    moving = threading.Event()
+
+    def move() -> None:
+        while not moving.wait(0.1):
+            b.passes += 1
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    assert a.ask(DEAD_S + 3.0) is None, "the time is over"
+    moving.set()
+    thread.join()
+
+
+def test_what_another_job_sends_is_ignored(machine: Callable[..., Simulated]) -> None:
+    a = machine("a")
+    contents: list[Any] = [None, {"commhooks": "x"}, {"step": 1, "record": {}}]
+    for number, content in enumerate(contents):
+        client = LighthouseClient(machine.address, timedelta(seconds=5))  # type: ignore[attr-defined]
+        ask = {"address": "x", "store_address": "y", "step": 3, "world_size": 1, "data": content}
+        threading.Thread(target=_quorum_of, args=(client, f"other_{number}:9", ask)).start()
+    time.sleep(0.5)
+    report = Report(id=a.id, servers=(a.server.address,))
+    quorum = a.lighthouse.quorum(report, time.monotonic() + 20)
+    assert quorum is not None
+    reports, strangers = read_all(quorum)
+    assert reports == [report]
+    assert strangers == [f"'other_{number}:9' of another job" for number in range(len(strangers))]
+
+
+def _quorum_of(client: Any, id: str, ask: dict[str, Any]) -> None:
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the lighthouse ends
+        client.quorum(id, timedelta(seconds=20), **ask)
+
+
+def connections(name: str, timeout_s: float = 20.0, status: Any = None) -> tuple[Connections, StateServer, Report]:
+    import torch
+
+    made = Connections(f"{name}:1", 0, torch.device("cpu"), timeout_s)
+    server = StateServer("127.0.0.1", 60.0, status or made.status)
+    return made, server, Report(id=f"{name}:1", servers=(server.address,), store=server.address)
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        ({"id": "b:1", "failed": ["X"]}, "b has given up to connect"),
+        ({"id": "b:1", "number": 1}, "b has asked for the machines again"),
+        ({"id": "c:1", "connecting": "X"}, "b at .* does not answer"),
+        ({"id": "b:1", "connecting": "Y"}, "b did not come to connect"),
+    ],
+)
+def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: str) -> None:
+    """A machine knows at once that another one will not connect, and waits for one that may only until the limit. No
+    thread stays behind in native code."""
+    a, server, own = connections("a")
+    _, other, report = connections("b", status=lambda: status)
+    threads = set(threading.enumerate())
+    began = time.monotonic()
+    with pytest.raises(OSError, match=sentence):
+        a.connect([own, report], "X", 1.0)
+    assert time.monotonic() - began < 3.0
+    assert not {each for each in set(threading.enumerate()) - threads if "process_request" not in each.name}
+    answers = a.all_answer([own, report])
+    assert answers == ("c:1" not in status.values()) and (report.id in a.unreachable) == (not answers)
+    for each in (server, other):
+        each.close()
+    a.close()
+
+
+def test_a_machine_that_answers_again_is_no_longer_unreachable() -> None:
+    current = {"id": "c:1"}
+    a, server, own = connections("a")
+    _, other, report = connections("b", status=lambda: current)
+    assert not a.all_answer([own, report]) and "b:1" in a.unreachable
+    current["id"] = "b:1"
+    deadline = time.monotonic() + 10
+    while a.unreachable:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not a.all_answer([own, report], ["b:1"]), "its store did not answer"
+    a.forget([own])
+    assert not a.unreachable
+    for each in (server, other):
+        each.close()
+    a.close()

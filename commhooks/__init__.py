@@ -5,7 +5,7 @@
 The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_comm_hooks`, function by function.
 """
 
-import importlib
+import sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -18,7 +18,9 @@ else:
     def __getattr__(name):
         # torch takes seconds to import, and the commands need it only when they run.
         if not (name.startswith("__") and name != "__all__"):
-            public = importlib.import_module("commhooks.public")
+            import commhooks.public  # noqa: F401
+
+            public = sys.modules["commhooks.public"]  # during a circular import it is not yet an attribute of commhooks
             if name == "__all__" or name in public.__all__:
                 return globals().setdefault(name, getattr(public, name))
             if name in globals():  # the import also sets subpackages
@@ -26,4 +28,4 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "importlib"})
+        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "sys"})

@@ -1,7 +1,6 @@
 """The public names. The first access to one of them in `commhooks` imports this module, and with it torch; the first
 access to one of torch's names imports `commhooks.ddp_comm_hooks`, and with it PowerSGD."""
 
-import importlib
 from typing import TYPE_CHECKING
 
 from commhooks.auto.options import Auto
@@ -95,7 +94,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name in __all__:
-            package = importlib.import_module("commhooks.ddp_comm_hooks")
+            import commhooks.ddp_comm_hooks as package
+
             for module in (package.debugging_hooks, package.default_hooks, package.powerSGD_hook):
                 if hasattr(module, name):
                     return getattr(module, name)

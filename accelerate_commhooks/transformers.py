@@ -146,9 +146,9 @@ class CommHookTrainerMixin(_Base):
             self.model_wrapped = model
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if self.comm_hook is not None:
-                self.comm_hook.quiet()
+                self.comm_hook.failed(error)
             raise
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -51,6 +51,10 @@ def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *
         raise kind(f"{place}: {error}" + (f". {remedy}" if remedy and damaged else "")) from error
 
 
+MOST_LISTED = 8
+"""How many numbers of a list a message shows."""
+
+
 def shown(value: object) -> str:
     """Return a `repr` of at most about 100 characters, or the type's name if `repr` raises (an int of 5,000 digits, a
     list 100,000 levels deep)."""
@@ -59,6 +63,13 @@ def shown(value: object) -> str:
     except Exception:
         return f"a {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:90]}... ({type(value).__name__})"
+
+
+def listed(values: Iterable[object], separator: str = ", ") -> str:
+    """Join the first eight values for a message, which names the number of the others: a run may have 1,000 ranks."""
+    texts = [str(value) for value in values]
+    more = f" and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
+    return separator.join(texts[:MOST_LISTED]) + more
 
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:

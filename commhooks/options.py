@@ -4,6 +4,7 @@ OmegaConf checks and converts each value. Options have the names that torch's ho
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -138,15 +139,15 @@ class HookConfig:
 
 def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
     """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a number or bool is
-    parsed as YAML, because the environment and flags pass text. An int for a bool is an error, although OmegaConf would
-    convert it.
+    parsed as YAML, because the environment and flags pass text. Numbers and bools of numpy are taken as Python's. An
+    int for a bool is an error, although OmegaConf would convert it.
 
     Args:
         where: argument, key path or option, for the message.
         hint: bool, int, float, str, list[str], dict[str, Any], or a union of these with None.
         expected: the expected value in words, for the message; "": the type.
     """
-    value, kinds = plain(where, value), _members(hint)
+    value, kinds = as_python(plain(where, value)), _members(hint)
     try:
         read = list(value) if isinstance(value, tuple) else value  # OmegaConf 2.3 takes no tuple
         if isinstance(value, str) and value.strip() and not {bool, int, float}.isdisjoint(kinds):
@@ -160,6 +161,12 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
         return plain(where, holder.value)
     except Exception:  # OmegaConf and PyYAML raise many types, also OverflowError and UnicodeError
         raise invalid(where, value, expected or " or ".join(map(_in_words, kinds))) from None
+
+
+def as_python(value: Any) -> Any:
+    """Return a scalar of numpy, such as `np.int64(2)` or `np.bool_(True)`, as Python's; anything else as it is."""
+    numpy = sys.modules.get("numpy")  # if nobody has imported it, `value` is not of it
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def check_choice(where: str, value: object, choices: Collection[object]) -> None:

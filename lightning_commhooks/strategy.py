@@ -120,6 +120,8 @@ class HookedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._comm_hook is not None:
+            self._comm_hook.failed(exception)
         # After SIGTERM Lightning raises a SystemExit between two batches.
         if self._comm_hook is not None and self._trainer.received_sigterm and isinstance(exception, SystemExit):
             if (members := self._comm_hook.members) is not None:

@@ -21,7 +21,15 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from commhooks.checkpoint.payload import check_count, check_header, check_learned, check_tensor, damaged
+from commhooks.checkpoint.payload import (
+    check_count,
+    check_header,
+    check_learned,
+    check_tensor,
+    damaged,
+    inexact,
+    why_inexact,
+)
 from commhooks.comm.collectives import gather_bytes, gather_rows
 from commhooks.errors import PayloadError, shown
 from commhooks.gradients.names import by_own_names
@@ -155,7 +163,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     payload = fitted_to_shard(shards, source)
     kept = {key: tensors for key, tensors in state.items() if key != REST}
     if rest.get("exact") is not True:
-        payload["exact"] = False
+        payload = inexact(payload, next(filter(None, map(why_inexact, shards)), ""))
         if "parameters" in payload:
             payload |= {"residual": "none", "residual_ranks": []}
             payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count, check_learned, check_range, damaged
+from commhooks.checkpoint.payload import (
+    COUNTERS,
+    FLOATS,
+    INEXACT_BECAUSE,
+    VERSION,
+    check_count,
+    check_learned,
+    check_range,
+    damaged,
+    why_inexact,
+)
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import Failure, JointSave, pieces
 from commhooks.compressors.base import RESIDUAL, Compressor
@@ -35,14 +45,14 @@ class Contribution:
     Attributes:
         kind: "mean", "per_rank" or "none".
         residuals: per parameter a flat tensor, or a list with one tensor per rank in `ranks`.
-        exact: whether a run that resumes from the payload continues exactly as this run.
+        inexact: why a run that resumes from the payload does not continue exactly as this run; "" if it does.
         shares: whether each rank has residuals for a share of the parameters only.
     """
 
     kind: str = "none"
     ranks: list[int] = field(default_factory=list)
     residuals: Mapping[str, torch.Tensor | list[torch.Tensor]] = field(default_factory=dict)
-    exact: bool = True
+    inexact: str = ""
     shares: bool = False
 
 
@@ -88,7 +98,7 @@ class LearnedStateCheckpointer:
             if not mid_commit:
                 body.enter_context(session.held.settled())
             if residual == "drop":
-                local = Contribution(exact=not mid_commit)
+                local = Contribution(inexact=self._mid_commit if mid_commit else "")
             else:
                 local = self._residuals_for(
                     residual, mid_commit=mid_commit, gather=gather, joint=joint, limit_s=limit_s
@@ -129,7 +139,8 @@ class LearnedStateCheckpointer:
             COUNTERS: self._session.counters.cumulative(),
             "world_size": self._world_size,
             "loss_scale": float(state.loss_scale),
-            "exact": local.exact,
+            "exact": not local.inexact,
+            **({INEXACT_BECAUSE: local.inexact} if local.inexact else {}),
             "residual": local.kind,
             "residual_ranks": list(local.ranks),
             **({"residual_shares": True} if local.shares else {}),
@@ -199,14 +210,11 @@ class LearnedStateCheckpointer:
         if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
             # The rank that saved this file may have had no residuals, because it owned no compressed parameter.
             state.local_missing |= not self._is_of(payload)
-        if payload["residual"] == "none" and payload["exact"] is False and state.local:
-            state.local_missing = state.missing_was_said = True
-            if self._is_logging_rank:
-                logger.warning(
-                    "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
-                    "without residuals. Training resumes from residuals of zero; step and Q are kept.",
-                    payload["hook"],
-                )
+        if payload["exact"] is False:
+            lost = payload["residual"] == "none" and bool(state.local)
+            if lost:
+                state.local_missing = state.missing_was_said = True
+            self._warn_of_inexact(payload, lost=lost)
         if state.local_missing:
             state.forget_local()
         if not state.local:
@@ -219,6 +227,18 @@ class LearnedStateCheckpointer:
                 }
                 state[each.key].update(copies)
         return state
+
+    def _warn_of_inexact(self, payload: dict[str, Any], *, lost: bool) -> None:
+        if self._is_logging_rank:
+            reason = why_inexact(payload)
+            logger.warning(
+                "the saved state of hook %s is marked inexact%s. %s",
+                payload["hook"],
+                f", because {reason}" if reason else "",
+                "It is loaded without residuals, which start from zero; step and Q are kept."
+                if lost
+                else "The run does not go on exactly as the run that saved it.",
+            )
 
     def _compare(self, parameters: dict[str, Any], strict: bool) -> list[str]:
         problems, known = {}, self._parameters
@@ -326,8 +346,8 @@ class LearnedStateCheckpointer:
         """Collect the residuals. All ranks must call this, unless `joint` is false or each rank saves its own.
         `mid_commit`: whether a commit is currently writing the state."""
         state, everyone = self._session.state, list(range(self._world_size))
-        missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
-        missing = "they were being written at that moment" if mid_commit else missing
+        missing = f"rank {self._rank} has lost its residuals" if state.local_missing else ""
+        missing = self._mid_commit if mid_commit else missing
         # A loaded payload without residuals concerns all ranks; a failed commit concerns only this rank.
         failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
         if residual == "per_rank" and not gather:
@@ -347,7 +367,7 @@ class LearnedStateCheckpointer:
         if alike:
             failure = saver.of_all_shards(None) if joint and saver is not None else None
         elif not joint:
-            failure = failure or Failure("this rank saves on its own", self._rank == 0)
+            failure = failure or Failure(f"rank {self._rank} saved on its own", self._rank == 0)
         elif saver is None:
             failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
         else:
@@ -409,7 +429,11 @@ class LearnedStateCheckpointer:
                 self.step,
                 failure.reason,
             )
-        return Contribution(exact=False)
+        return Contribution(inexact=failure.reason)
+
+    @property
+    def _mid_commit(self) -> str:
+        return f"rank {self._rank} was committing a step at that moment"
 
     def _take_over(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         session = self._session

@@ -28,6 +28,9 @@ COUNTERS = "counters"
 """The key of the saving rank's counters."""
 REPLICAS_EQUAL = "replicas_equal"
 """This key is False in payloads of hooks that average nothing, and missing in others."""
+INEXACT_BECAUSE = "inexact_because"
+"""The key of the reason why `exact` is False. Missing if it is True, and in older payloads."""
+_LONGEST_REASON = 500  # characters in a message
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
 _LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
@@ -66,6 +69,8 @@ def check_learned(payload: dict[str, Any]) -> None:
         raise damaged(f"'loss_scale' is {shown(scale)}, not a positive number that float32 holds")
     if type(payload.get("exact")) is not bool:
         raise damaged(f"'exact' is {shown(payload.get('exact'))}, not True or False")
+    if type(payload.get(INEXACT_BECAUSE, "")) is not str:
+        raise damaged(f"{INEXACT_BECAUSE!r} is {shown(payload[INEXACT_BECAUSE])}, not a text")
     kind, ranks = payload.get("residual"), payload.get("residual_ranks")
     if type(kind) is not str or kind not in ("mean", "per_rank", "none"):
         raise damaged(f"'residual' is {shown(kind)}")
@@ -86,6 +91,17 @@ def check_learned(payload: dict[str, Any]) -> None:
             too_large = key == "batched_q" and _largest(tensor) > torch.finfo(torch.float32).max
             if key == "batched_q" and (tensor.dim() != 2 or tensor.shape[0] < 1 or too_large):
                 raise damaged(f"batched_q[{shown(name)}] is not a matrix of float32 numbers")
+
+
+def inexact(payload: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Return `payload` marked as inexact. `reason` continues a sentence after "because"."""
+    return payload | {"exact": False, INEXACT_BECAUSE: reason}
+
+
+def why_inexact(payload: dict[str, Any]) -> str:
+    """Return the reason in a checked payload, for a message, as printable characters; "" if it has none."""
+    reason = " ".join(payload.get(INEXACT_BECAUSE, "").split())[:_LONGEST_REASON].rstrip(".")
+    return "".join(each if each.isprintable() else "?" for each in reason)
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:

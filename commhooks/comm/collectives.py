@@ -6,15 +6,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
-from commhooks.comm.groups import TAG, backend_of, lost_ranks
-from commhooks.errors import CommHookError, HookRunError, logger_of
-from commhooks.gradients.torch_private import sparse_values
+from commhooks.comm.groups import CPU, TAG, backend_of, described_lost, lost_ranks
+from commhooks.errors import CommHookError, HookRunError, listed, logger_of
+from commhooks.gradients.torch_private import sparse_values, timeout_of
 
 logger = logger_of(__name__)
 
@@ -74,12 +75,16 @@ class Send:
         return -(-whole // 2)
 
 
+_AT_ONCE = timedelta(milliseconds=1)
+"""A timeout for what should be there already; zero would mean the timeout of the group (torch 2.13)."""
+
+
 class MessageWork:
     """Holds the messages of one collective. `in_flight` keeps it alive until `wait` has returned."""
 
-    def __init__(self, in_flight: set["MessageWork"]) -> None:
+    def __init__(self, in_flight: set["MessageWork"], limit: timedelta | None) -> None:
         self.works: list[dist.Work] = []
-        self._in_flight = in_flight
+        self._in_flight, self._limit = in_flight, limit
         in_flight.add(self)
 
     def post(self, work: dist.Work | None) -> None:
@@ -87,9 +92,14 @@ class MessageWork:
             self.works.append(work)
 
     def wait(self) -> None:
-        """Wait until all messages to this rank have arrived and its own messages have been handed to the network."""
+        """Wait until all messages to this rank have arrived and its own messages have been handed to the network. All
+        of this together may take the timeout of the group, as with any other collective."""
+        began = time.monotonic()
         for work in self.works:
-            work.wait()
+            if self._limit is None:
+                work.wait()
+            else:
+                work.wait(max(self._limit - timedelta(seconds=time.monotonic() - began), _AT_ONCE))
         self._in_flight.discard(self)
 
 
@@ -126,7 +136,7 @@ class PointToPoint:
         here, size = group.rank(), group.size()
         self._groups.add(group)
         before = [(here - distance) % size for distance in range(1, size)]
-        messages = MessageWork(self.in_flight(group))
+        messages = MessageWork(self.in_flight(group), timeout_of(group, CPU))
         for other in before:
             if arriving[other].numel():
                 messages.post(dist.irecv(arriving[other], group=group, group_src=other, tag=TAG))
@@ -281,7 +291,7 @@ def _gather_different(
         work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
         return work
     # gloo only gathers equal sizes.
-    broadcasts = MessageWork(set())
+    broadcasts = MessageWork(set(), timeout_of(group, own.device))
     parts[group.rank()].copy_(own)
     for rank, part in enumerate(parts):
         if part.numel():
@@ -371,8 +381,7 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
     few seconds (`lost_ranks`)."""
     lost = lost_ranks(group, error)
     if lost:
-        who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
-        why = f"{who} {', '.join(map(str, lost))} {verbs}; look at the output there"
+        why = f"{described_lost(lost)}; look at the output there"
     else:
         why = "another rank has probably ended, hangs, or sends something else; look at the output of the other ranks"
     place = f"rank {group.rank()} of {group.size()}"
@@ -427,7 +436,7 @@ def on_all_shards(
     failed = [rank for rank, row in enumerate(table) if row[0]]
     if failed:
         raise otherwise(
-            f"the ranks that hold other shards of the model have failed: ranks {failed} of the sharding group. Look at "
-            "their errors"
+            "the ranks that hold other shards of the model have failed: "
+            f"ranks [{listed(failed)}] of the sharding group. Look at their errors"
         )
     return result[0], [row[1:] for row in table]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import AttachError, HookRunError
+from commhooks.errors import AttachError, HookRunError, listed
 from commhooks.gradients.torch_private import groups_here, is_torchcomms, store_of, timeout_of
 
 TAG = 2**30
@@ -161,6 +161,21 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     if found:
         _LOST[group] = found
     return found
+
+
+def note_lost_ranks(error: BaseException, group: dist.ProcessGroup) -> None:
+    """Add to an error of gloo, raised by another collective than a hook's, which ranks have ended or hang. Afterwards
+    `group` cannot be used any more."""
+    if isinstance(error, RuntimeError) and not isinstance(error, HookRunError) and "gloo" in str(error):
+        lost = lost_ranks(group, error)
+        note = f"commhooks: {described_lost(lost)}; look at the output there"
+        if lost and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(note)
+
+
+def described_lost(lost: Sequence[int]) -> str:
+    who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
+    return f"{who} {listed(lost)} {verbs}"
 
 
 def _is_closed(other: int, group: dist.ProcessGroup) -> bool:

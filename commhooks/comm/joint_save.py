@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import gather_rows
+from commhooks.comm.collectives import gather_rows, gather_texts
 from commhooks.comm.groups import GLOO_INTERFACE
-from commhooks.errors import HookRunError
+from commhooks.errors import HookRunError, listed
 from commhooks.gradients.torch_private import address_key, store_of
 
 PIECE_NUMEL = 1 << 22
@@ -52,7 +52,7 @@ class JointSave:
         size: int,
         nonce: int,
         shards: Callable[[], dist.ProcessGroup] | None = None,
-        device: torch.device | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self._ranks, self._rank, self._size, self._nonce = group, rank, size, nonce
         self._shards, self._device = shards, device
@@ -93,7 +93,7 @@ class JointSave:
             None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
             another rank.
         """
-        self._limit = timedelta(seconds=limit_s)
+        self._limit = timedelta(seconds=float(limit_s))
         try:
             self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
             if refusal:
@@ -113,9 +113,13 @@ class JointSave:
             return failure
         group = self._shards()
         own = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
-        failed = gather_rows(own, group, None, "the joint save of all shards (save on every rank, or on none)")
+        what = "the joint save of all shards (save on every rank, or on none)"
+        failed = gather_rows(own, group, None, what)
+        if not failed.any():
+            return None
+        reasons = gather_texts("" if failure is None else failure.reason, group, self._device, what)
         if failure is None:
-            return Failure("the ranks with another shard have failed", logged_here=False) if failed.any() else None
+            return Failure(next(filter(None, reasons)), logged_here=False)
         return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -193,7 +197,7 @@ class JointSave:
                 passes = sorted({each for each, _, _ in votes}, key=lambda each: int(each or 0))
                 verdict = _OWN_GROUP if all(group == _OWN_GROUP for _, _, group in votes) else "all"
                 if len(passes) > 1:
-                    verdict = f"0 the ranks have made {' and '.join(passes)} backward passes"
+                    verdict = f"0 the ranks have made {listed(passes, ' and ')} backward passes"
             decision = store.compare_set("decision", "", verdict) if verdict else store.get("decision")
         except RuntimeError:  # the process that hosts the store has ended
             return Failure(late, logged_here=True), False

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import gather_texts
 from commhooks.comm.groups import new_group
-from commhooks.errors import AttachError, logger_of
+from commhooks.errors import AttachError, listed, logger_of
 from commhooks.gradients.source import held_weakly
 
 logger = logger_of(__name__)
@@ -84,8 +84,8 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     sizes = [len(each) for each in members]
     if len(set(sizes)) > 1:
         raise AttachError(
-            f"ranks_per_node={ranks_per_node!r}: the nodes have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} "
-            "ranks, and a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
+            f"ranks_per_node={ranks_per_node!r}: the nodes have {listed(sizes, ' and ')} ranks, and "
+            "a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
             "between all ranks"
         )
     if len(members) == 1 or sizes[0] == 1:

@@ -99,7 +99,7 @@ class PowerSGDState:
         self.process_group = process_group
         names = [option.name for option in dataclasses.fields(PowerSGD)]
         options = PowerSGD(**{name: given[name] for name in names if name in given})
-        if not isinstance(start_powerSGD_iter, int):
+        if not isinstance(options.start_powerSGD_iter, int):
             raise HookConfigError(
                 f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of steps (int). "
                 "A fraction of the run can be given to commhooks.attach, which takes the length of the run"

@@ -22,7 +22,7 @@ from commhooks.engine.buckets import KnownBuckets
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
 from commhooks.engine.reduction import FLAT, FlatReduction
 from commhooks.engine.state import HeldState
-from commhooks.errors import HookRunError, logger_of
+from commhooks.errors import HookRunError, listed, logger_of
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
@@ -205,14 +205,14 @@ def _check_configurations(configurations: list[int]) -> None:
         groups = sorted({tuple(r for r, c in enumerate(configurations) if c == value) for value in configurations})
         raise HookRunError(
             "the ranks run different hooks, options or models: "
-            + " differ from ".join(f"ranks {list(ranks)}" for ranks in groups)
+            + " differ from ".join(f"ranks [{listed(ranks)}]" for ranks in groups)
             + ". Give every rank the same hook, options, wrapper and model"
         )
 
 
 def _check_steps(steps: list[int], of: str = "") -> None:
     if len(set(steps)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
+        by_rank = listed(f"rank {rank}: {step}" for rank, step in enumerate(steps))
         raise HookRunError(
             f"the ranks are at different steps of the hook: {by_rank}{of}. Load the same checkpoint on every "
             "rank before the first backward pass, or on none"
@@ -276,9 +276,7 @@ class SendComparison:
         ranks_of: dict[str, list[int]] = {}
         for rank, text in zip(dist.get_process_group_ranks(self._group), texts, strict=True):
             ranks_of.setdefault(text, []).append(rank)
-        shown = [
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()
-        ]
+        shown = [f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: {text}" for text, ranks in ranks_of.items()]
         more = f"; and {len(shown) - _SHOWN} others" if len(shown) > _SHOWN else ""
         return (
             f"the exchange of {self._name} does not send the same on all ranks. {'; '.join(shown[:_SHOWN])}{more}. "

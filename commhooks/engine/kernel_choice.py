@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_texts
 from commhooks.compressors.base import Compressor
-from commhooks.errors import CommHookError, HookConfigError
+from commhooks.errors import CommHookError, HookConfigError, listed
 from commhooks.gradients.precision import arithmetic_of
 
 
@@ -96,13 +96,14 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
         raise HookConfigError(supports[rank].cannot)
     if unable:
         raise error(
-            f"ranks {unable} of {len(supports)} cannot run the hook that all ranks attach: {supports[unable[0]].cannot}"
+            f"ranks [{listed(unable)}] of {len(supports)} cannot run the hook that all ranks attach: "
+            f"{supports[unable[0]].cannot}"
         )
     builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
     if lacking:  # show one reason only: the reasons may differ in the files that they name
-        slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
+        slower = (f"ranks [{listed(lacking)}]: " if len(supports) > 1 else "") + supports[lacking[0]].missing
     elif supports[0].build and len(builds) > 1:
         texts = [f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports]
         slower = f"the ranks' kernels differ: {_by_rank(texts)}"
@@ -112,4 +113,4 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
 
 def _by_rank(texts: Sequence[str]) -> str:
     ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts)}
-    return "; ".join(f"ranks {which}: {text}" for text, which in ranks.items())
+    return "; ".join(f"ranks [{listed(which)}]: {text}" for text, which in ranks.items())

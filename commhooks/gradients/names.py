@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from commhooks.errors import HookRunError, logger_of
+from commhooks.errors import HookRunError, listed, logger_of
 from commhooks.gradients.precision import dtype_name
 
 logger = logger_of(__name__)
@@ -97,9 +97,9 @@ class ModelNames:
         except KeyError:
             shapes = [tuple(p.shape) for p in parameters if id(p) not in self._names]
             raise HookRunError(
-                f"DDP reduces parameters of shapes {shapes} that the model did not have when the hook was attached, or "
-                "that were frozen then: wrap the model in DistributedDataParallel again after adding or freezing "
-                "parameters, and attach again"
+                f"DDP reduces parameters of shapes {listed(shapes)} that the model did not have when the hook was "
+                "attached, or that were frozen then: wrap the model in DistributedDataParallel again after adding or "
+                "freezing parameters, and attach again"
             ) from None
 
     def named_parameters(self) -> dict[str, torch.Tensor]:

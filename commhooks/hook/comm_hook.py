@@ -1,12 +1,13 @@
 """`CommHook`: the user's handle on an attached hook."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
-from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
+from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header, inexact
 from commhooks.comm.counters import has_clock
-from commhooks.comm.groups import is_logging_rank
+from commhooks.comm.groups import is_logging_rank, note_lost_ranks
 from commhooks.errors import (
     HookConfigError,
     HookRunError,
@@ -135,6 +136,13 @@ class CommHook:
         self._unused.ended()
         self._source.close()
         self._hook.close()
+
+    def failed(self, error: BaseException) -> None:
+        """End the training after `error`, without the warning that the hook had no effect. If another collective than
+        the hook's has raised it, add to it which ranks have ended or hang."""
+        self._unused.silence()
+        with contextlib.suppress(HookRunError):  # the group was destroyed
+            note_lost_ranks(error, self._source.group)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -269,7 +277,12 @@ class CommHook:
         form = "mean" if "residual" in kept else "drop"
         saved = self._hook.checkpointer.save(form, limit_s=self.joint_save_limit_s)
         if not agreed_before and self._hook.status().replicas_agree:  # this save ended a round
-            saved = saved | {"exact": False}
+            if saved["exact"]:
+                saved = inexact(
+                    saved,
+                    "the save has ended a round: copies of the model's or an optimizer's state that were made before "
+                    "it (cpu_offload=True) are older than the hook's state",
+                )
             if self._logs and not self._warned_of_copies:
                 self._warned_of_copies = True
                 logger.warning(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
+from commhooks.checkpoint.payload import inexact
 from commhooks.comm.groups import new_group
 from commhooks.comm.nodes import find_nodes
 from commhooks.compressors.state_field import StateField
@@ -176,7 +177,8 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
     def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         together = joint and self._saves.synchronize(self.joint_save(), limit_s, optimizers=True)
         content = super().save(residual, limit_s=limit_s, gather=gather, joint=together)
-        return content if self._saves.is_exact(together=together) else content | {"exact": False}
+        reason = self._saves.why_inexact(together=together)
+        return inexact(content, reason) if reason else content
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         return functools.partial(self._driver.begin_from_load, super().prepare_load(content, strict))

@@ -3,7 +3,7 @@
 import torch
 
 from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_all_shards
-from commhooks.errors import HookRunError
+from commhooks.errors import HookRunError, listed
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.torch_private import current_task
@@ -66,12 +66,11 @@ def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[
     for place, subject in enumerate(subjects):
         others = [rank for rank, row in rows.items() if row[place] != rows[first][place]]
         if others:
-            differing.append(f"{subject} (ranks {others} against rank {first})")
+            differing.append(f"{subject} (ranks [{listed(others)}] against rank {first})")
     if differing:
-        listed = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise HookRunError(
-            f"the replicas have drifted apart before step {step}: they differ in {listed}. Something changes the model "
-            "on some ranks only: weights set or loaded on one rank, parameters that DDP does not reduce (unfrozen "
-            "after the wrap), or another optimizer or learning rate. Go back to the last checkpoint in which they "
-            "were equal"
+            f"the replicas have drifted apart before step {step}: they differ in {listed(differing)}. Something "
+            "changes the model on some ranks only: weights set or loaded on one rank, parameters that DDP does not "
+            "reduce (unfrozen after the wrap), or another optimizer or learning rate. Go back to the last checkpoint "
+            "in which they were equal"
         )

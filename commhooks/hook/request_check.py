@@ -3,6 +3,7 @@ ranks would issue collectives of different sizes."""
 
 import dataclasses
 import itertools
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from commhooks.comm.groups import check_futures
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, agreed_choice
-from commhooks.errors import AttachError, HookConfigError
+from commhooks.errors import AttachError, HookConfigError, listed
 from commhooks.gradients import precision
 from commhooks.gradients.source import GradientSource
 from commhooks.plan import parameter_plans
@@ -60,9 +61,12 @@ def check_on_all_ranks(
         return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
 
     def compare_replicas() -> KernelChoice:
-        own = torch.tensor([group.rank(), *map(agreement_key, texts), support.key], dtype=torch.int64, device=device)
+        numbers = [secrets.randbits(62), group.rank(), *map(agreement_key, texts), support.key]
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
         table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-        ranks, *keys, supports = table.t().tolist()
+        drawn, ranks, *keys, supports = table.t().tolist()
+        if len(set(drawn)) < group.size():
+            raise AttachError(_nothing_gathered(group))
         if ranks != list(range(group.size())):
             raise AttachError(_unnumbered(group, ranks))
         for text, of_ranks, different in zip(
@@ -109,9 +113,17 @@ def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: boo
     return "\n".join([request.name, *shown, f"loss_scale={'given' if loss_scale else None}"])
 
 
+def _nothing_gathered(group: dist.ProcessGroup) -> str:
+    return (
+        f"a gather over this process group of {group.size()} ranks has returned nothing from the other ranks, so they "
+        "cannot be compared. A fake process group, such as torch's for dry runs, sends nothing: leave out the hook in "
+        "a dry run; the command `commhooks plan` shows what it would send"
+    )
+
+
 def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
     return (
-        f"the ranks of this process group, a {type(group).__name__}, have the numbers {', '.join(map(str, ranks))}, "
+        f"the ranks of this process group, a {type(group).__name__}, have the numbers {listed(ranks)}, "
         f"not 0 to {group.size() - 1}: its rank() does not return this one's number, as with the groups of torchft "
         "0.2. Make a subclass whose rank() returns the number that the group was configured with"
     )
@@ -124,7 +136,7 @@ def _different_hooks(lines: list[list[str]]) -> str:
     for rank, (name, *settings) in enumerate(lines):
         own = name if several else ", ".join(each for each in settings if each not in common)
         ranks.setdefault(own, []).append(str(rank))
-    found = "; ".join(f"rank{'s' * (len(each) > 1)} {', '.join(each)}: {own}" for own, each in ranks.items())
+    found = "; ".join(f"rank{'s' * (len(each) > 1)} {listed(each)}: {own}" for own, each in ranks.items())
     return f"the ranks attach different hooks: {found}. Give every rank the same hook, options and wrapper"
 
 
@@ -142,5 +154,5 @@ def _different_plans(lines: list[list[str]]) -> str:
 def _first_difference(lines: list[list[str]]) -> str:
     for place, found in enumerate(itertools.zip_longest(*lines, fillvalue="no parameter")):
         if len(set(found)) > 1:
-            return f"parameter {place} is " + ", ".join(f"{x} on rank {r}" for r, x in enumerate(found))
+            return f"parameter {place} is " + listed(f"{x} on rank {r}" for r, x in enumerate(found))
     raise AssertionError("no difference")

@@ -19,12 +19,14 @@ class RoundSaves:
     def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
         self._hook, self._source, self._driver = hook, source, driver
         self._differences: list[str] = []  # what differed between the ranks at the latest joint save
+        self._failed = ""  # why the latest joint save has failed
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
         """Give all ranks equal weights and buffers; see `CommHook.synchronize`. `saver` is None
         before the first backward pass."""
         driver = self._driver
         self._differences = []
+        self._failed = ""
         trained = driver.state.has_trained(Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
         if not trained and not (optimizers and driver.outer.has_run):
             return True
@@ -54,6 +56,8 @@ class RoundSaves:
                 driver.counters.backward_passes,
                 failure.reason,
             )
+        if failure is not None:
+            self._failed = f"the ranks could not average their weights: {failure.reason}"
         return failure is None
 
     def _share(self, *, optimizers: bool) -> None:
@@ -70,9 +74,9 @@ class RoundSaves:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             self._differences.insert(0, f"the weights ({differing[0]}{more})")
 
-    def is_exact(self, *, together: bool) -> bool:
-        """Return whether a run that resumes from the state saved now continues exactly as this
-        run. Warn if not. `together`: whether `synchronize` succeeded before the save."""
+    def why_inexact(self, *, together: bool) -> str:
+        """Return why a run that resumes from the state saved now does not continue exactly as this
+        run, and warn; "" if it does. `together`: whether `synchronize` succeeded before the save."""
         driver = self._driver
         if driver.partner.only_whole_rounds and driver.state.apart:
             driver.notices.warn_once(
@@ -80,7 +84,7 @@ class RoundSaves:
                 "round with the saved weights.",
                 driver.partner.only_whole_rounds,
             )
-            return False
+            return f"it was saved in the middle of a round, and {driver.partner.only_whole_rounds}"
         if not together and driver.state.has_trained(Share.OPTIMIZERS):
             if driver.state.apart:
                 logger.warning(
@@ -90,14 +94,16 @@ class RoundSaves:
                     self._hook,
                     self._source.group.rank(),
                 )
-            return False
-        if reason := self._why_inexact():
+            place = "in the middle of a round" if driver.state.apart else "after a step"
+            failed = self._failed
+            self._failed = ""
+            return failed or f"rank {self._source.group.rank()} saved on its own, {place}"
+        if reason := self._changed():
             if driver.notices.logs:
                 logger.warning("hook %s: the saved state is marked inexact, because %s", self._hook, reason)
-            return False
-        return True
+        return reason
 
-    def _why_inexact(self) -> str:
+    def _changed(self) -> str:
         if self._differences:
             return (
                 f"the ranks differ in {', '.join(self._differences)}. Code beside the training has changed them: for "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from commhooks.errors import invalid
+from commhooks.options import as_python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Torchft:
     name: str | None = None
 
     def __post_init__(self) -> None:
+        for option in ("min_machines", "timeout_s", "leave_s"):
+            object.__setattr__(self, option, as_python(getattr(self, option)))
         if type(self.min_machines) is not int or self.min_machines < 1:
             raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):

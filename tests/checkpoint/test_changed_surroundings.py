@@ -149,7 +149,7 @@ def _torn_on_one() -> tuple[str, bool, list[str]]:
 def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any) -> None:
     for rank, (residual, exact, lines) in enumerate(run_ranks(_torn_on_one)):
         assert residual == "none" and not exact
-        said = [line for line in lines if "rank 1 has lost its own" in line]
+        said = [line for line in lines if "rank 1 has lost its residuals" in line]
         assert len(said) == len(lines) == (2 if rank == 1 else 0)
 
 

@@ -308,7 +308,7 @@ def _too_late(store: dist.Store, rank: int, size: int, limit: timedelta, connect
 @pytest.mark.parametrize(
     ("case", "speakers", "reason"),
     [
-        ("nobody tries", [0], "this rank saves on its own"),
+        ("nobody tries", [0], "rank 0 saved on its own"),
         ("one fails while another connects", [1], "rank 1 failed: RuntimeError: the network is gone"),
         ("wrong interface", [0, 1, 2], "set GLOO_SOCKET_IFNAME to the network interface between them"),
         ("before the first pass", [0], "no backward pass has run"),

@@ -3,8 +3,10 @@ turn."""
 
 import contextlib
 import gc
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.comm.collectives import gather_rows
+from commhooks.comm.collectives import PointToPoint, gather_rows
 from commhooks.comm.groups import _Notes, new_group
 from commhooks.gradients.torch_private import timeout_of
 from tests.support.models import mlp
@@ -127,6 +129,98 @@ def _simple_hook() -> str:
 def test_hooks_that_return_at_once_name_it_too(run_ranks: Any) -> None:
     text, _ = run_ranks(_simple_hook)
     assert "rank 0 of 2: the exchange of bucket 0 failed: rank 1 has ended or hangs" in text
+
+
+def _another_collective() -> list[str]:
+    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
+    hook = commhooks.attach(ddp, "fp16")
+    for _ in range(3):
+        ddp(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 1:
+        del ddp
+        _end([])
+        return []
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(2, 8)).sum().backward()
+        dist.all_reduce(torch.ones(1))
+    assert not isinstance(caught.value, commhooks.HookRunError)
+    hook.failed(caught.value)
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_an_error_of_another_collective_gets_a_note(run_ranks: Any) -> None:
+    notes, _ = run_ranks(_another_collective)
+    expected = ["commhooks: rank 1 has ended or hangs; look at the output there"]
+    assert notes == (expected if sys.version_info >= (3, 11) else [])
+
+
+LIMIT_S = 2.0
+HOOKS = {
+    "int8": {},
+    "bf16": {},
+    "powerSGD": {"start_powerSGD_iter": 1},
+    "diloco": {"sync_every": 4},
+}
+
+
+def _waits(hook: str, group: dist.ProcessGroup, folder: Path) -> float | None:
+    """Rank 2 hangs in the middle of a backward pass. Returns the seconds that each of the others waits in all."""
+    ddp = DistributedDataParallel(mlp(32, 4), process_group=group, bucket_cap_mb=0.001)
+    commhooks.attach(ddp, hook, hook_options=HOOKS[hook])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def hang(*_: object) -> None:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            ddp(torch.ones(1, 32)).sum().backward()
+            optimizer.step()
+
+    train(4)
+    if dist.get_rank() == 2:
+        ddp.module[2].register_full_backward_hook(hang)
+        with contextlib.suppress(KeyboardInterrupt):
+            train(1)
+        return None
+    began = time.monotonic()
+    with mock.patch("commhooks.comm.groups.TIMED_OUT_LIMIT_S", 0.5), pytest.raises(RuntimeError, match="exchange of"):
+        train(4)
+    waited = time.monotonic() - began
+    (folder / str(dist.get_rank())).touch()
+    return waited
+
+
+def _each_waits(folder: Path) -> dict[str, float | None]:
+    waited = {}
+    for hook in HOOKS:
+        (folder / hook).mkdir(exist_ok=True)
+        waited[hook] = _waits(hook, dist.new_group(timeout=timedelta(seconds=LIMIT_S)), folder / hook)
+    return waited
+
+
+def test_the_others_wait_for_one_timeout_with_every_hook(run_ranks: Any, tmp_path: Path) -> None:
+    for waited in run_ranks(_each_waits, tmp_path, world_size=3)[:2]:
+        assert all(LIMIT_S / 2 < seconds < 1.75 * LIMIT_S for seconds in waited.values()), waited
+
+
+def _messages() -> float:
+    """Rank 0 sends late, and rank 2 does not send at all: rank 1 waits for them in this order."""
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+    rank, began = dist.get_rank(), time.monotonic()
+    sent, arriving = [torch.ones(4) for _ in range(3)], [torch.zeros(4) for _ in range(3)]
+    time.sleep({0: 0.75 * LIMIT_S, 1: 0.0, 2: 2.5 * LIMIT_S}[rank])
+    if rank < 2:
+        messages = PointToPoint().exchange(sent, arriving, group)
+        with pytest.raises(RuntimeError):
+            messages.wait()
+    return time.monotonic() - began
+
+
+def test_the_messages_of_a_collective_share_one_timeout(run_ranks: Any) -> None:
+    assert 0.9 * LIMIT_S < run_ranks(_messages, world_size=3)[1] < 1.5 * LIMIT_S
 
 
 def test_a_group_of_ones_own_has_the_limit_of_the_models() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
@@ -25,7 +26,7 @@ from accelerate_commhooks import CommHookKwargs
 from commhooks import HookConfigError, PowerSGD
 from commhooks.request import HookRequest
 from commhooks.tools.common import parse_options
-from lightning_commhooks import CommHookDDP
+from lightning_commhooks import CommHookDDP, CommHookMonitor
 from tests.support import warm
 from tests.support.features import whole_numbers_in_config_classes
 from tests.support.lightning_support import Model, cli_config
@@ -105,6 +106,49 @@ def test_all_channels_take_and_refuse_the_same(name: str, value: Any, expected: 
             found = getattr(channel(name, value, tmp_path), name)
             wanted = value if expected is OK else expected
             assert found == wanted and type(found) is type(wanted) and (found is not value or type(value) is not list)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("matrix_approximation_rank", np.int64(2), 2),
+        ("min_compression_rate", np.float32(1.5), 1.5),
+        ("min_compression_rate", np.int32(3), 3.0),
+        ("start_powerSGD_iter", np.float64(0.25), 0.25),
+        ("start_powerSGD_iter", np.uint8(7), 7),
+        ("warm_start", np.bool_(False), False),
+        ("warm_start", np.int64(1), "True or False"),
+        ("matrix_approximation_rank", np.bool_(True), "int"),
+    ],
+)
+def test_numbers_of_numpy_are_those_of_python(name: str, value: Any, expected: Any, tmp_path: Path) -> None:
+    for channel in (_from_python, _from_a_name):
+        if isinstance(expected, str):
+            with pytest.raises(HookConfigError, match=f"expected {expected}"):
+                channel(name, value, tmp_path)
+        else:
+            found = getattr(channel(name, value, tmp_path), name)
+            assert found == expected and type(found) is type(expected)
+
+
+def test_arguments_of_all_front_ends_take_numbers_of_numpy() -> None:
+    request = HookRequest.parse(
+        "powerSGD",
+        hook_options={"start_powerSGD_iter": np.int64(3)},
+        strict=np.bool_(False),
+        total_steps=np.int64(9),
+        check_every=np.int32(4),
+        ranks_per_node=np.uint8(2),
+    )
+    found = (request.strict, request.total_steps, request.check_every, request.ranks_per_node)
+    assert found == (False, 9, 4, 2) and [type(each) for each in found] == [bool, int, int, int]
+    handler = CommHookKwargs(hook="int8", total_steps=np.int64(9), hook_options={"block_size": np.int64(64)})
+    assert handler.request.total_steps == 9 and handler.request.config.block_size == 64
+    assert CommHookMonitor(every_n_steps=np.int64(5)).every_n_steps == 5
+    state = commhooks.PowerSGDState(None, np.int64(2), start_powerSGD_iter=np.int64(4), warm_start=np.bool_(False))
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter, state.warm_start) == (2, 4, False)
+    members = commhooks.Torchft(min_machines=np.int64(2), timeout_s=np.float32(8), leave_s=np.int64(3))
+    assert (members.min_machines, members.timeout_s, members.leave_s) == (2, 8.0, 3) and type(members.leave_s) is int
 
 
 def test_every_option_is_in_the_table() -> None:

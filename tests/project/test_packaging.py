@@ -188,7 +188,8 @@ def test_a_release_needs_the_tag_of_its_version(imported):
 def test_the_links_of_a_released_readme_name_their_site(tmp_path):
     shutil.copy(REPOSITORY / "README.md", tmp_path)
     assert _step_of_release("Links", "v1.2.3", tmp_path) == 0
-    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    readme = (tmp_path / "README.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", readme) + re.findall(r"^\[[\w-]+\]: (\S+)$", readme, re.MULTILINE)
     pages = "https://github.com/someone/commhooks/blob/v1.2.3/"
     figures = "https://raw.githubusercontent.com/someone/commhooks/v1.2.3/docs/figures/"
     assert len(links) > 10 and [link for link in links if not link.startswith((pages, figures))] == []

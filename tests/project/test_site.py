@@ -54,7 +54,7 @@ def test_the_site(tmp_path):
     assert done.returncode != 0 and "3 issues found" in done.stdout + done.stderr, done.stdout + done.stderr
     first = (tmp_path / "site" / "index.html").read_text()  # it includes README
     assert "--8&lt;--" not in first and "--8<--" not in first
-    assert all(f'id="{section}"' in first for section in ("time-to-the-same-loss", "what-a-training-survives"))
+    assert all(f'id="{section}"' in first for section in ("time-to-the-same-loss", "what-a-run-survives"))
     assert first.count('class="language-diff') == 4 and 'src="figures/time_to_loss.png"' in first
     formulas = (tmp_path / "site" / "algorithm" / "index.html").read_text()
     assert formulas.count('class="arithmatex"') > 20 and "$$" not in formulas

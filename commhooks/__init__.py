@@ -21,8 +21,7 @@ else:
             import commhooks.public  # noqa: F401
 
             public = sys.modules["commhooks.public"]  # during a circular import it is not yet an attribute of commhooks
-            if name == "__all__" or name in public.__all__:
-                return globals().setdefault(name, getattr(public, name))
+            globals().update((each, getattr(public, each)) for each in ("__all__", *public.__all__))
             if name in globals():  # the import also sets subpackages
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,6 @@
-"""The public names. The first access to one of them in `commhooks` imports this module, and with it torch; the first
-access to one of torch's names imports `commhooks.ddp_comm_hooks`, and with it PowerSGD."""
+"""The public names. The first access to one of them in `commhooks` imports this module, and with it torch."""
 
-from typing import TYPE_CHECKING
-
+import commhooks.ddp_comm_hooks as ddp_comm_hooks
 from commhooks.auto.options import Auto
 from commhooks.compressors.base import (
     RESIDUAL,
@@ -19,6 +17,15 @@ from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
+from commhooks.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.errors import AttachError, CommandError, CommHookError, HookConfigError, HookRunError, PayloadError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
@@ -27,18 +34,6 @@ from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.members.options import Torchft
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
-
-if TYPE_CHECKING:
-    import commhooks.ddp_comm_hooks as ddp_comm_hooks
-    from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
-    from commhooks.ddp_comm_hooks.default_hooks import (
-        allreduce_hook,
-        bf16_compress_hook,
-        bf16_compress_wrapper,
-        fp16_compress_hook,
-        fp16_compress_wrapper,
-    )
-    from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 __all__ = [
     "RESIDUAL",
@@ -89,16 +84,3 @@ __all__ = [
     "register_hook",
     "with_residual",
 ]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name):
-        if name in __all__:
-            import commhooks.ddp_comm_hooks as package
-
-            for module in (package.debugging_hooks, package.default_hooks, package.powerSGD_hook):
-                if hasattr(module, name):
-                    return getattr(module, name)
-            if name == "ddp_comm_hooks":
-                return package
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

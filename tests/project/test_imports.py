@@ -32,7 +32,6 @@ NOT_NEEDED = (
     "commhooks.compressors.native",
     "commhooks.compressors.powersgd.compressor",
     "commhooks.compressors.quantized.compressor",
-    "commhooks.ddp_comm_hooks",
     "commhooks.local_steps.driver",
     "commhooks.members.",
     "commhooks.tools",

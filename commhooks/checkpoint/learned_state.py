@@ -235,7 +235,7 @@ class LearnedStateCheckpointer:
                 "the saved state of hook %s is marked inexact%s. %s",
                 payload["hook"],
                 f", because {reason}" if reason else "",
-                "It is loaded without residuals, which start from zero; step and Q are kept."
+                "It is loaded without residuals, so the run resumes from residuals of zero; step and Q are kept."
                 if lost
                 else "The run does not go on exactly as the run that saved it.",
             )

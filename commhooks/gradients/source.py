@@ -1,8 +1,9 @@
 """Define sources of gradients, the interface between hooks and a model, and the source for an unwrapped model."""
 
+import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import HookRunError
+from commhooks.errors import HookConfigError, HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
@@ -185,6 +186,13 @@ class GradientSource(ABC):
         """Undo `register` if possible. No further backward pass will call the hook."""
         return None
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See `CommHook.no_sync`."""
+        raise HookConfigError(
+            "no_sync() of a hook is for a module that nothing wraps: use no_sync() of a DistributedDataParallel "
+            "model, or set_requires_gradient_sync(False) of a model that is sharded by fully_shard"
+        )
+
     # ---- shards; by default each parameter is one shard --------------------------------------------------------------
 
     @property
@@ -229,8 +237,8 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 class PlainGradients(GradientSource):
     """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine: at the
-    end of the backward pass each gradient becomes a bucket. `accumulates`: whether the running pass only accumulates
-    gradients."""
+    end of the backward pass each gradient becomes a bucket. `accumulates`: returns whether the running pass only
+    accumulates gradients, for frameworks; other loops use `no_sync`."""
 
     nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
     from_ddp = False
@@ -248,10 +256,19 @@ class PlainGradients(GradientSource):
         self._callbacks: HookCallbacks | None = None
         self._handles: list[RemovableHandle] = []
         self._task = -1  # the running backward pass
+        self._in_no_sync = False
 
     @property
     def module(self) -> torch.nn.Module | None:
         return self._module()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
 
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
         self._callbacks = callbacks
@@ -271,7 +288,8 @@ class PlainGradients(GradientSource):
         return {} if self.module is None else dict(self.module.named_parameters())
 
     def _on_accumulated(self, _: torch.Tensor) -> None:
-        if self._task != current_task() and not (self._accumulates is not None and self._accumulates()):
+        only_accumulates = self._in_no_sync or (self._accumulates is not None and self._accumulates())
+        if self._task != current_task() and not only_accumulates:
             self._task = current_task()
             run_after_backward(self._end_pass)
 

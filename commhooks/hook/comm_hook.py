@@ -155,6 +155,15 @@ class CommHook:
         members: Members | None = self._hook.members
         return members
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which backward passes of a module that nothing wraps only accumulate gradients:
+        like passes in DDP's `no_sync`, they do not count. The forward pass may be inside or outside.
+
+        Raises:
+            HookConfigError: the model is wrapped in DDP or sharded by `fully_shard`, which have ways of their own.
+        """
+        return self._source.no_sync()
+
     @property
     def run_number(self) -> int | None:
         """A random number, equal on all ranks, that identifies the files of this run. None before the first backward

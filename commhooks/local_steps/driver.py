@@ -15,32 +15,14 @@ from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
+from commhooks.local_steps import schedule
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.common_weights import CommonWeights, WeightSample
-from commhooks.local_steps.events import TrainingEvents
+from commhooks.local_steps.common_weights import CommonWeights
+from commhooks.local_steps.events import TrainingEvents, WeightSample
 from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.notices import Notices, refuse_repeated_pass
-from commhooks.local_steps.schedule import (
-    Action,
-    Answered,
-    Applied,
-    Begun,
-    EndRound,
-    Event,
-    Exchanged,
-    Failed,
-    ForwardBegins,
-    LateBackwardEnds,
-    Loaded,
-    PassBegins,
-    PassEnds,
-    Sent,
-    Shared,
-    State,
-    StepEnds,
-    advance,
-    ends_a_turn,
-)
+from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.schedule import Action, Event, State
 
 
 class LocalStepsDriver:
@@ -58,7 +40,7 @@ class LocalStepsDriver:
 
     def __init__(self, name: str, source: GradientSource, outer: FragmentSession) -> None:
         self.outer, self.counters, self.partner = outer, outer.counters, outer.partner
-        self.state = State(met=self.partner.has_met)
+        self.rules, self.state = outer.rules, State(met=self.partner.has_met)
         self.still_sent = source.let_ranks_differ()
         self.thread: int | None = None
         self._name, self._source = name, source
@@ -95,9 +77,9 @@ class LocalStepsDriver:
         before `start_iter`."""
         if bucket.is_first:
             self._begin_pass(bucket)
-        flat, rules = bucket.flat, self.outer.rules
+        flat = bucket.flat
         self.counters.bytes_uncompressed += bucket.nbytes
-        if rules.asks and not self.averages and ends_a_turn(rules, self.state):
+        if self.rules.asks and not self.averages and schedule.ends_a_turn(self.rules, self.state):
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
             future = reduce_immediately(self._exact, bucket, self._source.group, self.counters)
@@ -114,15 +96,16 @@ class LocalStepsDriver:
     def _begin_pass(self, first: Bucket) -> None:
         self._check_repeated_pass()
         self.outer.consensus.reach(self._source.group, first.flat)
+        self.rules = self.outer.rules  # a load, or the comparison, may have changed the start
         self.counters.begin_pass()
         self._finite.clear()
-        self.on(PassBegins(self.counters.cumulative()["backward_passes"], self.module.training))
-        if not self.averages:
+        self.on(schedule.PassBegins(self.counters.cumulative()["backward_passes"], self.module.training))
+        if not self.averages and len(self.outer.state[ANCHOR.key]) < len(self._source.names.named_parameters()):
             self.weights.begin_first_round()
 
     def end_pass(self) -> None:
         """End this backward pass, after its last bucket."""
-        self.on(PassEnds())
+        self.on(schedule.PassEnds())
 
     def _check_repeated_pass(self) -> None:
         if self.state.repeats and self._source.group.size() > 1:
@@ -142,68 +125,75 @@ class LocalStepsDriver:
         if self.averages:
             return 1.0
         factor = self.outer.compressor.config.lr_factor_of(optimizer, self.partner.apart)
-        self.notices.rate_is_multiplied(optimizer, factor)
+        if factor != 1.0:
+            self.notices.rate_is_multiplied(optimizer, factor)
         return factor
 
     # ---- events and actions ------------------------------------------------------------------------------------------
 
-    @plain_mode()
     def on(self, event: Event, limit_s: float | None = None) -> None:
         """Take an event, and do what is due now. All ranks must be at the same point of the
         training if it communicates. `limit_s`: see `Partner.end_round`."""
-        if isinstance(event, ForwardBegins):
+        if isinstance(event, schedule.ForwardBegins):
             self.thread = threading.get_ident()
             self._check_repeated_pass()
-        outer, discarded = self.outer, self.outer.state.nonfinite_steps
-        self.state, action = advance(outer.rules, self.state, event)
-        if isinstance(event, ForwardBegins | LateBackwardEnds) and self.state.exchanging:
+        self.state, action = schedule.advance(self.rules, self.state, event)
+        if isinstance(event, schedule.ForwardBegins | schedule.LateBackwardEnds) and self.state.exchanging:
             self.notices.outer_step_is_late(self.counters.backward_passes)
-        writes = action not in (Action.NOTHING, Action.CALL_BACK, Action.ASK)
-        try:
-            while action not in (Action.NOTHING, Action.CALL_BACK):
-                self.state, action = advance(outer.rules, self.state, self._perform(action, limit_s))
-        except BaseException:
-            self.state, _ = advance(outer.rules, self.state, Failed())
-            raise
         if action is Action.CALL_BACK:
             self.events.call_after_backward()
-        if outer.state.nonfinite_steps > discarded:
+        elif action is not Action.NOTHING:
+            self._act(action, limit_s)
+        if isinstance(event, schedule.StepEnds) and event.since >= 0:
+            self.sample.keep(stepped=True)
+
+    @plain_mode()
+    def _act(self, action: Action, limit_s: float | None) -> None:
+        """Do what the schedule has decided, and what follows."""
+        discarded = self.outer.state.nonfinite_steps
+        writes = action is not Action.ASK
+        try:
+            while action is not Action.NOTHING:
+                self.state, action = schedule.advance(self.rules, self.state, self._perform(action, limit_s))
+        except BaseException:
+            self.state, _ = schedule.advance(self.rules, self.state, schedule.Failed())
+            raise
+        if self.outer.state.nonfinite_steps > discarded:
             self.weights.go_to_anchor()  # the weights of other fragments may not be finite either
             self.events.reset_nonfinite()
             self.notices.round_is_discarded(self.counters.backward_passes)
-        stepped = isinstance(event, StepEnds) and event.since >= 0
-        if stepped or writes:
-            self.sample.keep(stepped=stepped)
+        if writes:
+            self.sample.keep(stepped=False)
 
     def _perform(self, action: Action, limit_s: float | None) -> Event:
-        """Do what the schedule has decided, and return the event that says so."""
+        """Do one action, and return the event that says so."""
         match action:
             case Action.ASK:
-                return Answered(self.weights.all_will_step(torch.stack(self._finite).all()))
+                return schedule.Answered(self.weights.all_will_step(torch.stack(self._finite).all()))
             case Action.BEGIN:
                 self.weights.begin_from_loaded()
-                return Begun()
+                return schedule.Begun()
             case Action.SHARE:
                 self.common.share(optimizers=False)
-                return Shared()
+                return schedule.Shared()
         self._source.before_weights_change()
         match action:
             case Action.SEND:
                 self.outer.send(self.state.turn)
-                return Sent()
+                return schedule.Sent()
             case Action.APPLY:
                 self.outer.apply()
-                return Applied()
+                return schedule.Applied()
         number = None if action is Action.EXCHANGE_ALL else self.state.turn
-        trained = self.state.met
-        return Exchanged(self.partner.end_round(lambda: self.outer.exchange(number), trained=trained, limit_s=limit_s))
+        counts = self.partner.end_round(lambda: self.outer.exchange(number), trained=self.state.met, limit_s=limit_s)
+        return schedule.Exchanged(counts)
 
     # ---- between two steps -------------------------------------------------------------------------------------------
 
     def end_round(self, limit_s: float | None = None) -> None:
         """End the round before its last pass. All ranks must call this between the same two steps.
         Raises HookRunError after `limit_s` seconds, or if the partner cannot exchange."""
-        self.on(EndRound(), limit_s)
+        self.on(schedule.EndRound(), limit_s)
 
     def begin_from_load(self, take_over: Callable[[], None]) -> None:
         """Load a state by calling `take_over`, and begin a round."""
@@ -211,4 +201,4 @@ class LocalStepsDriver:
         take_over()
         self.outer.place_state()
         self.sample.forget()
-        self.on(Loaded())
+        self.on(schedule.Loaded())

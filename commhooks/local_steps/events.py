@@ -27,6 +27,8 @@ from commhooks.local_steps.schedule import (
     StepEnds,
 )
 
+_SAMPLED = 16
+
 
 class Listener(Protocol):
     """Gets the events. It is referenced weakly."""
@@ -78,7 +80,8 @@ class TrainingEvents:
         listener = self._listener()
         if listener is None or not self._parameters_of(optimizer):
             return
-        refuse_sharded_steps(optimizer)
+        if optimizer not in self._optimizers:
+            refuse_sharded_steps(optimizer)
         listener.on(StepBegins())
         self._scaled.restore()  # the previous step may have raised
         self._scaled.multiply(optimizer, listener.lr_factor(optimizer))
@@ -116,6 +119,60 @@ def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return [tensor for tensor in local if tensor.is_floating_point()]
+
+
+class WeightSample:
+    """Tells whether something else than an optimizer or an outer step has changed the weights,
+    such as an average of the weights that was put into the model, or the evaluation mode of a
+    schedule-free optimizer.
+
+    After each step it keeps one number of each of up to 16 parameters, because to read all weights
+    would cost as much as a part of the step; version counters of tensors do not see what is
+    written through `parameter.data`. Changes as small as rounding, such as of a mode that was left
+    again, do not count."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        sampled = [parameter for parameter in parameters if parameter.numel()]
+        self._parameters = sampled[:: max(1, -(-len(sampled) // _SAMPLED))]
+        self._places: list[int] = []
+        self._views: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self.changed = False
+
+    def forget(self) -> None:
+        """Begin again: until the next `keep`, nothing counts as a change."""
+        self._kept, self.changed = [], False
+
+    @torch.no_grad()
+    def keep(self, *, stepped: bool) -> None:
+        """Keep the weights as they are now. `stepped`: an optimizer has just stepped all
+        parameters; else an outer step has changed the weights, and an earlier change stays
+        known."""
+        if not stepped and not self._kept:
+            return
+        places = [parameter.data_ptr() for parameter in self._parameters]
+        if places != self._places:  # a view of a parameter's old memory would never change
+            self._places, self._views = places, [_middle(parameter) for parameter in self._parameters]
+            self._kept = []
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._views)
+        else:
+            self._kept = [view.clone() for view in self._views]
+        self.changed = self.changed and not stepped
+
+    @torch.no_grad()
+    def compare(self) -> bool:
+        """Return whether the weights have changed since `keep`, or had when this was called
+        before. Waits for an accelerator."""
+        for parameter, kept in zip(self._parameters, self._kept, strict=False):
+            now, rounding = _middle(parameter).to(kept), 4 * torch.finfo(kept.dtype).eps
+            self.changed = self.changed or not torch.allclose(now, kept, rtol=rounding, atol=0.0, equal_nan=True)
+        return self.changed
+
+
+def _middle(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of one number in the middle of a parameter, whatever its layout in memory."""
+    return parameter.detach()[tuple(size // 2 for size in parameter.shape)]
 
 
 class _ScaledRates:

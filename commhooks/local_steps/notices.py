@@ -38,7 +38,7 @@ class Notices:
 
     def rate_is_multiplied(self, optimizer: Optimizer, factor: float) -> None:
         name = type(optimizer).__name__
-        if factor != 1.0 and self.logs and self._is_new(name):
+        if self.logs and self._is_new(name):
             log_summary(f"{self._hook} multiplies the learning rate of {name} by {factor:.3g} in each step (lr_factor)")
 
     def warn_once(self, text: str, *arguments: Any, on_every_rank: bool = False) -> None:

@@ -313,12 +313,11 @@ def _pass_begins(rules: Rules, state: State, event: PassBegins) -> Next:
 
 def _pass_ends(rules: Rules, state: State) -> Next:
     repeated = state.repeats
+    # An optimizer may have changed the weights before it calls its closure (SAM).
+    late = state.phase is Phase.LOADED or (_comes_late(rules, state) and state.in_step is None)
     state = replace(state, ended=state.ended + (not repeated))
     if state.in_step is not None:
         state = replace(state, in_step=state.in_step + 1)
-    # In an optimizer step weights may have changed, and the other ranks may be in another pass of
-    # the step.
-    late = state.phase is Phase.LOADED or (_comes_late(rules, state) and state.in_step is None)
     if late and not repeated:
         return state, Action.CALL_BACK
     return _count(rules, state, repeated=repeated)

@@ -13,7 +13,7 @@ from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run
 
-LOST = "It is loaded without residuals, which start from zero; step and Q are kept."
+LOST = "It is loaded without residuals, so the run resumes from residuals of zero; step and Q are kept."
 OTHERWISE = "The run does not go on exactly as the run that saved it."
 
 

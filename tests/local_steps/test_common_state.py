@@ -1,10 +1,13 @@
 """What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
 
+import contextlib
 import copy
 import io
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from tests.support.ddp_steps import log_lines
+from commhooks.local_steps.partner import FixedPartner
+from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.training import Run, batch, flat, plain
 
 
@@ -336,6 +340,48 @@ def test_a_module_that_nothing_wraps(run_ranks):
     for (weights, *counts), (same, *same_counts) in run_ranks(_plain, 8, 2):
         assert counts == same_counts == [2, 8]
         torch.testing.assert_close(weights, same)
+
+
+@pytest.mark.parametrize("how", ["each step has two passes", "no_sync", "optimizers take turns", "never stepped"])
+def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
+    """Then they have state, which a machine that comes gets from another one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    first, second = (torch.optim.Adam(layer.parameters(), lr=0.01) for layer in model)
+    met: list[tuple[int, bool, list[int]]] = []
+
+    def end_round(partner: Any, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+        met.append((passes, trained, [len(optimizer.state) for optimizer in (first, second)]))
+        exchange()
+        return True
+
+    new = {"has_met": False, "end_round": end_round}
+    with process_group_of_one(), mock.patch.multiple(FixedPartner, **new), log_lines("commhooks") as lines:
+        hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=4))
+        for passes in range(1, 7):
+            accumulates = how != "optimizers take turns" and passes % 2 == 1
+            with hook.no_sync() if how == "no_sync" and accumulates else contextlib.nullcontext():
+                model(torch.randn(3, 4)).square().mean().backward()
+            if how == "never stepped" or accumulates:
+                continue
+            for optimizer in (first, second) if how != "optimizers take turns" else ((first, second)[passes % 2],):
+                optimizer.step()
+                optimizer.zero_grad()
+        counted = hook.stats()["backward_passes"]
+    late = [line for line in lines if "no torch.optim optimizer has stepped" in line]
+    assert counted == (3 if how == "no_sync" else 6)
+    if how == "never stepped":
+        assert met == [(6, False, [0, 0])] and len(late) == 1
+    else:
+        assert met[0] == (2, False, [2, 2]) and not late
+
+
+def test_no_sync_is_for_modules_that_nothing_wraps():
+    with process_group_of_one():
+        hook = commhooks.attach(DistributedDataParallel(nn.Linear(2, 1)), commhooks.DiLoCo())
+        with pytest.raises(
+            commhooks.HookConfigError, match="no_sync\\(\\) of a hook is for a module that nothing wraps"
+        ):
+            hook.no_sync()
 
 
 def _copied_before_a_save(folder: str) -> list[tuple[bool, list[str]]]:

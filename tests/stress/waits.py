@@ -33,8 +33,8 @@ WAITS = {
     "self._mark.set",
     "self._mark.wait",
 }
-SETTLES = {"self.held.settle", "session.held.settle"}
-"""Waits in `local_steps/fragments.py`; elsewhere they bring the counters up to date."""
+SETTLES = {"self.held.settle", "before"}
+"""Waits in `local_steps/fragments.py` and `exchange.py`; elsewhere they bring the counters up to date."""
 TESTS = "tests/engine/test_simulated_accelerator.py"
 FIRST = {
     "comm/collectives.py": "reads",
@@ -46,6 +46,7 @@ FIRST = {
     "engine/streams.py": "saves or reads or fails or dropped or loads or diloco",
     "gradients/fully_shard.py": "shards",
     "gradients/precision.py": "saves and mean",
+    "local_steps/exchange.py": "diloco",
     "local_steps/fragments.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",
@@ -58,11 +59,11 @@ EXPLAINED = {
         "overwrite",
         "stream.wait_stream(torch.accelerator.current_stream(device))",
     ): "the host has waited for the copy to the device",
-    ("local_steps/fragments.py", "held_step", "self.held.settle()"): "machines that come and go are not simulated",
-    ("local_steps/fragments.py", "end_round", "wait_for_background(device)"): "the host has waited for the outcome",
+    ("local_steps/fragments.py", "held_exchange", "self.held.settle()"): "machines that come and go are not simulated",
+    ("local_steps/fragments.py", "exchange", "wait_for_background(device)"): "the host has waited for the outcome",
     (
         "local_steps/fragments.py",
-        "_arrive",
+        "apply",
         "wait_for_background(exchange.device)",
     ): "the host has waited for the outcome",
 }
@@ -77,7 +78,7 @@ LIMIT_S = 900
 def places() -> Iterator[tuple[str, str, ast.AST]]:
     """The file and the function of each wait, with what is taken out: a statement, or the devices of a future."""
     for file, text in sources().items():
-        waits = WAITS | (SETTLES if file.endswith("local_steps/fragments.py") else set())
+        waits = WAITS | (SETTLES if file.endswith(("local_steps/fragments.py", "local_steps/exchange.py")) else set())
         yield from ((file, *found) for found in _in(ast.parse(text), "", waits))
 
 

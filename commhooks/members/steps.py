@@ -190,9 +190,8 @@ class MachineSteps:
         `deadline`. The report of the first rank counts."""
         text, lighthouse = "", self._machine.lighthouse
         if lighthouse is not None:
-            late = deadline is not None and time.monotonic() > deadline
             with span("quorum", self.name):
-                quorum = None if late else lighthouse.quorum(report, deadline)
+                quorum = lighthouse.quorum(report, deadline)
             text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
         content = json.loads(self._ranks.first_text(text))
         if content["orphaned"]:

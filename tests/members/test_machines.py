@@ -254,10 +254,12 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
 
 
 def test_a_machine_dies_while_another_one_takes_its_state(start: Callable[..., Machine]) -> None:
-    a, b = start("a", fault=["asked", 1], least=2), start("b")  # they begin together: b takes no state
+    """c does not wait for b until the timeout, if the exchange of b and a has failed meanwhile."""
+    start = functools.partial(start, timeout_s=60.0)
+    a, b = start("a", fault=["asked", 1], least=2), start("b")  # b takes no state of a
     a.wait_for(lambda line: line.get("part") == ["a", "b"])
     c = start("c", seed=1)
-    b.wait_for(lambda line: line.get("part") == ["b", "c"])
+    b.wait_for(lambda line: line.get("part") == ["b", "c"], 40.0)
     b.round(max(b.rounds) + 3)
     assert a.processes[0].wait(10) == -signal.SIGKILL
     assert re.search(r"the state of machine a at \S+ is unavailable: ", c.log.read_text())

@@ -1,6 +1,7 @@
 """The state that a machine serves: who reads it, how long it stays, and what may go wrong. In one process."""
 
 import os
+import runpy
 import socket
 import threading
 import time
@@ -77,8 +78,9 @@ def test_a_proxy_of_the_environment_is_not_used(server: Callable[..., StateServe
     served = server()
     served.serve(3, b"form", TENSORS, ["b:1"])
     with mock.patch.dict(os.environ, http_proxy="http://127.0.0.1:1", HTTP_PROXY="http://127.0.0.1:1", no_proxy=""):
-        assert fetch(served.address, 3, 1.0)[0] == b"form"
-        assert ask(served.address) == {"id": "a:1"}
+        loaded = runpy.run_path(state_server.__file__)  # as in a process that starts with this environment
+        assert loaded["fetch"](served.address, 3, 1.0)[0] == b"form"
+        assert loaded["ask"](served.address) == {"id": "a:1"}
 
 
 def test_a_reader_that_gives_up_leaves_no_traceback(

@@ -3,11 +3,12 @@
 Prints a line of JSON at the start of each round. `fault`: what happens on the last rank at which exchange or
 confirmation. "listed": the process dies before it connects; "before": before the exchange; "exchanged": after it;
 "agreed": before the confirmation. "unconnected", "refused", "unshared": connecting, the exchange, or sharing buffers
-seems to fail, as if the connection had been lost; "blocked": connecting with others always fails; "unsure": the confirmation seems to fail, though it has ended
-everywhere. "asked": the process dies while another machine takes its state. `nan`: after how many steps a moment of the
-last shard is not finite. `save`: it saves NAME in the folder when it has taken `rounds` outer steps; `load`: it begins
-from the file of this machine. `shards`: the model is sharded by fully_shard over so many of the `world` ranks;
-`columns`: its first weight by columns. `shift`: is added to a weight of the last shard.
+seems to fail, as if the connection had been lost; "blocked": connecting with others always fails; "unsure": the
+confirmation seems to fail, though it has ended everywhere. "asked": the process dies while another machine takes its
+state. `nan`: after how many steps a moment of the last shard is not finite. `save`: it saves NAME in the folder when
+it has taken `rounds` outer steps; `load`: it begins from the file of this machine. `shards`: the model is sharded by
+fully_shard over so many of the `world` ranks; `columns`: its first weight by columns. `shift`: is added to a weight
+of the last shard.
 """
 
 import hashlib

@@ -57,8 +57,7 @@ stragglers: $(READY)
 
 # About 5,000 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
 hostile: $(READY)
-	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py \
-		tests/checkpoint/test_hostile_settings.py $(ARGS)
+	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py $(ARGS)
 
 # 100 trainings that die in many ways and go on: half an hour or more. make chaos ARGS="--runs 10 --fronts plain --deaths full"
 chaos: $(READY)
@@ -71,7 +70,7 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
 	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
-	@$(CLEAN) benchmarks/convergence.py --epochs 10
+	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 
 # The numbers and pictures of README and docs: what each needs, or those that are named, measured beside printed.
 # make figures ARGS="codec memory"

@@ -1,75 +1,53 @@
 """Draws how DiLoCo's rounds pass: steps of each rank, and the outer steps in which the ranks exchange weights.
 
-python benchmarks/diloco_rounds.py --plot diloco_rounds.png
+    python benchmarks/diloco_rounds.py --plot diloco_rounds.png
+
+Above, plain DDP: an exchange in every step. Below, DiLoCo: one exchange per round, of fewer bytes.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-STEPS, STEP, EXCHANGE, START = 5, 1.0, 2.6, 0.0
-OWN, SHARED, GREY = "#9db8ee", "#1d4ed8", "#555555"
+STEPS = 5  # in a round
+GRADIENTS, WEIGHTS = 2.6, 0.9  # how long an exchange takes; a step takes 1
+END = 3 * (STEPS + WEIGHTS)
+STEP_COLOR, EXCHANGE_COLOR, GREY = "#9db8ee", "#1d4ed8", "#555555"
 
 
-def rounds(path: Path) -> None:
-    """Above, plain DDP: an exchange in every step. Below, DiLoCo: one exchange per round, of fewer bytes."""
+def lanes(axis: Any, bottom: float, steps: int, exchange: float, text: str) -> None:
+    """Draw two ranks that exchange something after every `steps` steps."""
+    centered = {"ha": "center", "va": "center", "fontsize": 8}
+    start, number = 0.0, 1
+    while start + steps + exchange <= END + 0.5:
+        for step in range(steps):
+            for y in (bottom, bottom + 1):
+                axis.broken_barh([(start + step, 0.94)], (y, 0.7), color=STEP_COLOR)
+                axis.text(start + step + 0.47, y + 0.35, str(number), **centered)
+            number += 1
+        axis.broken_barh([(start + steps, exchange - 0.06)], (bottom, 1.7), color=EXCHANGE_COLOR)
+        axis.text(start + steps + exchange / 2 - 0.03, bottom + 0.85, text, color="white", **centered)
+        start += steps + exchange
+
+
+def draw(file: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 3.3), facecolor="white")
+    figure = Figure(figsize=(8.4, 3.3), layout="constrained")
     axis = figure.subplots()
-    end = 3 * (STEPS * STEP) + 3 * EXCHANGE * 0.35
-    rows = {"rank 1": 0.0, "rank 0": 1.0, "rank 1 ": 2.9, "rank 0 ": 3.9}
-    _ddp(axis, (2.9, 3.9), end)
-    _diloco(axis, (0.0, 1.0))
-    axis.set_yticks([y + 0.35 for y in rows.values()], [name.strip() for name in rows])
-    for y, text in (
-        (4.95, "plain DDP: the gradients in every step"),
-        (2.05, "DiLoCo with sync_every=5: the weights after every fifth step"),
-    ):
-        axis.text(0, y, text, va="bottom", fontsize=10, fontweight="bold")
-    axis.annotate("time", (end, -0.45), (end - 1.6, -0.45), va="center", color=GREY, arrowprops={"arrowstyle": "->"})
-    axis.set(xlim=(-0.2, end + 0.1), ylim=(-0.8, 5.6), xticks=[])
+    lanes(axis, 2.9, 1, GRADIENTS, "gradients")
+    lanes(axis, 0.0, STEPS, WEIGHTS, "outer\nstep")
+    axis.set_yticks([0.35, 1.35, 3.25, 4.25], ["rank 1", "rank 0"] * 2)
+    axis.text(0, 4.95, "plain DDP: the gradients in every step", fontweight="bold")
+    axis.text(0, 2.05, f"DiLoCo with sync_every={STEPS}: the weights after every fifth step", fontweight="bold")
+    axis.annotate("time", (END, -0.45), (END - 1.6, -0.45), va="center", color=GREY, arrowprops={"arrowstyle": "->"})
+    axis.set(xlim=(-0.2, END + 0.1), ylim=(-0.8, 5.6), xticks=[])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=300)
-
-
-def _ddp(axis: Any, rows: tuple[float, float], end: float) -> None:
-    at, number = START, 1
-    while at + STEP + EXCHANGE <= end + 0.5:
-        for y in rows:
-            axis.broken_barh([(at, STEP - 0.06)], (y, 0.7), color=OWN)
-            axis.text(at + 0.47 * STEP, y + 0.35, str(number), ha="center", va="center", fontsize=8)
-        number += 1
-        _exchange(axis, at + STEP, EXCHANGE, rows, "gradients")
-        at += STEP + EXCHANGE
-
-
-def _diloco(axis: Any, rows: tuple[float, float]) -> None:
-    at, length = START, EXCHANGE * 0.35  # int4 on the wire
-    for number in range(3):
-        for y in rows:
-            axis.broken_barh([(at + step * STEP, STEP - 0.06) for step in range(STEPS)], (y, 0.7), color=OWN)
-            for step in range(STEPS):
-                center = {"ha": "center", "va": "center", "fontsize": 8}
-                axis.text(at + (step + 0.47) * STEP, y + 0.35, str(number * STEPS + step + 1), **center)
-        _exchange(axis, at + STEPS * STEP, length, rows, "outer\nstep")
-        at += STEPS * STEP + length
-
-
-def _exchange(axis: Any, at: float, length: float, rows: tuple[float, float], text: str) -> None:
-    low, high = rows
-    axis.broken_barh([(at, length - 0.06)], (low, high - low + 0.7), color=SHARED)
-    middle = (low + high + 0.7) / 2
-    axis.text(at + length / 2 - 0.03, middle, text, color="white", ha="center", va="center", fontsize=8)
-
-
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--plot", type=Path, metavar="PNG", required=True)
-    rounds(made.parse_args().plot)
+    figure.savefig(file, dpi=300)
 
 
 if __name__ == "__main__":
-    main()
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--plot", type=Path, metavar="PNG", required=True)
+    draw(arguments.parse_args().plot)

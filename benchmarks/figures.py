@@ -47,6 +47,7 @@ class Figure:
 LINK = "benchmarks/link.py"
 TIME_TO_LOSS = "benchmarks/time_to_loss.py"
 DRAWN = "--rates 100mbit --hooks ddp bf16 native-int4 auto diloco-10"
+WIRES = ("bf16", "int8", "int4", "powersgd-1", "powersgd-2", "powersgd-4", "batched-1", "batched-4")
 FIGURES = {
     "time_to_loss": Figure(
         f"{TIME_TO_LOSS} --results FOLDER/time_to_loss.jsonl --plot FOLDER/time_to_loss.png",
@@ -127,11 +128,12 @@ FIGURES = {
     "checkpoint": Figure(
         "benchmarks/checkpoint.py --json FOLDER/checkpoint.json", 2, ("docs/performance.md#memory-and-checkpoints",)
     ),
-    "convergence": Figure(
-        "benchmarks/convergence.py --json FOLDER/convergence.json --plot FOLDER/convergence.png",
-        20,
+    "digits": Figure(
+        "benchmarks/local_steps.py --ranks 2 --seeds 0 1 2 --steps 880 --results FOLDER/digits.jsonl --settings "
+        + " ".join(f"'task=digits optimizer=sgd exact=1 wire={wire}'" for wire in WIRES),
+        5,
         ("docs/performance.md#classifying-digits",),
-        picture="convergence.png",
+        stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished --steps 880",
     ),
     "launches": Figure(
         "benchmarks/launches.py --json FOLDER/launches.json", 1, ("docs/performance.md#operators-on-an-accelerator",)

@@ -41,7 +41,13 @@ CONTEXT, BATCH = 64, 8
 TEXT_BYTES = 12_000_000
 VARIANTS = ["", "no-feedback"]  # after a slash
 POINTS, FEW, ALL = 10, 16, 128  # validations in a run; their batches on the way and at the end
-NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress", "bf16": "bf16_compress"}
+NAMES = {
+    "powersgd": "powerSGD",
+    "batched": "batched_powerSGD",
+    "int8": "int8_compress",
+    "int4": "int4_compress",
+    "bf16": "bf16_compress",
+}
 HOOKS = ["allreduce", "bf16", "int8", "int8/no-feedback", "int4", "int4/no-feedback"]
 HOOKS += ["powersgd-1", "powersgd-4", "powersgd-4/no-feedback", "powersgd-16"]
 Job = tuple[str, int, int, int, str]

@@ -32,7 +32,6 @@ from typing import Any, Protocol
 
 import torch
 from common import Row, number, parse, parser, report, run_missing
-from convergence import digits
 from language_model import (
     ALL,
     BATCH,
@@ -121,6 +120,19 @@ class Language:
 
     def result(self, model: nn.Module, steps: int) -> Row:
         return {"loss": validation_loss(model, min(ALL, steps))}
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return training images and labels, test images and labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train = order[:1437]
+    test = order[1437:]
+    return images[train], labels[train], images[test], labels[test]
 
 
 class Digits:
@@ -340,12 +352,13 @@ def main() -> None:
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),
+        "seeds": number("seeds"),
         "loss": number("loss", "{:.4f}"),
         "to exact": lambda row: f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else ""),
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),
     }
-    report("local_steps", f"local steps: {args.steps} steps, {len(args.seeds)} seeds", args, at, rows, columns)
+    report("local_steps", f"local steps: {args.steps} steps", args, at, rows, columns)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def _entry(**changes: Any) -> Any:
 
 NUMBERS = torch.zeros(24, 24)
 RESIDUAL = ["'5.weight'", "['residual']"]
-# Other versions: test_golden_payloads.py; other hooks and models: test_changed_setup.py.
+# Other versions: test_golden_payloads.py; other hooks and models: test_change.py.
 REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
     "not a payload": (
         dict.clear,

@@ -1,7 +1,8 @@
-"""A resume says where it goes on, and its counters go on too."""
+"""A resume says where it goes on, its counters go on too, and the plan names the bytes of what is saved."""
 
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -133,3 +134,26 @@ def test_damaged_counters_change_nothing(run_ranks: Any) -> None:
     for rank in run_ranks(_damaged):
         assert rank["so_far"]["backward_passes"] == 6
         assert all(text.startswith("damaged hook state: ") for text in rank["errors"])
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _sizes(save_residual: str) -> tuple[int, int, str]:
+    """Bytes of the residuals that this rank saves, and what the plan says of all."""
+    run = Run.new(hook_options=OPTIONS, save_residual=save_residual).train(4)
+    residuals = [entry["residual"] for entry in run.save()["hook"]["parameters"].values()]
+    tensors = [each[0] if isinstance(each, list) else each for each in residuals if each is not None]
+    plan = run.hook.plan()
+    with mock.patch("commhooks.plan.NAMED_SAVE_BYTES", 1):
+        return sum(each.nbytes for each in tensors), plan.saved_residuals, f"{plan}{plan.summary()}"
+
+
+@pytest.mark.parametrize("save_residual", ["per_rank", "mean", "drop"])
+def test_the_plan_names_the_bytes_of_residuals_in_a_checkpoint(run_ranks: Any, save_residual: str) -> None:
+    ranks = run_ranks(_sizes, save_residual)
+    written = sum(size for size, *_ in ranks) if save_residual == "per_rank" else ranks[0][0]
+    for _, planned, text in ranks:
+        assert planned == written and bool(written) == (save_residual != "drop")
+        assert ("Residuals in a checkpoint of all ranks: " in text) == bool(written)
+        assert ("0.0 GB of residuals in a checkpoint of all ranks" in text) == bool(written)

@@ -1,6 +1,10 @@
 """Saves and loads where ranks hold different things, or a state was saved for another form of the model."""
 
+import copy
+import gc
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from tests.support.ddp_steps import log_lines
 from tests.support.features import fully_shard_on_gloo
 from tests.support.inside import session_of
+from tests.support.training import Run, make_model
+
+RANK_2 = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
 OPTIONS = {"start_powerSGD_iter": 0}
 
@@ -112,3 +120,155 @@ def test_a_state_of_another_sharding_says_how_to_load_it(run_ranks: Any) -> None
     for texts in run_ranks(_other_form):
         for text in texts:
             assert "saved for another sharding. Load it with torch.distributed.checkpoint" in text
+
+
+# ---- files of one rank -----------------------------------------------------------------------------------------------
+
+
+def _make_inexact(payload: dict[str, Any]) -> None:
+    payload.update(residual="none", residual_ranks=[], exact=False)
+    for entry in payload["parameters"].values():
+        entry["residual"] = None
+
+
+def _one_rank_inexact() -> torch.Tensor:
+    saved = Run.new(hook_options=RANK_2).train(5).save()
+    if dist.get_rank() == 1:
+        _make_inexact(saved["hook"])
+    return Run.new(hook_options=RANK_2).load(saved).train(3).weights()
+
+
+def _nobody_has_residuals() -> torch.Tensor:
+    saved = Run.new(hook_options=RANK_2).train(5).save(residual="drop")
+    return Run.new(hook_options=RANK_2).load(saved).train(3).weights()
+
+
+def test_an_inexact_file_of_one_rank_makes_all_ranks_do_without(run_ranks: Any) -> None:
+    expected = run_ranks(_nobody_has_residuals)
+    for weights in run_ranks(_one_rank_inexact):
+        assert torch.equal(weights, expected[0])
+
+
+def _one_file_of_rank_0() -> dict[str, Any]:
+    saved = Run.new(hook_options=RANK_2).train(5).save()
+    box = [saved]
+    dist.broadcast_object_list(box, 0)
+    run = Run.new(hook_options=RANK_2).load(box[0])
+    step = run.hook.stats()["step"]
+    return {"weights": run.train(3).weights(), "step": step, "started_from": box[0]["hook"]["residual_ranks"]}
+
+
+def test_the_residual_of_another_rank_is_never_used(run_ranks: Any) -> None:
+    """Only rank 0 has saved: all ranks start from residuals of zero, and replicas stay equal."""
+    results = run_ranks(_one_file_of_rank_0)
+    assert results[0]["started_from"] == [0]
+    assert results[0]["step"] == results[1]["step"] == 5
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+    dropped = run_ranks(_nobody_has_residuals)
+    assert torch.equal(results[0]["weights"], dropped[0])
+
+
+# ---- a commit or a save that failed on one rank ----------------------------------------------------------------------
+
+
+def _torn_on_one() -> tuple[str, bool, list[str]]:
+    """The commit of rank 1 fails; then all ranks save the mean."""
+    run = Run.new(hook_options=RANK_2).train(3)
+    run.hook.joint_save_limit_s = 1000.0  # longer than the test may take
+    if dist.get_rank() == 1:
+        failing = mock.Mock(side_effect=MemoryError)
+        with mock.patch.object(BackwardPass, "commit", failing), pytest.raises(MemoryError):
+            run.train(1)
+    else:
+        run.train(1)
+    with log_lines("commhooks", logging.WARNING) as lines:
+        found = [run.hook.state_dict("mean") for _ in range(2)]
+    return found[1]["residual"], found[0]["exact"], lines
+
+
+def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any) -> None:
+    for rank, (residual, exact, lines) in enumerate(run_ranks(_torn_on_one)):
+        assert residual == "none" and not exact
+        said = [line for line in lines if "rank 1 has lost its residuals" in line]
+        assert len(said) == len(lines) == (2 if rank == 1 else 0)
+
+
+def _declined_before_a_step() -> list[tuple[str, bool]]:
+    """Rank 1 loads a payload without residuals, so that it declines the next joint save, but not the one after it."""
+    run = Run.new(hook_options=RANK_2).train(3)
+    run.hook.joint_save_limit_s = 60.0
+    payload = run.hook.state_dict("per_rank", gather=False)
+    if dist.get_rank() == 1:
+        _make_inexact(payload)
+    run.hook.load_state_dict(payload)
+    saved = [run.hook.state_dict("mean"), run.train(1).hook.state_dict("mean")]
+    return [(each["residual"], each["exact"]) for each in saved]
+
+
+def test_a_rank_that_declined_a_joint_save_takes_part_in_that_of_the_next_step(run_ranks: Any) -> None:
+    for declined, joint in run_ranks(_declined_before_a_step):
+        assert declined == ("none", False) and joint[0] == "mean"
+
+
+def _alone_without_a_residual() -> tuple[str, bool]:
+    """Rank 1 saves on its own while it has no residual, and then loads one."""
+    run = Run.new(hook_options=RANK_2).train(3)
+    run.hook.joint_save_limit_s = 60.0
+    payload = run.hook.state_dict("per_rank", gather=False)
+    if dist.get_rank() == 1:
+        without = copy.deepcopy(payload)
+        _make_inexact(without)
+        run.hook.load_state_dict(without)
+        assert run.hook.state_dict("mean", joint=False)["residual"] == "none"
+    run.hook.load_state_dict(payload)
+    saved = run.hook.state_dict("mean")
+    return saved["residual"], saved["exact"]
+
+
+def test_a_save_of_one_rank_alone_declines_no_joint_save(run_ranks: Any) -> None:
+    assert run_ranks(_alone_without_a_residual) == [("mean", True)] * 2
+
+
+def _wrapped_anew(model: torch.nn.Module, state: commhooks.PowerSGDState) -> Run:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    return Run(ddp, optimizer, commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state))
+
+
+def _after_torn() -> dict[str, Any]:
+    """The commit fails in the third bucket. DDP is of no use after that; wrapped anew, the same state goes on."""
+    state = commhooks.PowerSGDState(None, 2, 1)
+    run = _wrapped_anew(make_model(), state).train(3)
+    advance, verdicts = RunningExchange.advance, 0
+
+    def failing(self: RunningExchange, verdict: Any = None) -> None:
+        nonlocal verdicts
+        verdicts += isinstance(verdict, bool)
+        if verdicts == 3:
+            raise MemoryError
+        advance(self, verdict)
+
+    with mock.patch.object(RunningExchange, "advance", failing), pytest.raises(MemoryError):
+        run.train(1)
+    torn = run.hook.state_dict("per_rank")
+    module = run.ddp.module
+    del run
+    gc.collect()  # the old wrapper has hooks on the parameters
+    run = _wrapped_anew(module, state).train(2)
+    saved = copy.deepcopy(run.save())
+    run.train(3)
+    resumed = _wrapped_anew(make_model(), commhooks.PowerSGDState(None, 2, 900)).load(saved).train(3)
+    return {
+        "torn": (torn["residual"], torn["exact"], torn["step"]),
+        "later": (saved["hook"]["residual"], saved["hook"]["exact"], saved["hook"]["step"]),
+        "weights": run.weights(),
+        "resumed": resumed.weights(),
+    }
+
+
+def test_after_a_commit_that_failed_the_next_one_is_whole_again(run_ranks: Any) -> None:
+    """What was lost stays lost, but what was gathered since then is all that a resumed run needs."""
+    for result in run_ranks(_after_torn):
+        assert result["torn"] == ("none", False, 3)
+        assert result["later"] == ("per_rank", True, 5)
+        assert torch.equal(result["weights"], result["resumed"])

@@ -14,8 +14,10 @@ import commhooks
 from commhooks.compressors.powersgd import cpu
 from commhooks.gradients import precision
 from commhooks.gradients.precision import GlobalSwitch
+from tests.support.features import switches_per_library
 from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
+from tests.support.training import Run
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
 STEPS = 2
@@ -193,3 +195,18 @@ def _dtypes(dtype: torch.dtype) -> set[torch.dtype]:
     ddp(random_gradients(SHAPES, dist.get_rank(), 0, dtype)).backward()
     entries = hook.state_dict(residual="per_rank")["parameters"].values()
     return {tensor.dtype for entry in entries if entry["q"] is not None for tensor in (entry["q"], *entry["residual"])}
+
+
+def _inherited_precision() -> tuple[str, str]:
+    torch.backends.fp32_precision = "tf32"
+    try:
+        Run.new(hook_options={"start_powerSGD_iter": 1}).train(2)
+        torch.backends.fp32_precision = "ieee"
+        return torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+@switches_per_library
+def test_an_inherited_precision_stays_inherited(run_ranks: Any) -> None:
+    assert run_ranks(_inherited_precision) == [("ieee", "ieee")] * 2

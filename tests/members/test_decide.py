@@ -273,11 +273,58 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
         pytest.param(
             [report("a", unreachable=("c:1",)), report("b")], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="c is gone"
         ),
+        pytest.param(
+            [report("a", unreachable=("c:1",), min_machines=3), report("b", unreachable=("c:1",)), report("c")],
+            {"a": "WAIT", "b": "WAIT", "c": "WAIT"},
+            id="a machine that cannot be reached does not count for min_machines",
+        ),
     ],
 )
 def test_a_quorum(reports: list[Report], expected: dict[str, str]) -> None:
     assert actions(*reports) == expected
     assert actions(*reversed(reports)) == expected, "the order of the reports counts"
+    decisions = all_decide(*reports)
+    groups = {names(decision.machines) for decision in decisions.values() if decision.machines}
+    together = "".join(name for name, action in expected.items() if action in ("EXCHANGE", "BEGIN"))
+    assert groups == {"".join(sorted(together))} - {""} or reports[0].signature != reports[-1].signature
+
+
+X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
+
+
+@pytest.mark.parametrize(
+    "reports, expected",
+    [
+        pytest.param(
+            [report("a", complete=True, **X), report("b", complete=True, **X), report("d")],
+            {"a": "COMMIT", "b": "COMMIT", "d": "ASK_AGAIN"},
+            id="a machine that was not in the exchange does not count",
+        ),
+        pytest.param(
+            [report("a", complete=True, **X), report("b", step=6, anchor=6, trained=False)],
+            {"a": "COMMIT", "b": "ASK_AGAIN"},
+            id="b has written",
+        ),
+        pytest.param(
+            [report("a", complete=True, **X), report("b")],
+            {"a": "ABANDON", "b": "ASK_AGAIN"},
+            id="b has abandoned it",
+        ),
+        pytest.param(
+            [report("a", complete=True, **X), report("b", attempt="Y", attempt_with=("b:1", "c:1"), complete=True)],
+            {"a": "ABANDON", "b": "COMMIT"},
+            id="b has abandoned it for another one",
+        ),
+        pytest.param([report("a", complete=True, **X)], {"a": "COMMIT"}, id="a is alone"),
+        pytest.param(
+            [report("a", complete=True, unreachable=("b:1",), **X), report("b", **X)],
+            {"a": "ABANDON", "b": "ABANDON"},
+            id="a machine that cannot be reached counts, too",
+        ),
+    ],
+)
+def test_an_undecided_exchange(reports: list[Report], expected: dict[str, str]) -> None:
+    assert actions(*reports) == actions(*reversed(reports)) == expected
 
 
 def test_connections_are_used_again_only_if_all_hold_them() -> None:

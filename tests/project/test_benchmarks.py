@@ -26,7 +26,6 @@ def _can_limit_a_link() -> bool:
 ALONE = {
     "checkpoint": "",
     "codec": "--ranks 4 --rounds 2",
-    "convergence": "--hooks powersgd-2 --plot figures.png",
     "gpu": "--device cpu --models tiny --ranks 1 --buckets one --batches small --markdown",
     "language_model": "--plot figures.png",
     "launches": "",

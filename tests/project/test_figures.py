@@ -49,7 +49,7 @@ def test_pictures_have_twice_the_pixels_of_a_page() -> None:
     """So that they are sharp on a screen with small pixels; a page shows at most 1000 of its own in a line."""
     for path in figures.PICTURES.glob("*.png"):
         width = int.from_bytes(path.read_bytes()[16:20], "big")
-        assert width >= 2000 or path.name == "convergence.png"  # drawn when it is measured the next time
+        assert width >= 2000
 
 
 def test_every_picture_and_benchmark_is_known() -> None:

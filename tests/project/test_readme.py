@@ -19,7 +19,7 @@ SURVIVES = {
         "tests/stress/test_chaos.py::test_one_rank_is_killed_in_mid_backward",
     ),
     "machine is gone": (
-        "tests/local_steps/test_members.py::test_machines_come_and_go",
+        "tests/members/test_machines.py::test_machines_come_and_go",
         "tests/project/test_elastic_example.py::test_two_launchers_become_one",
     ),
     "inf or NaN": (
@@ -30,20 +30,20 @@ SURVIVES = {
         "test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step",
     ),
     "full disk": (
-        "tests/checkpoint/test_failed_writes.py::test_a_full_disk_leaves_the_checkpoint_before",
-        "tests/checkpoint/test_failed_writes.py::test_the_error_names_the_file",
+        "tests/checkpoint/test_files.py::test_a_full_disk_leaves_the_checkpoint_before",
+        "tests/checkpoint/test_files.py::test_the_error_names_the_file",
         "tests/stress/test_chaos.py::test_the_newest_checkpoint_is_cut_off",
     ),
     "another number of ranks": (
-        "tests/checkpoint/test_elastic_resume.py::test_from_any_number_of_ranks",
-        "tests/checkpoint/test_changed_setup.py::test_changes_that_a_state_does_not_know_of",
+        "tests/checkpoint/test_resume.py::test_from_any_number_of_ranks",
+        "tests/checkpoint/test_change.py::test_changes_that_a_state_does_not_know_of",
     ),
 }
 FIRST_SENTENCES = {
     "times less": ("tests/project/test_readme.py::test_how_much_less_is_sent",),
     "one line": ("tests/project/test_docs.py::test_snippet",),
     "resumes? bit for bit": (
-        "tests/checkpoint/test_resume_matrix.py::test_a_resumed_run_is_bit_equal",
+        "tests/checkpoint/test_resume.py::test_a_resumed_run_is_bit_equal",
         "tests/with_accelerate/test_accelerate_data_order.py::"
         "test_a_resumed_run_is_bit_equal_with_a_seedable_sampler_and_set_epoch",
     ),

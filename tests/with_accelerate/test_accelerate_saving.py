@@ -1,5 +1,5 @@
 """`accelerator.save_state` and `load_state` with a hook, on real ranks: the tables in docs/accelerate.md. That a run
-resumes bit-equal, `checkpoint/test_resume_matrix.py` shows for every front end."""
+resumes bit-equal, `checkpoint/test_resume.py` shows for every front end."""
 
 import os
 import shutil

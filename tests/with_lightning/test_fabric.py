@@ -78,7 +78,7 @@ def _without_state(root: str) -> dict[str, Any]:
 
 
 def test_a_checkpoint_without_the_state_is_warned_of(run_ranks: Any, tmp_path: Path) -> None:
-    """That a resume with it is exact: tests/checkpoint/test_resume_matrix.py."""
+    """That a resume with it is exact: tests/checkpoint/test_resume.py."""
     for number, rank in enumerate(run_ranks(_without_state, str(tmp_path))):
         assert rank["keys"] == {"model"} and len(rank["warnings"]) == (number == 0)
 

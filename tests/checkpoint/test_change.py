@@ -1,4 +1,5 @@
-"""Something has changed between saving and loading: options, hook, wrapper, buckets, DDP, the model, its float type.
+"""Something has changed between saving and loading: options, hook, wrapper, buckets, DDP, the model, its
+float type, the scaler.
 
 Each change is either right, without a word, or one error that lists the names and says what strict=False does; and
 strict=False does that, with one warning on rank 0.
@@ -6,11 +7,13 @@ strict=False does that, with one warning on rank 0.
 
 import copy
 import logging
+import pickle
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from tests.support.ddp_steps import log_lines
@@ -327,3 +330,84 @@ def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool
         else:
             assert rank["error"] == "" and rank["step"] == STEPS
             assert rank["warnings"] == [f"commhooks: {text}: it is left out (strict=False)"] * said
+
+
+# ---- another scaler, other names -------------------------------------------------------------------------------------
+
+
+def _scaler_gone(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Saved with residuals of a scaled loss, resumed without a scaler; and resumed from the same residuals unscaled."""
+    saved = Run.new(hook_options=OPTIONS).train(5).save()
+    scaled = copy.deepcopy(saved)
+    scaled["hook"]["loss_scale"] = scale
+    for entry in scaled["hook"]["parameters"].values():
+        if entry["residual"] is not None:
+            entry["residual"] = [scale * each for each in entry["residual"]]
+    return (
+        Run.new(hook_options=OPTIONS).load(scaled).train(3).weights(),
+        Run.new(hook_options=OPTIONS).load(saved).train(3).weights(),
+    )
+
+
+def test_residuals_of_a_scaler_that_is_gone(run_ranks: Any) -> None:
+    for scaled, plain in run_ranks(_scaler_gone, 65536.0):
+        assert torch.equal(scaled, plain)
+
+
+def _use(state: commhooks.PowerSGDState, attached: bool) -> None:
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    if attached:
+        commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
+    else:
+        ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+
+
+def _other_names(attached_first: bool) -> tuple[int, int, bool]:
+    state = commhooks.PowerSGDState(None, 2, 0)
+    _use(state, attached_first)
+    loaded = pickle.loads(pickle.dumps(state))
+    _use(loaded, not attached_first)
+    kinds = {name.startswith("float32.cpu.") for name in loaded.session.state["q"]}
+    return loaded.iter, len(loaded.session.state["q"]), kinds == {attached_first}
+
+
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_a_pickled_state_with_other_names_starts_fresh(run_ranks: Any, attached_first: bool) -> None:
+    for steps, matrices, only_new_names in run_ranks(_other_names, attached_first):
+        assert (steps, matrices) == (6, 4)
+        assert only_new_names
+
+
+def _pickled() -> bytes:
+    state = commhooks.PowerSGDState(None, 2, 0)
+    _use(state, attached=False)
+    return pickle.dumps(state)
+
+
+def _unpickled(saved: bytes) -> tuple[bool, bool]:
+    state = pickle.loads(saved)
+    had = bool(state.session.state["residual"])
+    state._adapt_pickled_state()
+    return had, bool(state.session.state["residual"])
+
+
+def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None:
+    saved = run_ranks(_pickled)[0]
+    assert run_ranks(_unpickled, saved, world_size=1) == [(True, False)]
+    assert run_ranks(_unpickled, saved, world_size=2) == [(True, True), (True, False)]
+
+
+def _batched_into_running() -> torch.Tensor:
+    """The learning-rate finder's rewind: a batched hook that runs already takes over a state saved at another rank."""
+    options = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 1}
+    saved = Run.new(hook="batched_powerSGD", hook_options=options).train(3).save()
+    run = Run.new(hook="batched_powerSGD", hook_options=options | {"matrix_approximation_rank": 2}).train(3)
+    return run.load(saved).train(2).weights()
+
+
+def test_a_batched_state_of_another_rank_into_a_running_hook(run_ranks: Any) -> None:
+    first, second = run_ranks(_batched_into_running)
+    assert torch.equal(first, second)

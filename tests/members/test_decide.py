@@ -228,6 +228,16 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="the anchor of more machines goes before others",
         ),
         pytest.param(
+            [report("a", trained=False, anchor=9), new("b", step=5), new("c", step=5)],
+            {"a": "BEGIN", "b": "HEAL", "c": "HEAL"},
+            id="a machine that participates goes before newcomers",
+        ),
+        pytest.param(
+            [report("a", anchor=9), new("c", step=5, anchor=9), new("d", step=5, anchor=9), report("b"), report("e")],
+            {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL", "d": "HEAL", "e": "EXCHANGE"},
+            id="newcomers do not count",
+        ),
+        pytest.param(
             [report("a"), report("b", trained=False)], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="b has missed the round"
         ),
         pytest.param([report("a", min_machines=2), report("b", left=True)], {"a": "WAIT"}, id="b has left"),
@@ -252,11 +262,27 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="two runs at one lighthouse",
         ),
         pytest.param(
-            [report("a"), new("b", unexplained=2)], {"a": "EXCHANGE", "b": "REFUSED"}, id="no exchange ever succeeds"
+            [report("b", exchanged=True, unexplained=2), report("a", unexplained=2)],
+            {"b": "EXCHANGE", "a": "REFUSED"},
+            id="with a no exchange ever succeeds",
         ),
         pytest.param(
-            [report("a", unexplained=2), new("b", unexplained=1)], {"a": "EXCHANGE", "b": "HEAL"}, id="one failure"
+            [report("a", unexplained=2), report("b", unexplained=2)],
+            {"a": "EXCHANGE", "b": "REFUSED"},
+            id="with none it ever does: the first stays",
         ),
+        pytest.param(
+            [report("a", exchanged=True, unexplained=9), report("b", unexplained=1)],
+            {"a": "EXCHANGE", "b": "EXCHANGE"},
+            id="one failure",
+        ),
+        pytest.param([new("a", signature={"hook": "y"}), report("b")], {"a": "REFUSED", "b": "EXCHANGE"}, id="first"),
+        pytest.param(
+            [report("a"), report("b", signature={"hook": "y"}), new("c", signature={"hook": "y"})],
+            {"a": "EXCHANGE", "b": "EXCHANGE", "c": "HEAL"},
+            id="two runs, and a newcomer of the second",
+        ),
+        pytest.param([report("a"), new("b", number=11)], {"a": "EXCHANGE", "b": "HEAL"}, id="it has asked often"),
         pytest.param(
             [report("a", unreachable=("c:1",)), report("b", unreachable=("c:1",)), report("c")],
             {"a": "EXCHANGE", "b": "EXCHANGE", "c": "WAIT"},
@@ -284,9 +310,11 @@ def test_a_quorum(reports: list[Report], expected: dict[str, str]) -> None:
     assert actions(*reports) == expected
     assert actions(*reversed(reports)) == expected, "the order of the reports counts"
     decisions = all_decide(*reports)
-    groups = {names(decision.machines) for decision in decisions.values() if decision.machines}
-    together = "".join(name for name, action in expected.items() if action in ("EXCHANGE", "BEGIN"))
-    assert groups == {"".join(sorted(together))} - {""} or reports[0].signature != reports[-1].signature
+    for own in reports:
+        alike = [each for each in reports if each.signature == own.signature]
+        together = [each.name for each in alike if expected.get(each.name) in ("EXCHANGE", "BEGIN")]
+        if own.name in together:
+            assert names(decisions[own.name].machines) == "".join(sorted(together))
 
 
 X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
@@ -371,13 +399,18 @@ def test_a_loopback_address_is_refused_beside_another_host(local: str) -> None:
         assert actions(*reports) == {"a": "EXCHANGE", "b": "REFUSED"}
         culprit = "b" if newcomer is here else "a"
         assert f"start {culprit} with TORCHFT_LIGHTHOUSE set to" in decide(reports, "b:1").reason
+        assert names(decide(reports, "a:1").participants) == "a"
     assert actions(report("a", **here), new("b", **here)) == {"a": "EXCHANGE", "b": "HEAL"}
 
 
 def test_a_second_machine_of_the_same_name_waits() -> None:
-    twin = dataclasses.replace(new("b"), id="a:2")
-    assert decide([report("a"), twin], "a:2").reason == "a waits for another machine of this name to end"
-    assert names(decide([report("a"), twin], "a:1").participants) == "a"
+    for id in ("a:0", "a:2"):
+        twin = dataclasses.replace(new("b"), id=id)
+        assert decide([report("a"), twin], id).reason == "a waits for another machine of this name to end"
+        assert names(decide([report("a"), twin], "a:1").participants) == "a"
+        for number, action in ((10, Action.WAIT), (11, Action.REFUSED)):
+            again = dataclasses.replace(twin, number=number)
+            assert decide([report("a"), again], id).action is action
 
 
 # ---- what comes from outside -----------------------------------------------------------------------------------------

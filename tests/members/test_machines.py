@@ -219,6 +219,18 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
     compare_with_oracle([a, b, c], "int4", **given)
 
 
+def test_a_machine_with_which_no_exchange_succeeds_ends_and_the_others_go_on(start: Callable[..., Machine]) -> None:
+    """Though all machines reach each other, as with a firewall that closes other ports. Its name sorts first."""
+    b, c = start("b"), start("c")
+    c.wait_for(lambda line: line.get("part") == ["b", "c"])
+    a = start("a", fault=["blocked", 0])
+    end = a.end()
+    assert end["type"] == "AttachError" and "but could not exchange 2 times in turn. Does a firewall" in end["text"]
+    step = max(b.rounds)
+    b.wait_for(lambda line: line.get("part") == ["b", "c"] and line["step"] > step + 3)
+    assert_equal_weights(b, c)
+
+
 @pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
 def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given: Any) -> None:
     """The others know its name already, and do not wait for it until the timeout."""

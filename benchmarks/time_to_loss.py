@@ -3,8 +3,8 @@
     sudo python benchmarks/time_to_loss.py [--rates 100mbit 1gbit unlimited] [--hooks ...] [--seeds 0] [--timed 60]
                                            [--results FILE] [--plot PNG]
 
-The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of limited_link.py. Every hook
-has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins after
+The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of limited_link.py. Every
+hook has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins after
 10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and auto-close choose during
 training.
 

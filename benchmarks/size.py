@@ -1,4 +1,4 @@
-"""How much code one training step runs, and how much there is: what a reader has to follow.
+"""How much code one training step and an import run, and how much there is: what a reader has to follow.
 
     python benchmarks/size.py [--hooks powerSGD int8 allreduce bf16 diloco]
 
@@ -8,6 +8,9 @@ steps.
 
     files, functions    files and functions of the packages that the step or round enters
     changes of file     how often a call or a return leads into another file
+
+Below the table: how many modules of the packages each import runs, in a process of its own, and its milliseconds once
+the framework is imported.
 """
 
 import logging
@@ -40,6 +43,26 @@ OPTIONS = {
     "int4": {"start_iter": 1},
     "diloco": {"sync_every": EVERY["diloco"], "outer_momentum": 0.9},
 }
+IMPORTS = {
+    "commhooks": ("", "import commhooks"),
+    "attach": ("import torch.distributed.fsdp", "from commhooks import attach"),
+    "Lightning": ("import lightning.pytorch", "import lightning_commhooks"),
+    "Fabric": ("import lightning.fabric", "from lightning_commhooks.fabric import CommHookDDP"),
+    "Accelerate": ("import accelerate", "from accelerate_commhooks import CommHookKwargs"),
+    "transformers": (
+        "import accelerate; from transformers import Trainer",
+        "from accelerate_commhooks.transformers import CommHookTrainer",
+    ),
+}
+"""Front end -> what a script has imported before, and what is measured."""
+_MEASURE_IMPORT = """
+import sys, time
+{before}
+start = time.perf_counter()
+{statement}
+milliseconds = 1000 * (time.perf_counter() - start)
+print(sum(name.partition(".")[0] in {packages} for name in sys.modules), milliseconds)
+"""
 
 
 class Followed:
@@ -108,16 +131,27 @@ def lines(package: str) -> tuple[int, int]:
     return len(names), sum(len((ROOT / name).read_text().splitlines()) for name in names)
 
 
+def of_import(name: str) -> str:
+    """Measure one of `IMPORTS`, and return a line about it."""
+    before, statement = IMPORTS[name]
+    script = _MEASURE_IMPORT.format(before=before, statement=statement, packages=PACKAGES)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    modules, milliseconds = result.stdout.split()
+    return f"{statement}: {modules} modules, {float(milliseconds):.0f} ms" + (f" after `{before}`" if before else "")
+
+
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--hooks", nargs="+", default=["powerSGD", "int8", "allreduce", "bf16", "diloco"])
-    args = parse(made, hooks=["powerSGD"])
+    made.add_argument("--imports", nargs="+", default=list(IMPORTS), choices=IMPORTS)
+    args = parse(made, hooks=["powerSGD"], imports=["commhooks"])
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = [follow(hook) for hook in args.hooks]
     dist.destroy_process_group()
     columns = {name: number(name) for name in ("hook", "files", "functions", "changes of file")}
     notes = ["{}: {} files, {} lines".format(package, *lines(package)) for package in PACKAGES]
+    notes += [of_import(name) for name in args.imports]
     report("size", "size: what a steady step or a round enters, CPU, DDP", args, machine(), rows, columns, notes)
 
 

@@ -1,37 +1,62 @@
-"""Find hooks by name. To add a hook, add its class to `BUILT_IN`, or call `register_compressor`."""
+"""Find hooks by name. To add a hook, add it to `BUILT_IN`, or call `register_compressor`."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from commhooks.auto.compressor import AutoCompressor
+from commhooks.auto.options import Auto
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor, NoopCompressor
-from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
-from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, Noop
+from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.state_field import StateField
 from commhooks.errors import HookConfigError
-from commhooks.local_steps.compressor import DiLoCoCompressor, LocalSGDCompressor
+from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.options import HookConfig
 
-BUILT_IN: tuple[type[Compressor[Any]], ...] = (
-    AllReduceCompressor,
-    FP16Compressor,
-    BF16Compressor,
-    Int8Compressor,
-    Int4Compressor,
-    PowerSGDCompressor,
-    BatchedPowerSGDCompressor,
-    DiLoCoCompressor,
-    LocalSGDCompressor,
-    NoopCompressor,
-    AutoCompressor,
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A hook of commhooks, whose compressor is imported when it is used.
+
+    Attributes:
+        Config: the options.
+        module, name: where the compressor is; the module is below `commhooks`.
+    """
+
+    Config: type[HookConfig]
+    module: str
+    name: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return f"commhooks.{self.module}", self.name
+
+    def load(self) -> type[Compressor[Any]]:
+        module, name = self.place
+        compressor: type[Compressor[Any]] = getattr(importlib.import_module(module), name)
+        return compressor
+
+
+BUILT_IN = (
+    BuiltIn(AllReduce, "compressors.cast", "AllReduceCompressor"),
+    BuiltIn(FP16Compress, "compressors.cast", "FP16Compressor"),
+    BuiltIn(BF16Compress, "compressors.cast", "BF16Compressor"),
+    BuiltIn(Int8Compress, "compressors.quantized.compressor", "Int8Compressor"),
+    BuiltIn(Int4Compress, "compressors.quantized.compressor", "Int4Compressor"),
+    BuiltIn(PowerSGD, "compressors.powersgd.compressor", "PowerSGDCompressor"),
+    BuiltIn(BatchedPowerSGD, "compressors.powersgd.batched", "BatchedPowerSGDCompressor"),
+    BuiltIn(DiLoCo, "local_steps.compressor", "DiLoCoCompressor"),
+    BuiltIn(LocalSGD, "local_steps.compressor", "LocalSGDCompressor"),
+    BuiltIn(Noop, "compressors.cast", "NoopCompressor"),
+    BuiltIn(Auto, "auto.compressor", "AutoCompressor"),
 )
-COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
-"""Compressor classes by hook name. `register_compressor` adds to this dict."""
+COMPRESSORS: dict[str, BuiltIn | type[Compressor[Any]]] = {hook.Config.hook_name: hook for hook in BUILT_IN}
+"""Built-in hooks and registered compressor classes by hook name. `register_compressor` adds to this dict."""
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
 FACTORIES: dict[str, Factory] = {}
 """Factories of users' hooks by name. `register_hook` adds to this dict."""
@@ -66,7 +91,7 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
     _check_word("register_compressor", config.hook_name)
     known = COMPRESSORS.get(config.hook_name)
     place = (compressor.__module__, compressor.__qualname__)
-    again = known is not None and "<locals>" not in place[1] and (known.__module__, known.__qualname__) == place
+    again = known is not None and "<locals>" not in place[1] and _place_of(known) == place
     for each in (config.hook_name, *config.aliases):
         if not (known is compressor or again) or canonical_name(each) != config.hook_name:
             _check_free("register_compressor", each)
@@ -96,10 +121,10 @@ def register_hook(name: str, factory: Factory) -> None:
 def available_hooks() -> dict[str, dict[str, Any]]:
     """Return {name: {"description": one line, "options": {option: default}}} for all registered hooks."""
     hooks: dict[str, dict[str, Any]] = {}
-    for name, compressor in COMPRESSORS.items():
+    for name, hook in COMPRESSORS.items():
         hooks[name] = {
-            "description": ((compressor.Config.__doc__ or "").strip().splitlines() or [""])[0],
-            "options": dataclasses.asdict(compressor.Config()),
+            "description": ((hook.Config.__doc__ or "").strip().splitlines() or [""])[0],
+            "options": dataclasses.asdict(hook.Config()),
         }
     for name, factory in FACTORIES.items():
         lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()
@@ -174,14 +199,19 @@ def aliases() -> dict[str, str]:
     return {alias: name for name, each in COMPRESSORS.items() for alias in each.Config.aliases}
 
 
+def _place_of(hook: BuiltIn | type[Compressor[Any]]) -> tuple[str, str]:
+    return hook.place if isinstance(hook, BuiltIn) else (hook.__module__, hook.__qualname__)
+
+
 def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
-    found = COMPRESSORS.get(config.hook_name)
-    if found is None or not isinstance(config, found.Config):
+    """Return the compressor class of a config; for a built-in hook this imports it."""
+    hook = COMPRESSORS.get(config.hook_name)
+    if hook is None or not isinstance(config, hook.Config):
         raise HookConfigError(
             f"{type(config).__module__}.{type(config).__name__} is the config of a compressor that is not registered "
             "in this process: import the module that calls commhooks.register_compressor, on every rank"
         )
-    return found
+    return hook.load() if isinstance(hook, BuiltIn) else hook
 
 
 def names_to_offer() -> list[str]:

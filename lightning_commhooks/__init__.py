@@ -17,13 +17,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.callbacks import hook_stats
-from lightning_commhooks.class_factory import trainer_classes
-from lightning_commhooks.strategy import MODULES
+from lightning_commhooks.packages import MODULES
 
 if TYPE_CHECKING:
-    from lightning_commhooks.callbacks import CommHookCheckpoint, CommHookMonitor
-    from lightning_commhooks.fsdp2 import CommHookFSDP2
-    from lightning_commhooks.strategy import CommHookDDP
+    from lightning_commhooks.lightning_pytorch import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, CommHookMonitor
 
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 
@@ -43,10 +40,15 @@ for _package in [each for each in _installed if _roots[each] in sys.modules] or 
     # A Lightning that is too old for commhooks may be installed for another library. So the error is raised only when a
     # class is imported from here.
     with suppress(Exception):
-        trainer_classes(_package)
+        if _package == "pytorch_lightning":
+            import lightning_commhooks.pytorch_lightning
+        else:
+            import lightning_commhooks.lightning_pytorch  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("CommHook"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return trainer_classes("lightning.pytorch")[name]
+    import lightning_commhooks.lightning_pytorch as classes
+
+    return getattr(classes, name)

@@ -1,4 +1,4 @@
-"""Callbacks for a Trainer whose strategy has a communication hook."""
+"""What the callbacks for a Trainer whose strategy has a communication hook add to Lightning's `Callback`."""
 
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -11,24 +11,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback
 else:
-    Callback = object  # `class_factory` adds the base class
+    Callback = object  # see strategy.py
 
 
-class CommHookCheckpoint(Callback):
-    """Sets `save_residual` and `strict` of `CommHookDDP`, for users who prefer a callback. `CommHookDDP` saves its hook
-    in full checkpoints with or without this callback; weights-only checkpoints contain no state of the hook.
-
-    Args:
-        save_residual: which residuals (PowerSGD's error memory) are saved. "mean" (the default): the mean over the
-            ranks, one model-sized copy, for any number of ranks; the saving run and the resumed run stay bit-equal.
-            "per_rank": every rank's residual, in the same file: as many model-sized copies as ranks. "drop": none.
-        strict: whether resuming from a state of another hook or model is an error (the default). If False, parts that
-            do not fit start with fresh memory, and rank 0 warns once.
-
-    Raises:
-        commhooks.HookConfigError: at construction, for an invalid value. When the Trainer starts, if the strategy was
-            given a different value, or if there are two of these callbacks.
-    """
+class CheckpointMixin(Callback):
+    """The mixin of `CommHookCheckpoint`."""
 
     # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
@@ -43,9 +30,8 @@ class CommHookCheckpoint(Callback):
         )
 
 
-class CommHookRoundEnd(Callback):
-    """Ends the hook's round, the local steps between two averages of the weights, before other callbacks read the
-    model. The strategies insert this callback as the first, and end rounds themselves before a checkpoint."""
+class RoundEndMixin(Callback):
+    """The mixin of `CommHookRoundEnd`."""
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         _end_round(trainer)
@@ -57,22 +43,8 @@ class CommHookRoundEnd(Callback):
         _end_round(trainer)
 
 
-class CommHookMonitor(Callback):
-    """Logs the metrics of the hook of a `CommHookDDP` or `CommHookFSDP2` strategy with all loggers of the Trainer.
-
-        Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
-
-    docs/working.md explains the metrics. Rank 0 logs its own values. Nothing is computed in other steps, and the
-    weights are bit-equal with and without this callback.
-
-    Args:
-        every_n_steps: log every n optimizer steps; None (the default) is the Trainer's `log_every_n_steps`.
-        progress_bar: name, without "commhooks/", of the metric that the progress bar shows as "hook_NAME". The default,
-            the compression rate, is shown as "hook_x". None: no metric.
-
-    Raises:
-        commhooks.HookConfigError: at construction, for another value.
-    """
+class MonitorMixin(Callback):
+    """The mixin of `CommHookMonitor`."""
 
     # `Optional` instead of `X | None`, because jsonargparse shows the annotations in `--help`.
     def __init__(

@@ -1,5 +1,4 @@
-"""Fabric's DDP strategy with a communication hook for every model that is set up. Users import it from
-`lightning_commhooks.fabric` or `lightning_commhooks.lightning_fabric`."""
+"""What `CommHookDDP` adds to Fabric's DDP strategy: a communication hook for every model that is set up."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,27 +30,11 @@ from lightning_commhooks.strategy import HookType, check_ddp_arguments, loss_sca
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy
 else:
-    DDPStrategy = object  # `class_factory` adds the base class
+    DDPStrategy = object  # see strategy.py
 
 
-class CommHookDDP(DDPStrategy):
-    """Trains with Fabric's `DDPStrategy` and a communication hook, on every device; `fabric.save` and `fabric.load`
-    save and restore the hook.
-
-    Each model that `fabric.setup` wraps has a hook with its own learned state. `fabric.save(path, {"model": model})`
-    saves the hooks' states under the key "commhooks" and the models' names, and `fabric.load(path, {"model": model})`
-    restores them. All ranks must call both, as Fabric itself requires. Set up the models before loading. Within
-    `fabric.no_backward_sync(model)` the hook does not run.
-
-    Args:
-        hook, save_residual: as in `lightning_commhooks.CommHookDDP`.
-        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node, members: as in
-            `commhooks.attach`.
-        ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
-
-    Raises:
-        commhooks.HookConfigError: at construction, as in `lightning_commhooks.CommHookDDP`.
-    """
+class HookedFabricDDP(DDPStrategy):
+    """The mixin of `CommHookDDP` in `fabric.py` and `lightning_fabric.py`."""
 
     @suggests_arguments
     def __init__(
@@ -69,7 +52,7 @@ class CommHookDDP(DDPStrategy):
         members: Torchft | Literal["torchft"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
+        check_ddp_arguments(ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(**arguments_in(locals()))
         self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()

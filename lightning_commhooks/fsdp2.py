@@ -1,4 +1,5 @@
-"""`CommHookFSDP2`, Lightning's FSDP2 strategy with a communication hook between the replicas of the sharded model."""
+"""What `CommHookFSDP2` adds to Lightning's FSDP2 strategy: a communication hook between the replicas of the sharded
+model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,28 +29,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
 else:
-    ModelParallelStrategy = object  # `class_factory` adds the base class
+    ModelParallelStrategy = object  # see strategy.py
 
 
-class CommHookFSDP2(HookedStrategy, ModelParallelStrategy):
-    """Trains replicas of a model that `ModelParallelStrategy` shards, and averages over the replicas by a hook. The
-    Trainer's checkpoints are distributed (a folder) and contain the hook's state.
-
-    `configure_model` of the LightningModule shards the model over `self.trainer.strategy.device_mesh["shard"]`; the
-    last call of `fully_shard` is for a module that contains all others.
-
-    Args:
-        hook: as in `CommHookDDP`, but not a callable; None averages the replicas without compression.
-        hook_options, wrapper, strict, check_every: as in `commhooks.attach`.
-        members: as in `CommHookDDP`; every machine trains a replica.
-        replicate_size: number of replicas of the model, each sharded over `world size / replicate_size` consecutive
-            ranks. "auto": one per machine.
-        save_residual: "drop" saves no residuals. None: their mean over the replicas.
-        process_group_backend, timeout: as in `ModelParallelStrategy`.
-
-    Raises:
-        commhooks.HookConfigError: at construction, as in `CommHookDDP`.
-    """
+class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
+    """The mixin of `CommHookFSDP2` in `lightning_pytorch.py` and `pytorch_lightning.py`."""
 
     @suggests_arguments
     def __init__(

@@ -1,4 +1,8 @@
-"""`CommHookDDP`, Lightning's DDP strategy with a communication hook, and the base class of all strategies with one."""
+"""What the strategies for Lightning's Trainers share, and what `CommHookDDP` adds to `DDPStrategy`.
+
+The mixins of this package import no Lightning. `lightning_pytorch.py` and `pytorch_lightning.py` have the strategies
+and callbacks with them, `fabric.py` and `lightning_fabric.py` the strategies for Fabric.
+"""
 
 import dataclasses
 import inspect
@@ -36,6 +40,7 @@ from lightning_commhooks.checkpoint import (
     saves_alone,
     with_defaults,
 )
+from lightning_commhooks.packages import MODULES
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,14 +48,11 @@ if TYPE_CHECKING:
 
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
-    # At runtime `class_factory` adds the base class, so `super()` reaches Lightning's strategy.
+    # At runtime the class that has this mixin adds Lightning's strategy, which `super()` reaches.
     DDPStrategy = ParallelStrategy = object
     # LightningCLI accepts and documents the config classes that are named here. `str` must be last: if it preceded
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
-
-MODULES = {"lightning.pytorch": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
-"""Package with a Trainer -> module from which users import the classes for it."""
 
 _OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _FROM_LIGHTNING = {
@@ -61,7 +63,8 @@ _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
 class HookedStrategy(ParallelStrategy):
-    # Set by `class_factory`: the Trainer's package, and the classes `CommHookCheckpoint` and `CommHookRoundEnd` for it.
+    """The mixin of all strategies. A class with it has the Trainer's package, and the callbacks for that Trainer."""
+
     package: ClassVar[str]
     checkpoint_callback: "ClassVar[type[pl.Callback]]"
     round_end_callback: "ClassVar[type[pl.Callback]]"
@@ -180,7 +183,7 @@ class HookedStrategy(ParallelStrategy):
         ]
         names = [type(each).__name__ for each in strangers]
         for each, name in zip(strangers, names, strict=True):
-            if type(each).__module__ == MODULES[other]:
+            if type(each).__module__.partition(".")[0] == __package__:
                 raise HookConfigError(
                     f"this {name} is for the Trainer of {other}, and the Trainer is from {here}: write `from "
                     f"{MODULES[here]} import {name}`"
@@ -204,22 +207,8 @@ class HookedStrategy(ParallelStrategy):
         return next(each for each in MODULES if each != self.package)
 
 
-class CommHookDDP(HookedStrategy, DDPStrategy):
-    """Trains with `DDPStrategy` and a communication hook, on every device, and saves the hook in the Trainer's
-    checkpoints. With `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None, and checkpoints hold no
-    state of a hook.
-
-    Args:
-        hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`.
-            A machine that comes (`members`) also takes the Trainer's epoch, batch and global step, and the learning
-            rate schedulers. One that gets SIGTERM leaves (`Members.leave`).
-        save_residual: which residuals checkpoints hold; see `CommHookCheckpoint`. Default "mean".
-        ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
-
-    Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook, option or argument (the message offers the
-            closest name), a value of the wrong type, or an invalid combination.
-    """
+class HookedDDP(HookedStrategy, DDPStrategy):
+    """The mixin of `CommHookDDP` in `lightning_pytorch.py` and `pytorch_lightning.py`."""
 
     @suggests_arguments
     def __init__(
@@ -236,7 +225,7 @@ class CommHookDDP(HookedStrategy, DDPStrategy):
         members: Union[Torchft, Literal["torchft"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(ddp_kwargs, CommHookDDP.__init__, super().__init__)
+        check_ddp_arguments(ddp_kwargs, HookedDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(save_residual, strict))
         self._given = {"save_residual": save_residual, "strict": None if strict is None else self._request.strict}

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
-from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
-from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
@@ -47,6 +45,10 @@ class Form:
 
     @property
     def kind(self) -> Any:
+        # Here, because an import of commhooks imports no compressor and no kernel.
+        from commhooks.compressors.powersgd.batched import BatchedPowerSGDCompressor
+        from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+
         return BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
 
     def fits(self, session: Session) -> bool:
@@ -108,7 +110,7 @@ class PowerSGDState:
         _as_torch.info("PowerSGD config: %s", options)
 
     def _new_session(self, options: PowerSGD, state: LearnedState, counters: Counters) -> None:
-        compressor = PowerSGDCompressor(options)
+        compressor = Form(batched=False).kind(options)
         self.session = Session(compressor, Binding(PositionalNames(), self._group_or()), state, counters)
         self._reader = BucketReader()
 

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.engine.consensus import Binding
 from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
 from commhooks.gradients.modes import plain_mode
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from commhooks.members.options import Torchft
 
 logger = logger_of(__name__)
-
-_WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
 
 
 @suggests_arguments

@@ -44,7 +44,7 @@ class Report:
         connection: the name of the connections that it holds; "" without.
         unreachable: the ids of machines with which it could not connect.
         unexplained: exchanges with others that have failed in turn, although it reached every machine.
-        exchanged: whether an exchange with others has ever succeeded.
+        exchanged: whether it has ever taken an outer step, with others or alone, and not only healed.
         failed_heals: how often in turn it has failed to take the state of another machine.
         left: whether it has left the training. The other fields of the report then mean nothing.
     """
@@ -204,7 +204,7 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
     """
     present = sorted((report for report in reports if not report.left), key=lambda report: report.id)
     own = next(report for report in present if report.id == me)
-    if reason := _refusal(own, present):
+    if reason := _refusal(own, present) or _never_exchanged(own, present):
         return Decision(action=Action.REFUSED, reason=reason)
     alike = _alike(own, present)
     if own not in alike:
@@ -279,7 +279,7 @@ def _with_latest_anchor(reports: Sequence[Report]) -> list[Report]:
     def weight(report: Report) -> tuple[bool, bool, int]:
         same = [other for other in top if other.anchor == report.anchor]
         participate = [other for other in same if other.participates]
-        return any(other.trained for other in participate), bool(participate), len(participate or same)
+        return any(other.trained for other in same), bool(participate), len(participate or same)
 
     best = max(top, key=weight)  # the first of equals
     same = [report for report in top if report.anchor == best.anchor]
@@ -289,8 +289,6 @@ def _with_latest_anchor(reports: Sequence[Report]) -> list[Report]:
 def _refusal(own: Report, present: Sequence[Report]) -> str:
     """Return why this machine must end, which is new and does not match the machines that have begun. Of machines that
     begin together, the first stays; "" if nothing is wrong."""
-    if own.participates:
-        return ""
     elders = [report for report in present if report.participates] or [present[0]]
     if own in elders:
         return ""
@@ -315,23 +313,34 @@ def _refusal(own: Report, present: Sequence[Report]) -> str:
                 f"machine {other.name} has {other.host}: start {local.name} with TORCHFT_LIGHTHOUSE set to an address "
                 "of the lighthouse that other hosts reach"
             )
-    if own.unexplained >= UNEXPLAINED_LIMIT and not own.exchanged:
-        return (
-            f"machine {own.name} and the others reach each other at {own.host}, but could not exchange "
-            f"{own.unexplained} times in turn. Does a firewall close other ports, or does GLOO_SOCKET_IFNAME name "
-            "another network?"
-        )
     return ""
 
 
+def _never_exchanged(own: Report, present: Sequence[Report]) -> str:
+    """Return why this machine must end, with which no exchange has ever succeeded; "" if nothing is wrong. If none has
+    with any machine, the first stays."""
+    if own.exchanged or own.unexplained < UNEXPLAINED_LIMIT:
+        return ""
+    alike = [report for report in present if report.signature == own.signature]
+    if own in ([report for report in alike if report.exchanged] or alike[:1]):
+        return ""
+    return (
+        f"machine {own.name} and the others reach each other at {own.host}, but could not exchange "
+        f"{own.unexplained} times in turn. Does a firewall close other ports, or does GLOO_SOCKET_IFNAME name "
+        "another network?"
+    )
+
+
 def _alike(own: Report, present: Sequence[Report]) -> list[Report]:
-    """Return the machines with the signature of this one that are not refused, each name once."""
+    """Return the machines with the signature of this one that are not refused, each name once: those that participate,
+    then newcomers, sorted by id."""
     alike: list[Report] = []
     for report in sorted(present, key=lambda report: (not report.participates, report.id)):
         same_name = any(report.name == other.name for other in alike)
-        if report.signature == own.signature and not same_name and not _refusal(report, present):
+        refused = _refusal(report, present) or _never_exchanged(report, present)
+        if report.signature == own.signature and not same_name and not refused:
             alike.append(report)
-    return sorted(alike, key=lambda report: report.id)
+    return alike
 
 
 @functools.cache

@@ -233,8 +233,7 @@ class MachineSteps:
                 failure = _not_ours(error)
             confirmed = self._ranks.all_agree(not failure)
         if confirmed:
-            exchanged = self._own.exchanged or len(decision.machines) > 1
-            self._own = dataclasses.replace(self._own, exchanged=exchanged, unexplained=0)
+            self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
         elif self._ranks.exchanges:
             self._connections.give_up(decision.name)
             all_answer = self._connections.all_answer(decision.machines, unreachable)

@@ -132,7 +132,7 @@ def print_hooks() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from commhooks.registry import COMPRESSORS, aliases, available_hooks
+    from commhooks.registry import COMPRESSORS, aliases, available_hooks, compressor_of
 
     table = Table(show_lines=True)
     table.add_column("hook", no_wrap=True)
@@ -144,7 +144,7 @@ def print_hooks() -> None:
         for option, text in explained.items():  # one option per line, so that each can be copied
             lines += [f"  {option}={hook['options'][option]!r}", f"      {text}".rstrip()]
         table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(filter(None, lines)))
-    *first, last = (name for name, each in COMPRESSORS.items() if not each.wrappers)
+    *first, last = (name for name, hook in COMPRESSORS.items() if not compressor_of(hook.Config()).wrappers)
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table)
     console.print(

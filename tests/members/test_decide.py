@@ -228,6 +228,16 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="the anchor of more machines goes before others",
         ),
         pytest.param(
+            [report("a", trained=False, anchor=9), new("b", step=5), new("c", step=5)],
+            {"a": "BEGIN", "b": "HEAL", "c": "HEAL"},
+            id="a machine that participates goes before newcomers",
+        ),
+        pytest.param(
+            [report("a", anchor=9), new("c", step=5, anchor=9), new("d", step=5, anchor=9), report("b"), report("e")],
+            {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL", "d": "HEAL", "e": "EXCHANGE"},
+            id="newcomers do not count",
+        ),
+        pytest.param(
             [report("a"), report("b", trained=False)], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="b has missed the round"
         ),
         pytest.param([report("a", min_machines=2), report("b", left=True)], {"a": "WAIT"}, id="b has left"),
@@ -252,11 +262,27 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="two runs at one lighthouse",
         ),
         pytest.param(
-            [report("a"), new("b", unexplained=2)], {"a": "EXCHANGE", "b": "REFUSED"}, id="no exchange ever succeeds"
+            [report("b", exchanged=True, unexplained=2), report("a", unexplained=2)],
+            {"b": "EXCHANGE", "a": "REFUSED"},
+            id="with a no exchange ever succeeds",
         ),
         pytest.param(
-            [report("a", unexplained=2), new("b", unexplained=1)], {"a": "EXCHANGE", "b": "HEAL"}, id="one failure"
+            [report("a", unexplained=2), report("b", unexplained=2)],
+            {"a": "EXCHANGE", "b": "REFUSED"},
+            id="with none it ever does: the first stays",
         ),
+        pytest.param(
+            [report("a", exchanged=True, unexplained=9), report("b", unexplained=1)],
+            {"a": "EXCHANGE", "b": "EXCHANGE"},
+            id="one failure",
+        ),
+        pytest.param([new("a", signature={"hook": "y"}), report("b")], {"a": "REFUSED", "b": "EXCHANGE"}, id="first"),
+        pytest.param(
+            [report("a"), report("b", signature={"hook": "y"}), new("c", signature={"hook": "y"})],
+            {"a": "EXCHANGE", "b": "EXCHANGE", "c": "HEAL"},
+            id="two runs, and a newcomer of the second",
+        ),
+        pytest.param([report("a"), new("b", number=11)], {"a": "EXCHANGE", "b": "HEAL"}, id="it has asked often"),
         pytest.param(
             [report("a", unreachable=("c:1",)), report("b", unreachable=("c:1",)), report("c")],
             {"a": "EXCHANGE", "b": "EXCHANGE", "c": "WAIT"},
@@ -273,11 +299,60 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
         pytest.param(
             [report("a", unreachable=("c:1",)), report("b")], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="c is gone"
         ),
+        pytest.param(
+            [report("a", unreachable=("c:1",), min_machines=3), report("b", unreachable=("c:1",)), report("c")],
+            {"a": "WAIT", "b": "WAIT", "c": "WAIT"},
+            id="a machine that cannot be reached does not count for min_machines",
+        ),
     ],
 )
 def test_a_quorum(reports: list[Report], expected: dict[str, str]) -> None:
     assert actions(*reports) == expected
     assert actions(*reversed(reports)) == expected, "the order of the reports counts"
+    decisions = all_decide(*reports)
+    for own in reports:
+        alike = [each for each in reports if each.signature == own.signature]
+        together = [each.name for each in alike if expected.get(each.name) in ("EXCHANGE", "BEGIN")]
+        if own.name in together:
+            assert names(decisions[own.name].machines) == "".join(sorted(together))
+
+
+X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
+
+
+@pytest.mark.parametrize(
+    "reports, expected",
+    [
+        pytest.param(
+            [report("a", complete=True, **X), report("b", complete=True, **X), report("d")],
+            {"a": "COMMIT", "b": "COMMIT", "d": "ASK_AGAIN"},
+            id="a machine that was not in the exchange does not count",
+        ),
+        pytest.param(
+            [report("a", complete=True, **X), report("b", step=6, anchor=6, trained=False)],
+            {"a": "COMMIT", "b": "ASK_AGAIN"},
+            id="b has written",
+        ),
+        pytest.param(
+            [report("a", complete=True, **X), report("b")],
+            {"a": "ABANDON", "b": "ASK_AGAIN"},
+            id="b has abandoned it",
+        ),
+        pytest.param(
+            [report("a", complete=True, **X), report("b", attempt="Y", attempt_with=("b:1", "c:1"), complete=True)],
+            {"a": "ABANDON", "b": "COMMIT"},
+            id="b has abandoned it for another one",
+        ),
+        pytest.param([report("a", complete=True, **X)], {"a": "COMMIT"}, id="a is alone"),
+        pytest.param(
+            [report("a", complete=True, unreachable=("b:1",), **X), report("b", **X)],
+            {"a": "ABANDON", "b": "ABANDON"},
+            id="a machine that cannot be reached counts, too",
+        ),
+    ],
+)
+def test_an_undecided_exchange(reports: list[Report], expected: dict[str, str]) -> None:
+    assert actions(*reports) == actions(*reversed(reports)) == expected
 
 
 def test_connections_are_used_again_only_if_all_hold_them() -> None:
@@ -324,13 +399,18 @@ def test_a_loopback_address_is_refused_beside_another_host(local: str) -> None:
         assert actions(*reports) == {"a": "EXCHANGE", "b": "REFUSED"}
         culprit = "b" if newcomer is here else "a"
         assert f"start {culprit} with TORCHFT_LIGHTHOUSE set to" in decide(reports, "b:1").reason
+        assert names(decide(reports, "a:1").participants) == "a"
     assert actions(report("a", **here), new("b", **here)) == {"a": "EXCHANGE", "b": "HEAL"}
 
 
 def test_a_second_machine_of_the_same_name_waits() -> None:
-    twin = dataclasses.replace(new("b"), id="a:2")
-    assert decide([report("a"), twin], "a:2").reason == "a waits for another machine of this name to end"
-    assert names(decide([report("a"), twin], "a:1").participants) == "a"
+    for id in ("a:0", "a:2"):
+        twin = dataclasses.replace(new("b"), id=id)
+        assert decide([report("a"), twin], id).reason == "a waits for another machine of this name to end"
+        assert names(decide([report("a"), twin], "a:1").participants) == "a"
+        for number, action in ((10, Action.WAIT), (11, Action.REFUSED)):
+            again = dataclasses.replace(twin, number=number)
+            assert decide([report("a"), again], id).action is action
 
 
 # ---- what comes from outside -----------------------------------------------------------------------------------------

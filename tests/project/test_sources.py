@@ -10,11 +10,14 @@ from tests.support.repository import nodes
 
 # ------------------------------------------------------- code from files; `test_hostile_files.py` plants some in files
 
-# What imports by name: what a user's configuration or command line names; the subcommands and packages of Lightning,
-# from a table in the source. No checkpoint reaches it.
+# What imports by name: what a user's configuration or command line names; the subcommands, the built-in hooks and the
+# packages of Lightning, from a table in the source. No checkpoint reaches it.
 BY_NAME = {
     (f"{file}.py", "importlib.import_module")
-    for file in ("commhooks/import_path", "commhooks/tools/cli", "lightning_commhooks/class_factory")
+    for file in (
+        *("commhooks/import_path", "commhooks/tools/cli", "commhooks/registry", "commhooks/hook/kinds"),
+        "lightning_commhooks/packages",
+    )
 }
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),

@@ -3,7 +3,7 @@
 Prints a line of JSON at the start of each round. `fault`: what happens on the last rank at which exchange or
 confirmation. "listed": the process dies before it connects; "before": before the exchange; "exchanged": after it;
 "agreed": before the confirmation. "unconnected", "refused", "unshared": connecting, the exchange, or sharing buffers
-seems to fail, as if the connection had been lost; "unsure": the confirmation seems to fail, though it has ended
+seems to fail, as if the connection had been lost; "blocked": connecting with others always fails; "unsure": the confirmation seems to fail, though it has ended
 everywhere. "asked": the process dies while another machine takes its state. `nan`: after how many steps a moment of the
 last shard is not finite. `save`: it saves NAME in the folder when it has taken `rounds` outer steps; `load`: it begins
 from the file of this machine. `shards`: the model is sharded by fully_shard over so many of the `world` ranks;
@@ -225,6 +225,8 @@ def inject(what: str, number: int) -> None:
 
     def new_connect(connections: Connections, *given: Any) -> None:
         connecting[0] += 1
+        if what == "blocked" and len(given[0]) > 1:
+            raise RuntimeError("no route (a test)")
         if what == "listed" and connecting[0] == number:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "unconnected" and connecting[0] == number:

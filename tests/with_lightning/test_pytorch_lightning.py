@@ -1,6 +1,7 @@
 """`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package `pytorch_lightning`. The
 other tests of Lightning are for `lightning.pytorch`; these hold what could differ."""
 
+import importlib
 import pickle
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from lightning_fabric.plugins import ClusterEnvironment  # noqa: E402
 from pytorch_lightning.cli import LightningCLI  # noqa: E402
 from pytorch_lightning.strategies import StrategyRegistry  # noqa: E402
 
-from lightning_commhooks import class_factory, fabric  # noqa: E402
+from lightning_commhooks import fabric  # noqa: E402
 from lightning_commhooks import lightning_fabric as twin_fabric  # noqa: E402
 from lightning_commhooks import pytorch_lightning as ours  # noqa: E402
 
@@ -250,26 +251,25 @@ def test_names_are_registered_with_what_is_imported_or_else_with_both(
 
 
 @pytest.mark.parametrize(
-    ("classes", "package", "sentence"),
+    ("package", "sentence"),
     [
         (
-            class_factory.trainer_classes,
             "pytorch_lightning",
             "lightning_commhooks.pytorch_lightning needs pytorch_lightning: pip install pytorch-lightning. "
             "For lightning.pytorch import from lightning_commhooks",
         ),
         (
-            class_factory.fabric_class,
             "lightning_fabric",
             "lightning_commhooks.lightning_fabric needs lightning_fabric: pip install lightning-fabric. "
             "For lightning.fabric import from lightning_commhooks.fabric",
         ),
     ],
 )
-def test_a_missing_package_is_named(classes: Any, package: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(package: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"lightning_commhooks.{package}")
     with pytest.raises(ImportError) as error:
-        classes.__wrapped__(package)  # of functools.cache
+        importlib.import_module(f"lightning_commhooks.{package}")
     assert str(error.value) == sentence
 
 

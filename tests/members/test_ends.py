@@ -1,0 +1,69 @@
+"""How a machine ends: nothing native outlives the interpreter, and a machine whose torchrun is gone ends with it."""
+
+import os
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torchft", reason="torchft is not installed")
+
+from commhooks.members.lighthouse import Heartbeats
+from commhooks.members.lines import Lines
+from tests.support.machines import lighthouse
+
+_JOB = """
+import atexit, threading, sys
+names = lambda: sorted(t.name for t in threading.enumerate() if t.name in ("commhooks heartbeat", "commhooks connect"))
+atexit.register(lambda: print("at the end", names()))  # the last to be called
+import commhooks, torch
+model = torch.nn.Linear(2, 2)
+hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=1), members="torchft")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+print("before", names())
+"""
+
+
+def test_no_thread_of_a_native_client_outlives_the_interpreter() -> None:
+    """A thread that comes back from native code while the interpreter ends aborts the process."""
+    with lighthouse() as address:
+        command = [sys.executable, "-c", _JOB]
+        environment = os.environ | {"TORCHFT_LIGHTHOUSE": address, "RUST_LOG": "off"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "before ['commhooks heartbeat']\nat the end []\n", done.stdout
+
+
+def _heartbeats() -> Heartbeats:
+    return Heartbeats("a:1", 60.0, mock.Mock(), Lines(logs=True))
+
+
+def test_a_machine_knows_when_its_torchrun_is_gone() -> None:
+    for variables, orphaned in (({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)):
+        with mock.patch.dict(os.environ, variables), mock.patch("os.getppid", side_effect=[7, *[1] * 1000]):
+            if not variables:
+                os.environ.pop("TORCHELASTIC_RUN_ID", None)
+            heartbeats = _heartbeats()
+            time.sleep(0.8)
+            heartbeats.stop()
+        assert heartbeats.orphaned is orphaned
+
+
+def test_heartbeats_before_the_first_request_end_after_a_while() -> None:
+    """A machine that loads data for an hour before its first step is not waited for."""
+    client = mock.Mock()
+    heartbeats = Heartbeats("a:1", 0.6, lambda: client, Lines(logs=True))
+    time.sleep(1.8)
+    sent = client.heartbeat.call_count
+    assert sent
+    time.sleep(0.8)
+    assert client.heartbeat.call_count == sent
+    heartbeats.asking(True)
+    time.sleep(0.8)
+    heartbeats.stop()
+    assert client.heartbeat.call_count > sent

@@ -4,9 +4,9 @@
                                            [--results FILE] [--plot PNG]
 
 The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of limited_link.py. Every
-hook has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins after
-10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and auto-close choose during
-training.
+hook has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins
+after 10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and auto-close choose
+during training.
 
 With --timed N the trainings run only without a limit, which does not change their losses, and at each rate the seconds
 of a step are the mean of N steps. Use it for hooks whose steps all cost the same, not for PowerSGD or auto.

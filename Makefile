@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo test test-cuda test-versions test-mutants test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
+.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -32,6 +32,11 @@ test-versions:
 # Small changes of the code that a test must notice: half an hour or more. make test-mutants AREAS="engine --sample 2"
 test-mutants: $(READY)
 	@$(CLEAN) -m tests.stress.mutation $(AREAS)
+
+# Each feature taken out of a copy of the tree, as CONTRIBUTING.md says, and the tests of the rest: some minutes.
+# make test-rooms ARGS="auto"
+test-rooms: $(READY)
+	@$(CLEAN) -m tests.stress.rooms $(ARGS)
 
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
 test-waits: $(READY)

@@ -17,7 +17,7 @@ from accelerate_commhooks.models import HookedModels
 from accelerate_commhooks.prepare import check_takes_hook, override_prepare
 from accelerate_commhooks.saving import any_model_has_hook, ensure_hook_saver
 from accelerate_commhooks.unattached import CALL_ATTACH, call_before_step, raise_or_warn, warn_alone
-from accelerate_commhooks.yaml_settings import DDP_FIELDS, LINE_TO_ADD, VARIABLE, Settings
+from accelerate_commhooks.yaml_settings import DDP_FIELDS, VARIABLE, Settings
 from commhooks import CommHook, HookConfigError, HookRunError
 from commhooks.errors import no_such, print_error_on_rank_zero
 from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter
@@ -120,18 +120,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Raises:
             HookConfigError: no file, or invalid settings; the message names the file and the setting.
         """
-        if isinstance(overrides, str):
-            raise HookConfigError(f"overrides={overrides!r} is a str; expected a list of str 'key=value'")
-        overrides = list(overrides)
-        given = Settings.from_environment(overrides) if path is None else Settings.read(path, overrides)
-        if given is None:
-            raise HookConfigError(
-                f"CommHookKwargs.from_config() without a path, and {VARIABLE} is not set. Pass a path, set the "
-                "environment variable to one, or start the script with `accelerate-commhooks launch`"
-            )
-        with given.errors_name_source():
-            handler = cls(**given.arguments())
-        handler._use(given)
+        settings = Settings.find(path, overrides)
+        with settings.errors_name_source():
+            handler = cls(**settings.arguments())
+        handler._use(settings)
         return handler
 
     @property
@@ -146,28 +138,19 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def request(self) -> HookRequest:
-        """The checked values of the fields. They are read anew each time, because users may change a handler's
-        fields."""
+        """The checked values of the fields, which users may change."""
         if not isinstance(self.dim, int):
             raise HookConfigError(
                 f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
                 f"write CommHookKwargs(hook={self.dim!r})"
             )
-        given = {name: getattr(self, name) for name in ARGUMENTS}
-        if stock := stock_hooks.given_in(self):
-            if any(given[name] is not None for name in ("hook", "hook_options", "wrapper")):
-                ours = "hook" if self.hook is not None else "hook_options or wrapper"
-                raise HookConfigError(
-                    f"{' and '.join(stock)} together with {ours}=: both set a communication hook, and DDP takes only "
-                    "one. Keep hook= (with hook_options= and wrapper=)"
-                )
-            given |= stock_hooks.translated(self)
-        elif self.hook is None and "hook" not in self.given:
+        stock = stock_hooks.translated(self)
+        if not stock and self.hook is None and "hook" not in self.given:
             raise HookConfigError(
                 "CommHookKwargs needs hook=, such as 'powerSGD', or settings from `accelerate-commhooks launch` or a "
                 f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
             )
-        return HookRequest.parse(**given)
+        return HookRequest.parse(**{name: getattr(self, name) for name in ARGUMENTS} | stock)
 
     @property
     def off(self) -> bool:
@@ -199,16 +182,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             return  # only the main process has trackers (Accelerate 1.15)
         if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
-        if not accelerator.trackers:
-            missing = "" if accelerator.log_with else "give Accelerator(log_with=...) an installed tracker, and "
-            raise HookRunError(
-                f"CommHookKwargs.log: this accelerator has no trackers; {missing}call accelerator.init_trackers(...) "
-                "first"
-            )
+        _check_trackers(accelerator)
         values: dict[str, float] = {}
         for number, hook in enumerate(self.attached_hooks):
-            prefix = f"{PREFIX}/{number}" if number else PREFIX
-            values |= self._meter.read(hook, prefix=prefix)
+            values |= self._meter.read(hook, prefix=f"{PREFIX}/{number}" if number else PREFIX)
         if values:
             accelerator.log(values, step=step)
 
@@ -270,8 +247,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self.attach_model(model, accelerator)
 
     def attach_model(self, model: torch.nn.Module, accelerator: Accelerator | None) -> None:
-        """Attach a hook to a prepared model: wrapped in DDP; sharded by FSDP2 within each replica; or neither, on a
-        machine of one process that has others as members. Every rank must call this."""
+        """Attach a hook to a prepared model, as `HookedModels.attach` does. Every rank must call this."""
         request = self.request
         shards = accelerator is not None and accelerator.distributed_type is DistributedType.FSDP
         if shards and "save_residual" not in self.given:
@@ -297,8 +273,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def _use(self, settings: Settings) -> None:
         self._settings = settings
-        text = f"the hook {settings.values['hook']!r} of {settings.source} was attached to no model. {LINE_TO_ADD}"
-        settings.message("" if self.off else text, first=True)
+        settings.message("" if self.off else settings.attached_to_no_model, first=True)
 
 
 def _calling_accelerator() -> Accelerator | None:
@@ -306,6 +281,14 @@ def _calling_accelerator() -> Accelerator | None:
     while frame is not None and not isinstance(frame.f_locals.get("self"), Accelerator):
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_locals["self"]
+
+
+def _check_trackers(accelerator: Accelerator) -> None:
+    if not accelerator.trackers:
+        missing = "" if accelerator.log_with else "give Accelerator(log_with=...) an installed tracker, and "
+        raise HookRunError(
+            f"CommHookKwargs.log: this accelerator has no trackers; {missing}call accelerator.init_trackers(...) first"
+        )
 
 
 def _values(handler: Any) -> dict[str, Any]:

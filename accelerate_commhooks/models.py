@@ -40,8 +40,9 @@ class HookedModels:
         total_steps: int | None,
         settings: Settings | None,
     ) -> None:
-        """Attach the hook of `request`, in place of an earlier one unless `model` is a new DDP. `settings`: where the
-        request is from, for the message of the launcher. Every rank must call this."""
+        """Attach the hook of `request` to a prepared model: wrapped in DDP; sharded by FSDP2 within each replica; or
+        neither, on a machine of one process that has others as members. Every rank must call this. In the last two
+        cases it replaces an earlier hook. `settings`: where the request is from, for the message of the launcher."""
         kind = None if accelerator is None else accelerator.distributed_type
         more: dict[str, Any] = {}
         if accelerator is not None and kind is DistributedType.FSDP:

@@ -93,14 +93,21 @@ def check_takes_hook(accelerator: Accelerator) -> None:
     may specify a single sharded replica: a run that has lost the other replicas goes on, as with DDP and one rank."""
     kind = accelerator.distributed_type
     # NO: one process without communication; the same script may be started with several processes later.
-    if kind is DistributedType.NO or kind.name.startswith("MULTI_"):
+    if kind is DistributedType.NO:
+        return
+    config = accelerator.parallelism_config
+    if others := [] if config is None else config.non_dp_dim_names:
+        raise HookConfigError(
+            f"{' and '.join(f'{name}_size' for name in others)} in ParallelismConfig: a communication hook works with "
+            "dp_replicate_size and dp_shard_size only"
+        )
+    if kind.name.startswith("MULTI_"):
         return
     if kind is not DistributedType.FSDP:
         raise HookConfigError(
             f"this accelerator runs with {kind}, which does not wrap models in DistributedDataParallel: a "
             "communication hook cannot be attached"
         )
-    config = accelerator.parallelism_config
     if not accelerator.is_fsdp2:
         raise HookConfigError(
             "FSDP1 (fsdp_version=1) takes no hook of commhooks: its own hooks are not called with hybrid sharding. Use "
@@ -111,9 +118,4 @@ def check_takes_hook(accelerator: Accelerator) -> None:
             f"FSDP2 shards one replica of the model over all {accelerator.num_processes} ranks and averages the "
             "gradients itself, so a communication hook has nothing to average. To compress between machines, use one "
             f"replica per machine: {_WITH_REPLICAS}. To train without a hook, use hook=None"
-        )
-    if others := config.non_dp_dim_names:
-        raise HookConfigError(
-            f"{' and '.join(f'{name}_size' for name in others)} in ParallelismConfig: a communication hook works with "
-            "dp_replicate_size and dp_shard_size only"
         )

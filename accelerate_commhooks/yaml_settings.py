@@ -76,6 +76,21 @@ class Settings:
         return cls(_typed(source, _merged(str(path), loaded, section, overrides)), source)
 
     @classmethod
+    def find(cls, path: str | Path | None, overrides: Iterable[str]) -> "Settings":
+        """Read a file, or without a path the environment variable; see `read`. Raises HookConfigError if neither is
+        given."""
+        if isinstance(overrides, str):
+            raise HookConfigError(f"overrides={overrides!r} is a str; expected a list of str 'key=value'")
+        overrides = list(overrides)
+        settings = cls.from_environment(overrides) if path is None else cls.read(path, overrides)
+        if settings is None:
+            raise HookConfigError(
+                f"CommHookKwargs.from_config() without a path, and {VARIABLE} is not set. Pass a path, set the "
+                "environment variable to one, or start the script with `accelerate-commhooks launch`"
+            )
+        return settings
+
+    @classmethod
     def from_environment(cls, overrides: Iterable[str] = ()) -> "Settings | None":
         """Read the environment variable, with overrides as in `read`; None if it is not set."""
         text = os.environ.get(VARIABLE, "").strip()
@@ -128,6 +143,10 @@ class Settings:
             # The folder does not exist on other machines, nor after the launcher has ended.
             with contextlib.suppress(OSError), open(self.message_file, "x" if first else "w", encoding="utf-8") as file:
                 file.write(text)
+
+    @property
+    def attached_to_no_model(self) -> str:
+        return f"the hook {self.values['hook']!r} of {self.source} was attached to no model. {LINE_TO_ADD}"
 
     def errors_name_source(self) -> contextlib.AbstractContextManager[None]:
         return errors_begin_with(self.source, HookConfigError)

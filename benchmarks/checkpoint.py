@@ -14,6 +14,7 @@ The time is the slower rank's. Files go to a temporary folder and are not synced
 time for writing the bytes.
 """
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,68 +34,57 @@ START = 2
 
 def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
     """Measure, on all ranks. Returns the same rows on all."""
-    me = dist.get_rank()
     model, task = make(model_name)
     ddp_model, hook = wrap(model, f"powersgd-{rank}", start=START)
     assert hook is not None
-    torch.manual_seed(me)
+    torch.manual_seed(dist.get_rank())
 
     def train() -> None:
         ddp_model.zero_grad(set_to_none=True)
         forward_loss(ddp_model, task, task.batch(size)).backward()
 
-    def timed(function: Callable[[], Any]) -> float:
-        """Return the seconds of `function` on the slower rank."""
-        dist.barrier()
-        started = time.perf_counter()
-        function()
-        passed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-        dist.all_reduce(passed, dist.ReduceOp.MAX)
-        return passed.item()
-
+    save: dict[str, Callable[[], Any]] = {"model": model.state_dict}
+    save |= {form: functools.partial(hook.state_dict, form) for form in FORMS}
     with tempfile.TemporaryDirectory() as folder_of_rank:
         folders = [folder_of_rank]
         dist.broadcast_object_list(folders)
-        written = {what: Path(folders[0], f"{what}.pt") for what in ("model", *FORMS)}
-        written["per_rank"] = Path(folders[0], f"per_rank_{me}.pt")
+        files = {what: Path(folders[0], f"{what}.pt") for what in save}
+        files["per_rank"] = Path(folders[0], f"per_rank_{dist.get_rank()}.pt")
 
-        def save(what: str) -> float:
+        def time_of_save(what: str) -> float:
             train()
+            return timed(lambda: write(save[what](), what, files[what]))
 
-            def run() -> None:
-                content = model.state_dict() if what == "model" else hook.state_dict(what)
-                if me == 0 or what == "per_rank":
-                    torch.save(content, written[what])
-
-            return timed(run)
-
-        def load(what: str) -> float:
-            def run() -> None:
-                content = torch.load(written[what], weights_only=True)
-                if what == "model":
-                    model.load_state_dict(content)
-                else:
-                    hook.load_state_dict(content)
-
-            return timed(run)
+        def time_of_load(what: str) -> float:
+            load = model.load_state_dict if what == "model" else hook.load_state_dict
+            return timed(lambda: load(torch.load(files[what], weights_only=True)))
 
         for _ in range(START + 2):
             train()
-        saved = take_turns({what: lambda what=what: save(what) for what in written}, rounds, warm_up=1)
-        sizes = {what: file.stat().st_size for what, file in written.items()}
-        loaded = take_turns({what: lambda what=what: load(what) for what in written}, rounds, warm_up=1)
-    return [
-        {
-            "state": what,
-            "model": model_name,
-            "rank": rank,
-            "gradient_bytes": 4 * numel(model),
-            "bytes": sizes[what],
-            **summary(saved[what], "save_s"),
-            **summary(loaded[what], "load_s"),
-        }
-        for what in written
-    ]
+        saved = take_turns({what: functools.partial(time_of_save, what) for what in save}, rounds, warm_up=1)
+        sizes = {what: file.stat().st_size for what, file in files.items()}
+        loaded = take_turns({what: functools.partial(time_of_load, what) for what in save}, rounds, warm_up=1)
+    rows = []
+    for what in save:
+        row = {"state": what, "model": model_name, "rank": rank, "gradient_bytes": 4 * numel(model)}
+        row |= {"bytes": sizes[what], **summary(saved[what], "save_s"), **summary(loaded[what], "load_s")}
+        rows.append(row)
+    return rows
+
+
+def write(content: Any, what: str, file: Path) -> None:
+    if dist.get_rank() == 0 or what == "per_rank":
+        torch.save(content, file)
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Return the seconds of `function` on the slower rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    function()
+    passed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+    dist.all_reduce(passed, dist.ReduceOp.MAX)
+    return passed.item()
 
 
 def main() -> None:

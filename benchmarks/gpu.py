@@ -216,7 +216,7 @@ def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
         row["share_of_limit"] = limit / row["median_ms"] if row["median_ms"] > 0 else None
         rows.append(row)
     for row in rows:
-        theirs = next(each["median_ms"] for each in rows if each["hook"] == "torch")
+        theirs = next(row["median_ms"] for row in rows if row["hook"] == "torch")
         row["times_torch"] = row["median_ms"] / theirs if theirs > 0 else None
     return rows
 

@@ -132,6 +132,6 @@ def shard(model: torch.nn.Module, ranks_per_node: int | None, *, both: bool, low
     assert ranks_per_node is not None
     mesh = mesh_of(ranks_per_node) if both else mesh_of(ranks_per_node)["shard"]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if low else None)
-    for layer in [each for each in model.modules() if isinstance(each, torch.nn.TransformerEncoderLayer)]:
+    for layer in [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -49,7 +49,7 @@ def cut(parameters: Mapping[str, torch.Tensor], cap_mb: float | None) -> list[di
     caps = [2**20, 25 * 2**20] if cap_mb is None else [cap_mb * 2**20]
     buckets: list[dict[str, torch.Tensor]] = [{}]
     for name, parameter in reversed(parameters.items()):
-        if sum(each.nbytes for each in buckets[-1].values()) >= caps[min(len(buckets), len(caps)) - 1]:
+        if sum(parameter.nbytes for parameter in buckets[-1].values()) >= caps[min(len(buckets), len(caps)) - 1]:
             buckets.append({})
         buckets[-1][name] = parameter
     return buckets

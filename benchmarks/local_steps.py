@@ -337,7 +337,7 @@ def main() -> None:
         settings = list(dict.fromkeys(run["setting"] for run in runs))
         args.ranks = sorted({run["ranks"] for run in runs})
     else:
-        settings = list(dict.fromkeys(each for words in args.settings for each in (baseline(words), words)))
+        settings = list(dict.fromkeys(setting for words in args.settings for setting in (baseline(words), words)))
         for words in settings:
             Setting.parse(words)
         # An all-reduce sees the same batches with any number of ranks.

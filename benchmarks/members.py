@@ -93,7 +93,7 @@ def main() -> None:
     }
     report("members", f"{MACHINES} machines, {args.seconds:g} s", args, at, rows, columns)
     if args.results is not None:
-        args.results.write_text("".join(json.dumps(each) + "\n" for each in happened))
+        args.results.write_text("".join(json.dumps(event) + "\n" for event in happened))
     if args.plot is not None:
         draw(happened, args.plot)
 
@@ -104,8 +104,11 @@ class Job:
     name = ""
 
     def __init__(self, folder: Path, step_s: float) -> None:
-        self.folder, self.step_s, self.chance = folder, step_s, random.Random(0)
-        self.began, self.events = 0.0, list[Row]()
+        self.folder = folder
+        self.step_s = step_s
+        self.chance = random.Random(0)
+        self.began = 0.0
+        self.events: list[Row] = []
 
     def trained(self) -> int:
         """Return the steps of all machines that are in the weights."""
@@ -130,13 +133,15 @@ class Job:
 
     def measure(self, seconds: float, kill_every: float) -> tuple[int, int]:
         """Return how often a machine was killed, and the steps of all machines that have got into the weights."""
-        deadline, kills = time.time() + 120, 0
+        deadline = time.time() + 120
+        kills = 0
         while not self.begun():  # the start is not measured
             if time.time() > deadline:
-                raise RuntimeError("".join(each.read_text()[-2000:] for each in self.folder.glob("*.log")))
+                raise RuntimeError("".join(log.read_text()[-2000:] for log in self.folder.glob("*.log")))
             time.sleep(0.1)
         self.began = time.time()
-        before, deadline = self.trained(), self.began + seconds
+        before = self.trained()
+        deadline = self.began + seconds
         while kill_every and time.time() + kill_every < deadline:
             time.sleep(kill_every)
             self.kill()
@@ -183,9 +188,9 @@ class Members(Job):
         self.running[place] = self.start(place)
 
     def close(self) -> None:
-        for each in self.running:
-            each.kill()
-            each.wait()
+        for process in self.running:
+            process.kill()
+            process.wait()
         self.lighthouse.shutdown()
 
 
@@ -230,7 +235,9 @@ def work(
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
     trained = model
-    config, count, writes = commhooks.DiLoCo(sync_every=EVERY), 0, True
+    config = commhooks.DiLoCo(sync_every=EVERY)
+    count = 0
+    writes = True
     if save_every is None:
         members = commhooks.Torchft(lighthouse=lighthouse, name=name, timeout_s=20)
         hook = commhooks.attach(model, config, members=members)
@@ -244,11 +251,11 @@ def work(
     checkpoint = Path(folder, "checkpoint.pt")
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        hook.load_state_dict(saved["hook"])
+        for part, content in ((model, saved["model"]), (optimizer, saved["optimizer"]), (hook, saved["hook"])):
+            part.load_state_dict(content)
         count = saved["count"]
-    generator, first = torch.Generator().manual_seed(os.getpid()), save_every is None
+    generator = torch.Generator().manual_seed(os.getpid())
+    first = save_every is None
     losses: list[float] = []
     with open(Path(folder, steps), "a") as file, open(Path(folder, f"{steps}.rounds"), "a") as rounds:
         if count and writes:
@@ -277,9 +284,13 @@ def work(
             if save_every is not None and count % save_every == 0:
                 content = {"hook": hook.state_dict(), "count": count}
                 if writes:
-                    content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save(content, checkpoint.with_suffix(".new"))
-                    checkpoint.with_suffix(".new").rename(checkpoint)
+                    replace(checkpoint, content | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def replace(checkpoint: Path, content: Row) -> None:
+    """Save `content` so that a process that is killed meanwhile leaves the old file whole."""
+    torch.save(content, checkpoint.with_suffix(".new"))
+    checkpoint.with_suffix(".new").rename(checkpoint)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -134,6 +134,22 @@ def arguments() -> argparse.ArgumentParser:
     return made
 
 
+def row_of(hook: str, measured: Row, noop: Row, gradient: int) -> Row:
+    """Compare what was measured with `noop`. `gradient`: bytes of all gradients."""
+    formula = measured["formula"]
+    sizes = {name: measured[name] - noop[name] for name in ("held", "peak", "peak_rebuild")}
+    sizes |= {"allocated": sum(measured["last"]) - sum(noop["last"]), "formula": formula}
+    row = {"hook": hook, "gradient_bytes": gradient, "compressed_steps": measured["compressed_steps"]}
+    row["allocations_last_step"] = len(measured["last"]) - len(noop["last"])
+    for name, size in sizes.items():
+        row[f"{name}_bytes"] = size
+        row[f"{name}_mb"] = None if size is None else size / 1e6
+        row[f"{name}_per_parameter"] = None if size is None else 4 * size / gradient
+    for name in ("held", "peak"):
+        row[f"{name}_over_formula"] = sizes[name] / formula if formula else None
+    return row
+
+
 def main() -> None:
     args = parse(arguments(), model="tiny", ranks=[4], buckets_mb=0.1)
     at = machine()
@@ -145,36 +161,11 @@ def main() -> None:
     if args.quick:
         candidates = [candidate for candidate in candidates if candidate[1] in ("noop", f"powersgd-{args.ranks[0]}")]
     gradient = 4 * numel(make(args.model)[0])
-    rows: list[Row] = []
     measured = {
         name: run_ranks(measure, args.model, label, start, args.buckets_mb, args.batch, args.weights_mb, world_size=1)
         for name, label, start in candidates
     }
-    noop = measured["noop"]
-    for name, found in measured.items():
-        held = found["held"] - noop["held"]
-        rows.append(
-            {
-                "hook": name,
-                "model": args.model,
-                "gradient_bytes": gradient,
-                "held_bytes": held,
-                "peak_bytes": found["peak"] - noop["peak"],
-                "peak_rebuild_bytes": found["peak_rebuild"] - noop["peak_rebuild"],
-                "formula_bytes": found["formula"],
-                "held_over_formula": held / found["formula"] if found["formula"] else None,
-                "peak_over_formula": (found["peak"] - noop["peak"]) / found["formula"] if found["formula"] else None,
-                "allocations_last_step": len(found["last"]) - len(noop["last"]),
-                "allocated_bytes_last_step": sum(found["last"]) - sum(noop["last"]),
-                "compressed_steps": found["compressed_steps"],
-                "noop_peak_bytes": noop["peak"],
-            }
-        )
-    for row in rows:
-        for name in ("held", "peak", "peak_rebuild", "formula", "allocated"):
-            value = row.get(f"{name}_bytes", row.get(f"{name}_bytes_last_step"))
-            row[f"{name}_mb"] = None if value is None else value / 1e6
-            row[f"{name}_per_parameter"] = None if value is None else 4 * value / gradient
+    rows = [row_of(name, of_hook, measured["noop"], gradient) for name, of_hook in measured.items()]
     columns = {
         "hook": number("hook"),
         "held, MB": number("held_mb", "{:.2f}"),

@@ -72,7 +72,6 @@ FIRST = (
     "test_interrupted_trainer.py",
     "test_accelerate_replicas.py",
     "test_docs.py",
-    "test_files.py",
     "test_transformers_replicas.py",
     "test_hierarchy.py",
     "test_fully_shard_checkpoints.py",

@@ -9,10 +9,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collectives import resolve_group
-from commhooks.comm.groups import new_group
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
-from commhooks.gradients.fully_shard import FullyShardGradients, common_mesh, local_values, sharded_parameters
 from commhooks.gradients.source import GradientSource, PlainGradients
 from commhooks.gradients.torch_private import compiled_from, ddp_under
 
@@ -35,17 +33,9 @@ def source_of(
             "for example one of torch.distributed.new_group, or None for the model's own"
         )
     if isinstance(model, FSDPModule):
-        assert isinstance(model, torch.nn.Module)
-        if process_group is not None:
-            raise HookConfigError(
-                "process_group is for DistributedDataParallel. For a model sharded by fully_shard pass "
-                "replicate_group: the ranks that hold the same shard, such as mesh['replicate']"
-            )
-        if one_replica and replicate_group is None:
-            sharded = sharded_parameters(model)
-            mesh, device = common_mesh(sharded), local_values(next(iter(sharded.values()))).device
-            replicate_group = new_group([[rank] for rank in range(mesh.size())], mesh.get_group(), device)
-        return FullyShardGradients(model, _replicate_group(replicate_group))
+        from commhooks.hook.sharded_source import sharded_source  # slow to import, and few need it
+
+        return sharded_source(model, process_group, replicate_group, one_replica=one_replica)
     module = model if isinstance(model, torch.nn.Module) else None
     replicated = None if module is None else ddp_under(module)
     ddp_model = model if replicated is None else replicated
@@ -61,19 +51,6 @@ def source_of(
             "nothing"
         )
     return DDPGradients(ddp_model, process_group, None if replicated is None else module)
-
-
-def _replicate_group(given: object) -> dist.ProcessGroup:
-    if isinstance(given, DeviceMesh) and given.ndim == 1:
-        return given.get_group()
-    if isinstance(given, dist.ProcessGroup):
-        return given
-    what = f"a mesh of {given.ndim} dimensions" if isinstance(given, DeviceMesh) else repr(given)
-    raise HookConfigError(
-        f"replicate_group={what}; a model sharded by fully_shard needs the ranks that hold the same shard: with "
-        "mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=('replicate', 'shard')), shard over "
-        "mesh['shard'] and pass replicate_group=mesh['replicate']"
-    )
 
 
 def _cannot_take_a_hook(model: object) -> AttachError:

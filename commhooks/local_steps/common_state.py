@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import agreement_key, broadcast_first, gather_rows, gather_texts
+from commhooks.comm.collectives import agreement_key, broadcast_first, checksum, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
-from commhooks.local_steps.common_weights import checksums
 from commhooks.local_steps.events import TrainingEvents
 
 Node = tuple[str, Any]
@@ -217,6 +216,16 @@ class CommonState:
     def digest(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return a number that differs if the bits of the tensors differ."""
         return agreement_key(checksums(tensors))
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    sums = [0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
+        for place, value in zip(places, read, strict=True):
+            sums[place] = value
+    return sums
 
 
 # ---- how a part of the state is set ----------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
 """Bring the trained weights of all ranks and the anchor together: at the start, after a load,
 after a discarded round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import Send, checksum, gather_rows, good_on_all
+from commhooks.comm.collectives import Send, gather_rows, good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.errors import logger_of
 from commhooks.gradients.layout import to_logical
 from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.common_state import checksums
 from commhooks.local_steps.flat_weights import layouts, packed, set_weights, write_back
 from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.outer_step import ANCHOR
@@ -116,13 +117,3 @@ class CommonWeights:
     def _on_all_shards(self, good: torch.Tensor) -> bool:
         shards = self._source.shard_group
         return bool(good if shards is None else good_on_all(good, shards, "all shards"))
-
-
-def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    sums = [0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
-        for place, value in zip(places, read, strict=True):
-            sums[place] = value
-    return sums

@@ -71,7 +71,6 @@ class OuterExchange:
                 before()
                 self._exchange()
             return
-        before()
         self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
         self._thread.start()
         # This also joins the thread at exit: the process would abort if it stopped a thread within

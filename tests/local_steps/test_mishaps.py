@@ -83,6 +83,25 @@ def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks, bad_at):
     assert [len(lines) for *_, lines in found] == [1, 0]  # once, on one rank
 
 
+def _saved_with_bad_weights_in_flight() -> tuple[int, int, bool]:
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=3, delay=2))
+
+    @torch.no_grad()
+    def spoil(*_: Any) -> None:  # before they are sent
+        if dist.get_rank() == 1:
+            next(run.ddp.parameters())[0] = torch.nan
+
+    run.optimizer.register_step_post_hook(spoil)
+    run.train(1).hook.synchronize()
+    stats = run.hook.stats()
+    return stats["nonfinite_steps"], stats["step"], bool(run.weights().isfinite().all())
+
+
+def test_what_is_in_flight_is_discarded_alone(run_ranks):
+    """A save applies it first: the weights are those of the anchor again, which all ranks exchange."""
+    assert run_ranks(_saved_with_bad_weights_in_flight) == [(1, 1, True)] * 2
+
+
 def _refused(how: str) -> str:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=2))
     try:
@@ -230,26 +249,29 @@ def test_a_save_in_another_thread_does_not_disturb_the_training(run_ranks):
         assert not exact and len(lines) == 1 and torch.equal(weights, found[0][2])
 
 
-def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
+def _loads_while_a_part_is_on_its_way() -> tuple[float, int, int, int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=4, delay=3))
     run.train(4)
     saved = run.save()
     if dist.get_rank() == 1:
         time.sleep(1.0)
     run.train(1)
+    began = time.monotonic()
     with mock.patch("commhooks.local_steps.fragments.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
+    seconds = time.monotonic() - began
     at_load = run.hook.stats()["step"]
     time.sleep(1.0 if dist.get_rank() == 0 else 0.0)
     later = run.hook.stats()["step"]
     run.train(8)
     run.hook.synchronize()
-    return at_load, later, run.hook.stats()["step"]
+    return seconds, at_load, later, run.hook.stats()["step"]
 
 
 def test_what_is_on_its_way_does_not_count_as_a_step_of_the_loaded_state(run_ranks):
-    (at_load, later, end), other = run_ranks(_loads_while_a_part_is_on_its_way)
-    assert at_load == later and end > later and other == (at_load, later, end)
+    (seconds, at_load, later, end), (_, *other) = run_ranks(_loads_while_a_part_is_on_its_way)
+    assert at_load == later and end > later and other == [at_load, later, end]
+    assert seconds > 0.3  # rank 0 has waited for rank 1: its next collectives come after those of the lost exchange
 
 
 def _precision_in(hook: commhooks.HookConfig) -> set[str]:

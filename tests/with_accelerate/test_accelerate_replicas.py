@@ -282,9 +282,10 @@ def _refused() -> dict[str, str]:
     return found
 
 
-def test_other_dimensions_of_parallelism_are_refused() -> None:
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.MULTI_GPU])
+def test_other_dimensions_of_parallelism_are_refused(kind: DistributedType) -> None:
     sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    accelerator = mock.Mock(distributed_type=DistributedType.FSDP, is_fsdp2=True, parallelism_config=sizes)
+    accelerator = mock.Mock(distributed_type=kind, is_fsdp2=kind is DistributedType.FSDP, parallelism_config=sizes)
     with pytest.raises(HookConfigError, match="^tp_size in ParallelismConfig: a communication hook works with dp_rep"):
         check_takes_hook(accelerator)
 

@@ -47,9 +47,9 @@ class Members:
         Raises:
             HookConfigError: the name is registered.
         """
-        if name in self._steps.registered:
+        if name in self._steps.healing.registered:
             raise HookConfigError(f"members.register({name!r}): the name is registered already")
-        self._steps.registered[name] = get, set
+        self._steps.healing.registered[name] = get, set
 
     def leave(self, wait_s: float | None = None) -> bool:
         """Leave the training, between two steps: end the round early and send this machine's part, if the others come

@@ -1,7 +1,6 @@
 """Outer steps among machines that come and go: ask for a quorum, decide (`report.py`), do it."""
 
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +11,15 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.nodes import Nodes
-from commhooks.errors import AttachError, HookConfigError, HookRunError, log_summary
+from commhooks.errors import AttachError, HookConfigError, HookRunError
 from commhooks.gradients.profiling import span
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import FragmentSession
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.members.heal import Healing
 from commhooks.members.report import Action, Decision, NotAReport, Report, decide, read
-from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
 from commhooks.members.this_machine import ThisMachine
 
 _MOST_FAILURES = 5
@@ -45,7 +43,7 @@ class MachineSteps:
     Attributes:
         participants: the machines that train the running round, sorted by name.
         exchanged_with: the machines of the latest exchange.
-        registered: further state for a machine that comes: name -> functions that return and set it.
+        healing: serves and takes states.
     """
 
     description = "among machines that come and go"
@@ -58,7 +56,7 @@ class MachineSteps:
     def __init__(self, machine: ThisMachine, source: GradientSource, signature: Mapping[str, str]) -> None:
         self.participants: tuple[Report, ...] = ()
         self.exchanged_with: tuple[Report, ...] = ()
-        self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self.healing = Healing(machine, source)
         self.options, self.name, self.logs = machine.options, machine.id.rpartition(":")[0], machine.ranks.is_first
         self._machine, self._source, self._left = machine, source, False
         self._ranks, self._connections, self._lines = machine.ranks, machine.connections, machine.lines
@@ -90,6 +88,7 @@ class MachineSteps:
 
     def bind(self, steps: FragmentSession, common: CommonState) -> None:
         self._outer, self._common = steps, common
+        self.healing.bind(steps, common)
         if (lighthouse := self._machine.lighthouse) is not None:
             counters = steps.counters
             lighthouse.heartbeats.passes = lambda: counters.backward_passes
@@ -133,11 +132,11 @@ class MachineSteps:
                 case Action.HEAL:
                     assert decision.source is not None
                     begins = self.has_met or decision.step > decision.source.step
-                    if self._heal(decision, deadline):
+                    if self.healing.heal(decision, self._limit(deadline)):
                         self._begin(decision)
                         return begins
                 case Action.BEGIN:
-                    self._serve(decision)
+                    self.healing.serve(decision)
                     self._begin(decision)
                     return changed
                 case Action.EXCHANGE:
@@ -145,7 +144,7 @@ class MachineSteps:
                     if not failure:
                         assert attempt.held is not None
                         self._outer.commit_held(attempt.held)
-                        self._serve(decision)
+                        self.healing.serve(decision)
                         self._begin(decision)
                         return True
                     failures += 1
@@ -183,6 +182,7 @@ class MachineSteps:
             complete=attempt is not None and attempt.held is not None,
             connection=self._connections.name,
             unreachable=tuple(self._connections.unreachable),
+            failed_heals=self.healing.failed,
         )
 
     def _quorum(self, report: Report, deadline: float | None) -> list[Report] | None:
@@ -211,7 +211,7 @@ class MachineSteps:
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
         self.participants = decision.participants
-        self._own = dataclasses.replace(self._own, participates=True, failed_heals=0)
+        self._own = dataclasses.replace(self._own, participates=True)
 
     def _exchange(self, decision: Decision, deadline: float | None) -> tuple[Attempt, str]:
         """Exchange the differences, and confirm. Returns what has arrived, and a text about what failed. It is a text,
@@ -259,77 +259,6 @@ class MachineSteps:
         timeout_s = self.options.timeout_s
         return timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
 
-    # ---- machines that heal ------------------------------------------------------------------------------------------
-
-    def _serve(self, decision: Decision) -> None:
-        """Serve the state of this machine for the machines that heal from it, while the training goes on."""
-        server = self._machine.server
-        if not decision.heals or server is None:
-            return
-        state = self._outer.state
-        more = {
-            "anchor": dict(state[ANCHOR.key]),
-            "momentum": dict(state[MOMENTUM.key]),
-            "counts": [state.step, state.nonfinite_steps],
-            **{f"registered {name}": get() for name, (get, _) in self.registered.items()},
-        }
-        form, tensors = self._common.described(more)
-        server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
-        if self.logs:
-            log_summary(
-                f"members: {_names(decision.heals)} takes the state of outer step {decision.step} from this machine"
-            )
-
-    def _heal(self, decision: Decision, deadline: float | None) -> bool:
-        """Take the state of `decision.source` after outer step `decision.step`. Return whether it was available."""
-        source, step = decision.source, decision.step
-        assert source is not None
-        server, form, failure, failed_heals = source.servers[self._ranks.shard], b"", "", self._own.failed_heals
-        arrived: Mapping[int, torch.Tensor] = {}
-        if self._ranks.exchanges:
-            try:
-                if not self._connections.all_answer([source]):
-                    raise OSError("it does not answer")
-                moved_on = functools.partial(self._connections.has_moved_on, source)
-                form, read_tensor = fetch(server, step, self._limit(deadline), lambda: not moved_on())
-                arrived = self._common.read(form, read_tensor)
-            except NETWORK_ERRORS as error:
-                failure = str(error) or type(error).__name__
-                failed_heals += not isinstance(error, NoState)  # its exchange has failed, and is repeated
-            else:
-                has_read(server, step, self._own.id)
-        if not self._ranks.all_agree(not failure):
-            self._lines.warn(
-                "the state of machine %s at %s is unavailable: %s", source.name, server, failure, about=server
-            )
-            self._own = dataclasses.replace(self._own, failed_heals=failed_heals)
-            return False
-        differing = self._take(*self._common.spread(form, arrived))
-        if self.logs:
-            log_summary(f"members: {self.name} goes on from outer step {step} of {source.name}")
-        if differing:
-            self._lines.warn("%s keeps its own: %s", self.name, ", ".join(differing))
-        return True
-
-    @torch.no_grad()
-    def _take(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> list[str]:
-        """Set all state of this rank from another machine's. Return the labels of the parts that only one has."""
-        state, counts = self._outer.state, [0, 0]
-        own: dict[str, tuple[Any, Callable[[Any], None]]] = {
-            "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
-            "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
-            "counts": (counts, lambda value: None),
-            **{f"registered {name}": (get(), set_value) for name, (get, set_value) in self.registered.items()},
-        }
-        self._source.before_weights_change()
-        with self._outer.held.settled():
-            differing = self._common.take(form, arrived, own)
-            state.step, state.nonfinite_steps = counts
-            state.drop_local()
-        self._outer.place_state()
-        set_weights(self._source.names.named_parameters(), state[ANCHOR.key])
-        return differing
-
 
 def read_all(quorum: Sequence[tuple[str, object]]) -> tuple[list[Report], list[str]]:
     """Return the reports of a quorum, and what others have sent to the lighthouse."""
@@ -347,11 +276,6 @@ def _not_ours(error: Exception) -> str:
     if isinstance(error, (torch.OutOfMemoryError, HookConfigError)):
         raise error
     return str(error) or type(error).__name__
-
-
-def _replace(kept: dict[str, torch.Tensor], value: dict[str, torch.Tensor]) -> None:
-    kept.clear()
-    kept.update(value)
 
 
 def _names(machines: Sequence[Report]) -> str:

@@ -283,6 +283,7 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="two runs, and a newcomer of the second",
         ),
         pytest.param([report("a"), new("b", number=11)], {"a": "EXCHANGE", "b": "HEAL"}, id="it has asked often"),
+        pytest.param([report("a", number=11)], {"a": "EXCHANGE"}, id="its own name is no other machine's"),
         pytest.param(
             [report("a", unreachable=("c:1",)), report("b", unreachable=("c:1",)), report("c")],
             {"a": "EXCHANGE", "b": "EXCHANGE", "c": "WAIT"},

@@ -1,0 +1,111 @@
+"""Healing: a machine that is behind takes the state of another one, which serves it."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from commhooks.errors import log_summary
+from commhooks.gradients.source import GradientSource
+from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.flat_weights import set_weights
+from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.members.report import Decision
+from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
+from commhooks.members.this_machine import ThisMachine
+
+
+class Healing:
+    """Serves this machine's state, and takes that of others.
+
+    Attributes:
+        registered: further state for a machine that comes: name -> functions that return and set it.
+        failed: how often in turn the state of another machine was unavailable.
+    """
+
+    _outer: FragmentSession
+    _common: CommonState
+
+    def __init__(self, machine: ThisMachine, source: GradientSource) -> None:
+        self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self.failed = 0
+        self._machine, self._source, self._name = machine, source, machine.id.rpartition(":")[0]
+        self._ranks, self._connections, self._lines = machine.ranks, machine.connections, machine.lines
+
+    def bind(self, steps: FragmentSession, common: CommonState) -> None:
+        self._outer, self._common = steps, common
+
+    def serve(self, decision: Decision) -> None:
+        """Serve the state of this machine for the machines that heal from it, while the training goes on."""
+        server = self._machine.server
+        if not decision.heals or server is None:
+            return
+        state = self._outer.state
+        more = {
+            "anchor": dict(state[ANCHOR.key]),
+            "momentum": dict(state[MOMENTUM.key]),
+            "counts": [state.step, state.nonfinite_steps],
+            **{f"registered {name}": get() for name, (get, _) in self.registered.items()},
+        }
+        form, tensors = self._common.described(more)
+        server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
+        if self._ranks.is_first:
+            names = ", ".join(machine.name for machine in decision.heals)
+            log_summary(f"members: {names} takes the state of outer step {decision.step} from this machine")
+
+    def heal(self, decision: Decision, limit_s: float) -> bool:
+        """Take the state of `decision.source` after outer step `decision.step`. Return whether it was available."""
+        source, step = decision.source, decision.step
+        assert source is not None
+        server, form, failure = source.servers[self._ranks.shard], b"", ""
+        arrived: Mapping[int, torch.Tensor] = {}
+        if self._ranks.exchanges:
+            try:
+                if not self._connections.all_answer([source]):
+                    raise OSError("it does not answer")
+                moved_on = functools.partial(self._connections.has_moved_on, source)
+                form, read_tensor = fetch(server, step, limit_s, lambda: not moved_on())
+                arrived = self._common.read(form, read_tensor)
+            except NETWORK_ERRORS as error:
+                failure = str(error) or type(error).__name__
+                self.failed += not isinstance(error, NoState)  # its exchange has failed, and is repeated
+            else:
+                has_read(server, step, self._machine.id)
+        if not self._ranks.all_agree(not failure):
+            self._lines.warn(
+                "the state of machine %s at %s is unavailable: %s", source.name, server, failure, about=server
+            )
+            return False
+        self.failed = 0
+        differing = self._take(*self._common.spread(form, arrived))
+        if self._ranks.is_first:
+            log_summary(f"members: {self._name} goes on from outer step {step} of {source.name}")
+        if differing:
+            self._lines.warn("%s keeps its own: %s", self._name, ", ".join(differing))
+        return True
+
+    @torch.no_grad()
+    def _take(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> list[str]:
+        """Set all state of this rank from another machine's. Return the labels of the parts that only one has."""
+        state, counts = self._outer.state, [0, 0]
+        own: dict[str, tuple[Any, Callable[[Any], None]]] = {
+            "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
+            "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
+            "counts": (counts, lambda value: None),
+            **{f"registered {name}": (get(), set_value) for name, (get, set_value) in self.registered.items()},
+        }
+        self._source.before_weights_change()
+        with self._outer.held.settled():
+            differing = self._common.take(form, arrived, own)
+            state.step, state.nonfinite_steps = counts
+            state.drop_local()
+        self._outer.place_state()
+        set_weights(self._source.names.named_parameters(), state[ANCHOR.key])
+        return differing
+
+
+def _replace(kept: dict[str, torch.Tensor], value: dict[str, torch.Tensor]) -> None:
+    kept.clear()
+    kept.update(value)

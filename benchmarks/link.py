@@ -5,7 +5,7 @@
                                    [--json FILE] [--plot PNG]
     python benchmarks/link.py --from FILE --plot PNG
 
-The link is that of slow_link.py, with --rtt (a round trip, ms) a long one, and each of its two nodes has
+The link is that of limited_link.py, with --rtt (a round trip, ms) a long one, and each of its two nodes has
 --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook are kept for all rates. The first
 steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run without a limit. Then the hooks take turns. A
 step is forward, backward and SGD on one torch thread per rank, from a common start to the end of the slowest rank. For
@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 from common import Row, number, parse, parser, report, spread, summary
 from hooks import CHOOSING, LABELS, steps_of_round, wrap
+from limited_link import Link, LongLink, Ranks, bits_per_second, bytes_sent, is_rank, serve
 from machine import machine
 from models import forward_loss, make, numel
-from slow_link import Link, LongLink, Ranks, bits_per_second, bytes_sent, is_rank, serve
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
 HOOKS = ["noop", "ddp", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "torch-1", "torch-4"]

@@ -3,10 +3,10 @@
     sudo python benchmarks/time_to_loss.py [--rates 100mbit 1gbit unlimited] [--hooks ...] [--seeds 0] [--timed 60]
                                            [--results FILE] [--plot PNG]
 
-The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of slow_link.py. Every hook
-has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins after
-10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and auto-close choose during
-training.
+The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of limited_link.py. Every
+hook has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins
+after 10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and auto-close choose
+during training.
 
 With --timed N the trainings run only without a limit, which does not change their losses, and at each rate the seconds
 of a step are the mean of N steps. Use it for hooks whose steps all cost the same, not for PowerSGD or auto.
@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from common import Row, number, parse, parser, report, run_missing
 from hooks import CHOOSING, LABELS, starts_late, wrap
+from limited_link import Link, Ranks, bits_per_second, bytes_sent, is_rank, serve
 from machine import machine
-from slow_link import Link, Ranks, bits_per_second, bytes_sent, is_rank, serve
 from torch import nn
 
 HOOKS = ["ddp", "bf16", "native-int8", "native-int4", "native-4", "torch-4", "auto", "auto-close"]

@@ -55,6 +55,9 @@ sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "
 """The indices of a sparse tensor. The public `indices()` requires a coalesced tensor."""
 
 
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _needed(torch, "_foreach_copy_")
+"""Copy each tensor of the second list into the one of the first, in few launches."""
+
 profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 """Whether a profiler runs in this thread. Without the name spans are recorded always."""
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from commhooks.gradients.torch_private import run_after_backward
+from commhooks.gradients.torch_private import copy_each, run_after_backward
 from commhooks.local_steps.notices import refuse_sharded_steps
 from commhooks.local_steps.schedule import (
     Event,
@@ -155,7 +155,7 @@ class WeightSample:
             self._places, self._views = places, [_middle(parameter) for parameter in self._parameters]
             self._kept = []
         if self._kept:
-            torch._foreach_copy_(self._kept, self._views)
+            copy_each(self._kept, self._views)
         else:
             self._kept = [view.clone() for view in self._views]
         self.changed = self.changed and not stepped

@@ -128,6 +128,7 @@ def _arguments_of_save_model() -> Any:
 OWNERS: dict[str, Callable[[], Any]] = {
     "torch._C": lambda: torch._C,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
+    "torch": lambda: torch,
     "torch.autograd": lambda: torch.autograd,
     "torch.Tensor": lambda: torch.Tensor,
     "torch.distributed.distributed_c10d": lambda: dist.distributed_c10d,

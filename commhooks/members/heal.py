@@ -74,7 +74,7 @@ class Healing:
             else:
                 has_read(server, step, self._machine.id)
         if not self._ranks.all_agree(not failure):
-            self._lines.warn(
+            self._lines.say(
                 "the state of machine %s at %s is unavailable: %s", source.name, server, failure, about=server
             )
             return False
@@ -83,7 +83,7 @@ class Healing:
         if self._ranks.is_first:
             log_summary(f"members: {self._name} goes on from outer step {step} of {source.name}")
         if differing:
-            self._lines.warn("%s keeps its own: %s", self._name, ", ".join(differing))
+            self._lines.say("%s keeps its own: %s", self._name, ", ".join(differing))
         return True
 
     @torch.no_grad()

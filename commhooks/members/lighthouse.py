@@ -150,7 +150,7 @@ class Heartbeats:
         """Another machine has waited for this one for too long."""
         if self._stands_still() and not self._paused:
             self._paused = True
-            self._lines.warn(
+            self._lines.say(
                 "the others go on without this machine, whose training has not moved for %.0f s",
                 time.monotonic() - self._moved_at,
             )
@@ -208,7 +208,7 @@ class Lighthouse:
                 if self.heartbeats.orphaned or (deadline is not None and time.monotonic() >= deadline):
                     return None
                 if waited >= LINE_EVERY_S:
-                    self._lines.warn("%s has waited %.0f s for %s", report.name, waited, self._reason())
+                    self._lines.say("%s has waited %.0f s for %s", report.name, waited, self._reason())
                 if waited >= self._limit_s:
                     threading.Thread(target=self._call_those_that_hang, daemon=True).start()
         finally:

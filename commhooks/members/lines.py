@@ -16,7 +16,7 @@ class Lines:
         self._logs = logs
         self._said: dict[str, float] = {}
 
-    def warn(self, text: str, *arguments: Any, about: str = "", once: bool = False) -> None:
+    def say(self, text: str, *arguments: Any, about: str = "", once: bool = False) -> None:
         """Log `text`, unless it was logged `about` the same thing a moment ago, or with `once` ever."""
         key, now = f"{text} {about}", time.monotonic()
         before = self._said.get(key)

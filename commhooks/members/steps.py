@@ -121,7 +121,7 @@ class MachineSteps:
                 case Action.REFUSED:
                     raise AttachError(f"members: {decision.reason}")
                 case Action.WAIT:
-                    self._lines.warn("%s", decision.reason, about=decision.reason)
+                    self._lines.say("%s", decision.reason, about=decision.reason)
                     time.sleep(decision.pause_s)
                 case Action.COMMIT:
                     assert attempt is not None and attempt.held is not None
@@ -148,7 +148,7 @@ class MachineSteps:
                         self._begin(decision)
                         return True
                     failures += 1
-                    self._lines.warn(
+                    self._lines.say(
                         "an outer step among %s failed, and is repeated: %s",
                         _names(decision.machines),
                         failure,
@@ -167,7 +167,7 @@ class MachineSteps:
         self._connections.forget(reports)
         decision = decide(reports, self._own.id)
         for reason in decision.left_out:
-            self._lines.warn("%s", reason, about=reason)
+            self._lines.say("%s", reason, about=reason)
         return decision
 
     def _report(self, attempt: Attempt | None) -> Report:
@@ -200,7 +200,7 @@ class MachineSteps:
         if lighthouse is not None:
             lighthouse.seen(reports)
         if strangers:
-            self._lines.warn(
+            self._lines.say(
                 "another job uses the lighthouse, and is ignored: %s. Give each run a lighthouse of its own, because "
                 "it waits for all machines that use it",
                 ", ".join(strangers[:3]),

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
+import importlib
 import io
 import logging
 import multiprocessing.connection
 import os
+import pkgutil
 import random
 import signal
 import sys
@@ -22,8 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import commhooks.public  # noqa: F401 - all modules, before a test replaces a name in one that another one imports from
+import commhooks
 from tests.support.registries import registries_as_before
+
+# All modules, before a test replaces a name in one that another one imports from.
+for _module in pkgutil.walk_packages(commhooks.__path__, "commhooks."):
+    if not _module.name.endswith(("__main__", "triton_kernel")):
+        importlib.import_module(_module.name)
 
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error

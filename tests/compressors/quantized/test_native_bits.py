@@ -15,7 +15,7 @@ from commhooks import HookConfig, Int4Compress, Int8Compress
 from commhooks.compressors.native import library
 from commhooks.compressors.quantized.kernels import NativeKernel, TorchKernel, results_of
 from commhooks.registry import compressor_of
-from tests.support import simulation
+from commhooks.testing import simulated_ranks
 from tests.support.compilers import another_library, needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import same_bits
@@ -100,8 +100,10 @@ def _run(
 @contextmanager
 def _residual_factor(factor: float) -> Iterator[None]:
     """The loss scale has changed."""
-    real = simulation.StepInfo
-    with mock.patch.object(simulation, "StepInfo", lambda *args, **more: real(*args, **more, residual_factor=factor)):
+    real = simulated_ranks.StepInfo
+    with mock.patch.object(
+        simulated_ranks, "StepInfo", lambda *args, **more: real(*args, **more, residual_factor=factor)
+    ):
         yield
 
 

@@ -105,5 +105,5 @@ def _wrap_again() -> int:
 
 
 def test_nothing_accumulates_on_the_parameters(run_ranks: Any) -> None:
-    """The latest hook counts backward passes on rank 0 until it is called or closed, for the warning that it never was."""
+    """The latest hook counts backward passes on rank 0 until it is called or closed."""
     assert run_ranks(_wrap_again) == [1, 0]

@@ -7,7 +7,8 @@ methods: `begin`, `finite`, `commit`, `write_weights`. There are three ways to c
 - **behind the training** (`delay`): `begin_behind`, and the rest some passes later;
 - **held**: `begin` and `finite`, and the rest only after another condition holds.
 
-Anchor, momentum and weights are written by `commit` and `write_weights` only, so an exchange may
+Anchor, momentum and weights are written by `commit` and `write_weights` only (among machines, on
+ranks that do not exchange, by `FragmentSession.commit_held`), so an exchange may
 be dropped before. That is why an exchange that is held or behind the training needs memory for all
 of its buffers (behind the training twice, with the weights as they were sent), and not for two at
 a time: all of its buffers are committed or none, so what has arrived must be kept until the last

@@ -100,7 +100,7 @@ class Heartbeats:
     """Sends heartbeats from a thread until `stop`, or until the process ends.
 
     They pause if another machine waits for this one, whose training has not moved for `limit_s` (`waited_for`), and
-    before the first request after `limit_s`. They go on with the next request (`resume`).
+    before the first request after `limit_s`. They go on with the next request (`asking(True)`).
 
     Attributes:
         passes: returns the number of backward passes so far.

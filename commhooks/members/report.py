@@ -16,10 +16,11 @@ from typing import Any
 VERSION = 3
 """Changes with the protocol between machines, so that another version of commhooks is refused if it must be."""
 UNEXPLAINED_LIMIT = 2
-"""Exchanges that may fail with a newcomer, although all machines reach each other, before it is refused."""
+"""A newcomer is refused when so many exchanges with it have failed in turn, although all machines reach each other."""
 
 MOST_SAME_NAMES = 10
-"""Reports of a newcomer after which a machine of the same name is not the same one before a restart."""
+"""A machine that was restarted waits for its former self to disappear. After so many reports it is another machine of
+the same name, and is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class Report:
 
     Attributes:
         id: the name of the machine with a random number, so that a machine that was restarted is another one.
-        number: of this report among those of the machine. A machine that has sent a later one has left this quorum.
+        number: of this report among those of the machine. A machine that has sent a later one no longer acts on this
+            quorum.
         servers: the address of the `StateServer` of each shard.
         store: the address of its `TCPStore`.
         signature: what must be equal on all machines, by name.
@@ -44,7 +46,7 @@ class Report:
         connection: the name of the connections that it holds; "" without.
         unreachable: the ids of machines with which it could not connect.
         unexplained: exchanges with others that have failed in turn, although it reached every machine.
-        exchanged: whether it has ever taken an outer step, with others or alone, and not only healed.
+        exchanged: whether it has ever committed an outer step, with others or alone, and not only healed.
         failed_heals: how often in turn it has failed to take the state of another machine.
         left: whether it has left the training. The other fields of the report then mean nothing.
     """
@@ -129,10 +131,10 @@ def _checked(id: str, name: str, value: object) -> Any:
 class Action(enum.Enum):
     """What a machine does after a quorum."""
 
-    COMMIT = "write what has arrived in the attempt, then ask again"
+    COMMIT = "commit the attempt of which it was not known whether others have, then ask again"
     ABANDON = "forget the attempt, then ask again"
     ASK_AGAIN = "ask again: other machines end their attempt first"
-    EXCHANGE = "exchange the differences with `machines`"
+    EXCHANGE = "exchange the differences with `machines`, confirm, and commit if the confirmation ends"
     HEAL = "take the state of `source` after outer step `step`"
     BEGIN = "begin a round: nobody has trained"
     WAIT = "do not take part, for the `reason`, and ask again"
@@ -174,25 +176,26 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
     state of one of them after the exchange, and train the next round with them. So a machine that comes heals, whenever
     it comes; only machines that begin in the same quorum, with the same anchor, begin without.
 
-    **An outer step is committed by all machines or by none.** An exchange goes like this:
+    **Machines that meet never keep different outcomes of an outer step.** An exchange goes like this:
 
-    1. All buffers are exchanged, and nothing is written.
+    1. All differences are exchanged, and neither anchor nor weights are written.
     2. All machines confirm, in one small collective, that everything has arrived. It ends only if all have begun it.
     3. A machine whose confirmation ends writes the new anchor.
 
     Let X be an exchange in which something has failed, at step s.
 
     - A confirmation has ended somewhere: then all machines of X have begun to confirm, so X is complete on all of them,
-      and stays complete until they write it. No report of a machine of X ever says that it is incomplete. A machine
-      that abandons X at step s would need such a report, or one of a machine that has abandoned X before; there is no
-      first one. So all of them that meet, COMMIT.
+      and stays complete until they write it. A machine of X that has written reports step s + 1, and is not asked. One
+      at step s reports X as complete, or has abandoned X. The first to abandon X would have needed a report at step s
+      that X is incomplete, and there is none. So nobody is the first to abandon, and all that meet COMMIT.
     - No confirmation has ended: nobody has written. The machines that meet see the same reports, so they all COMMIT,
       if X is complete on each of them, or all ABANDON and exchange the same differences again. Either way no step is
       lost.
-    - A machine of X that comes later finds machines of X at a later step. It commits what has arrived completely: if
-      they have committed X, it has their anchor. If they have abandoned X, it finds at the next quorum that its anchor
-      is another one, and heals, because the anchor with which machines have trained goes before one with which none
-      has.
+    - A machine of X that comes later finds machines of X at a later step. If X is complete on it, it commits X,
+      otherwise it abandons X and heals. If the others have committed X, it has their anchor. If they have abandoned X,
+      it finds at the next quorum that its anchor is another one, and heals: the anchor with which machines have trained
+      goes before one with which none has, then that of machines that participate, then that of the most machines, then
+      that of the first by id.
 
     Machines that never meet may go different ways, such as the two sides of a broken network. When they meet, the
     latest anchor wins, and the other side heals.
@@ -226,6 +229,7 @@ def _settle(own: Report, reports: Sequence[Report]) -> Decision:
     """End attempts whose outcome is unknown. Machines without one ask again: the steps may change."""
     if not own.attempt:
         return Decision(action=Action.ASK_AGAIN)
+    # Those that have committed are one step ahead. At this step, an empty attempt means that it was abandoned.
     undecided = [report for report in reports if report.id in own.attempt_with and report.step == own.step]
     complete = all(report.attempt == own.attempt and report.complete for report in undecided)
     return Decision(action=Action.COMMIT if complete else Action.ABANDON)

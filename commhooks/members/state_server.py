@@ -198,8 +198,10 @@ def fetch(
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 raise
-        if not comes or time.monotonic() > deadline:
+        if not comes:
             raise NoState(f"it has no state of outer step {step}")
+        if time.monotonic() > deadline:
+            raise OSError(f"it has not served the state of outer step {step} within {limit_s:g} s")
         time.sleep(0.1)
 
 

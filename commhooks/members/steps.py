@@ -30,8 +30,8 @@ because torch.distributed does not know it."""
 
 @dataclass
 class Attempt:
-    """An exchange of which this machine does not know whether the others have committed it. `held` is what has arrived;
-    None if something is missing."""
+    """An exchange, until it is known whether all machines commit it. `held` is what has arrived; None if something is
+    missing."""
 
     decision: Decision
     held: OuterExchange | None = None
@@ -59,6 +59,7 @@ class MachineSteps:
         self.healing = Healing(machine, source)
         self.options, self.name, self.logs = machine.options, machine.id.rpartition(":")[0], machine.ranks.is_first
         self._machine, self._source, self._left = machine, source, False
+        self._attempt: Attempt | None = None  # kept if `end_round` raises, because others may have committed it
         self._ranks, self._connections, self._lines = machine.ranks, machine.connections, machine.lines
         # What this machine reports; `_report` completes it.
         self._own = Report(
@@ -107,16 +108,16 @@ class MachineSteps:
     # ---- an outer step -----------------------------------------------------------------------------------------------
 
     def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
-        """See `Partner`. Meet the other machines, and take an outer step with them or the state of one of them. Return
-        False if all machines have only begun: they go on with the round, and so do those of them that take the state of
-        another one. Raises AttachError before the first outer step, if this machine does not match the others."""
+        """See `Partner`. Meet the other machines, and take an outer step with them or the state of one of them.
+        `exchange` is not called, because it would write before the others have confirmed. Return whether a new round
+        begins; False if no machine had trained, and the running round goes on. Raises AttachError before the first
+        outer step, if this machine does not match the others."""
         if self._left:
             raise HookRunError("members: this machine has left the training (members.leave)")
         deadline = None if limit_s is None else time.monotonic() + limit_s
-        attempt: Attempt | None = None
-        changed, failures = False, 0
+        new_round, failures = False, 0
         while True:
-            decision = self._decide(trained, attempt, deadline)
+            decision = self._decide(trained, deadline)
             match decision.action:
                 case Action.REFUSED:
                     raise AttachError(f"members: {decision.reason}")
@@ -124,32 +125,32 @@ class MachineSteps:
                     self._lines.say("%s", decision.reason, about=decision.reason)
                     time.sleep(decision.pause_s)
                 case Action.COMMIT:
-                    assert attempt is not None and attempt.held is not None
-                    self._outer.commit_held(attempt.held)
-                    attempt, trained, changed = None, False, True
+                    self._commit()
+                    trained, new_round = False, True
                 case Action.ABANDON:
-                    attempt = None
+                    self._attempt = None
+                case Action.ASK_AGAIN:
+                    pass
                 case Action.HEAL:
                     assert decision.source is not None
-                    begins = self.has_met or decision.step > decision.source.step
+                    new_round = self.has_met or decision.step > decision.source.step
                     if self.healing.heal(decision, self._limit(deadline)):
                         self._begin(decision)
-                        return begins
+                        return new_round
                 case Action.BEGIN:
                     self.healing.serve(decision)
                     self._begin(decision)
-                    return changed
+                    return new_round
                 case Action.EXCHANGE:
-                    attempt, failure = self._exchange(decision, deadline)
+                    failure = self._exchange(decision, deadline)
                     if not failure:
-                        assert attempt.held is not None
-                        self._outer.commit_held(attempt.held)
+                        self._commit()
                         self.healing.serve(decision)
                         self._begin(decision)
                         return True
                     failures += 1
                     self._lines.say(
-                        "an outer step among %s failed, and is repeated: %s",
+                        "an outer step among %s failed, and the machines meet again: %s",
                         _names(decision.machines),
                         failure,
                         about=decision.name,
@@ -157,11 +158,17 @@ class MachineSteps:
                     if failures >= _MOST_FAILURES:
                         raise HookRunError(f"members: the outer step failed {failures} times in turn: {failure}")
 
-    def _decide(self, trained: bool, attempt: Attempt | None, deadline: float | None) -> Decision:
+    def _commit(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None and attempt.held is not None
+        self._outer.commit_held(attempt.held)
+        self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
+
+    def _decide(self, trained: bool, deadline: float | None) -> Decision:
         """Ask for a quorum, and decide. The result is the same on all ranks of this machine."""
         self._own = dataclasses.replace(self._own, number=self._own.number + 1, trained=trained)
         self._connections.number = self._own.number
-        reports = self._quorum(self._report(attempt), deadline)
+        reports = self._quorum(self._report(), deadline)
         if reports is None:
             raise HookRunError("members: the other machines did not come to their outer step in time")
         self._connections.forget(reports)
@@ -170,8 +177,8 @@ class MachineSteps:
             self._lines.say("%s", reason, about=reason)
         return decision
 
-    def _report(self, attempt: Attempt | None) -> Report:
-        state = self._outer.state
+    def _report(self) -> Report:
+        state, attempt = self._outer.state, self._attempt
         anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
         return dataclasses.replace(
             self._own,
@@ -213,16 +220,18 @@ class MachineSteps:
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, participates=True)
 
-    def _exchange(self, decision: Decision, deadline: float | None) -> tuple[Attempt, str]:
-        """Exchange the differences, and confirm. Returns what has arrived, and a text about what failed. It is a text,
-        because an exception would keep the connections open, and the others wait until they are closed."""
-        attempt, failure, unreachable = Attempt(decision), "", tuple[str, ...]()
+    def _exchange(self, decision: Decision, deadline: float | None) -> str:
+        """Exchange the differences, and confirm: steps 1 and 2 of the proof in `decide`. Returns a text about what
+        failed; "" if all machines can commit. It is a text, because an exception would keep the connections open, and
+        the others wait until they are closed."""
+        self._attempt = attempt = Attempt(decision)
+        failure, unreachable = "", tuple[str, ...]()
         try:  # an error may occur on one rank of the machine only: no collective inside the machine before they agree
             self._arrive(attempt, self._limit(deadline))
         except _ERRORS as error:
             failure, unreachable = _not_ours(error), getattr(error, "unreachable", ())
-        confirmed = self._ranks.all_agree(not failure)
-        if not confirmed:
+        arrived = confirmed = self._ranks.all_agree(not failure)
+        if not arrived:
             attempt.held = None
         else:
             try:
@@ -231,17 +240,16 @@ class MachineSteps:
             except _ERRORS as error:
                 failure = _not_ours(error)
             confirmed = self._ranks.all_agree(not failure)
-        if confirmed:
-            self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
-        elif self._ranks.exchanges:
+        if not confirmed and self._ranks.exchanges:
             self._connections.give_up(decision.name)
             all_answer = self._connections.all_answer(decision.machines, unreachable)
             unexplained = self._own.unexplained + 1 if all_answer else 0
             self._own = dataclasses.replace(self._own, unexplained=unexplained)
-        return attempt, "" if confirmed else failure or "another rank of this machine has failed"
+        return "" if confirmed else failure or "another rank of this machine has failed"
 
     def _arrive(self, attempt: Attempt, limit_s: float) -> None:
-        """Connect, and exchange all buffers. Nothing is written."""
+        """Connect, and exchange all differences. Anchor, momentum and trained weights are not written; what is not
+        trained becomes the first machine's, which a repeated exchange does again."""
         machines = attempt.decision.machines
         trained = sum(machine.trained for machine in machines)
         weight = len(machines) / trained if self._own.trained else 0.0

@@ -210,7 +210,7 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
         assert not given or c.end()["type"] == "HookRunError"
     else:
         assert len(c.rounds) > 5  # it goes on
-        assert "failed, and is repeated" in c.log.read_text()
+        assert "failed, and the machines meet again" in c.log.read_text()
         # Only when it has come: nothing was lost.
         assert sum(line["what"] == "took" for line in c.lines) == len(c.ranks)
     counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
@@ -245,7 +245,7 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     a.round(max(a.rounds) + 2)
     assert time.monotonic() - died < 20
     a.round(max(a.rounds) + 5)
-    assert "failed, and is repeated" in a.log.read_text() + b.log.read_text()
+    assert "failed, and the machines meet again" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"

@@ -40,7 +40,7 @@ class Nodes:
         return self._inter_node()
 
 
-# The nodes of each group, by their members. A second training reuses the nodes of the first training. In torch 2.13 a
+# The nodes of each group, by their ranks. A second training reuses the nodes of the first training. In torch 2.13 a
 # group cannot be destroyed and made again with the same ranks, because it would connect to the old group's addresses.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
@@ -52,7 +52,7 @@ def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     return gather_texts(own, group, device, "the names of the nodes")
 
 
-def members_of(places: Sequence[str]) -> dict[str, list[int]]:
+def ranks_by_place(places: Sequence[str]) -> dict[str, list[int]]:
     return {place: [rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)}
 
 
@@ -80,18 +80,18 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
                 ranks_per_node,
                 group.size(),
             )
-    members = list(members_of(places).values())
-    sizes = [len(each) for each in members]
+    nodes = list(ranks_by_place(places).values())
+    sizes = [len(ranks) for ranks in nodes]
     if len(set(sizes)) > 1:
         raise AttachError(
             f"ranks_per_node={ranks_per_node!r}: the nodes have {listed(sizes, ' and ')} ranks, and "
             "a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
             "between all ranks"
         )
-    if len(members) == 1 or sizes[0] == 1:
+    if len(nodes) == 1 or sizes[0] == 1:
         return None
-    known, division = _KNOWN.setdefault(group, {}), str(members)
+    known, division = _KNOWN.setdefault(group, {}), str(nodes)
     if division not in known:
-        across = list(zip(*members, strict=True))
-        known[division] = Nodes(new_group(members, group, device), new_group(across, group, device))
+        across = list(zip(*nodes, strict=True))
+        known[division] = Nodes(new_group(nodes, group, device), new_group(across, group, device))
     return known[division]

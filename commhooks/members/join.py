@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from commhooks.comm.collectives import agreement_key
-from commhooks.comm.nodes import members_of, places_of
+from commhooks.comm.nodes import places_of, ranks_by_place
 from commhooks.compressors.base import Compressor
 from commhooks.errors import AttachError
 from commhooks.gradients.source import GradientSource
@@ -24,7 +24,7 @@ def join(options: Torchft, hook: str, compressor: Compressor[Any], source: Gradi
             could not reach this machine.
     """
     for group in filter(None, (source.group, source.shard_group)):
-        machines = members_of(places_of(group, source.device))
+        machines = ranks_by_place(places_of(group, source.device))
         if len(machines) > 1:
             raise AttachError(
                 f"members with a model on {len(machines)} machines ({', '.join(machines)}): each machine starts a job "

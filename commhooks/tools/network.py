@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import Op, collective_error, gather_rows, gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
-from commhooks.comm.nodes import members_of, places_of
+from commhooks.comm.nodes import places_of, ranks_by_place
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import CommandError, HookConfigError
 from commhooks.plan import new_table, text_of, whole_plan
@@ -95,7 +95,7 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     began = time.perf_counter()
     on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    machines = members_of(places_of(group, device))
+    machines = ranks_by_place(places_of(group, device))
     hosts = [place.partition(" ")[0] for place in machines]  # two launchers may run on one host
     if len({*hosts}) == len(hosts):
         machines = dict(zip(hosts, machines.values(), strict=True))

@@ -165,11 +165,11 @@ class AutoCompressor(Compressor[Auto]):
         return type(self)(self.config, ranks_per_node=ranks_per_node)
 
     @property
-    def label(self) -> str:
+    def label(self) -> str:  # type: ignore[override]
         return self.decision.candidate.label
 
     @property
-    def stats(self) -> dict[str, Any]:
+    def further_stats(self) -> dict[str, Any]:  # type: ignore[override]
         return {"chosen": self.label, "chosen_at": None if self.decision.phase == "trying" else self.decision.since}
 
     @property

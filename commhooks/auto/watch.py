@@ -1,6 +1,7 @@
 """Time the steps that `auto` watches, pass them to it, and let it decide between two backward passes."""
 
 import collections
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,20 +92,22 @@ class StepWatch:
     """Listens to the passes of a session whose compressor is an `AutoCompressor` (`engine.session.Listener`)."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._compressor: AutoCompressor | None = None  # the one that was current in the previous pass
+        # Weak references: the session owns this object, and with the learned state no cycle may wait for the garbage
+        # collector.
+        self._session_ref = weakref.ref(session)
+        self._compressor: weakref.ref[AutoCompressor] | None = None  # the one that was current in the previous pass
         self._previous_end: tuple[Mark] | None = None
         self._unseen: collections.deque[_TimedPass] = collections.deque()
 
     def before_pass(self, group: dist.ProcessGroup, device: torch.device) -> None:
         auto = self._current()
-        if auto is not self._compressor:  # a state was loaded since the previous pass
+        if self._compressor is None or self._compressor() is not auto:  # a state was loaded since the previous pass
             self._unseen.clear()
             self._previous_end = None
         if self._decides_now(auto):
             self._show(auto, wait=True)
             auto = self._decide(auto, group, device)
-        self._compressor = auto
+        self._compressor = weakref.ref(auto)
 
     def after_pass(self, step_at_most: int, good: torch.Tensor) -> None:
         """Time the pass that ends now, if the compressor watches this step. Also time the pass before a
@@ -122,6 +125,12 @@ class StepWatch:
             self._show(auto, wait=False)
             if precision.is_host_readable(good.device):
                 self._previous_end = (mark(good.device),)  # the next step does not include the time of `_show`
+
+    @property
+    def _session(self) -> Session:
+        session = self._session_ref()
+        assert session is not None  # it calls this object
+        return session
 
     def _current(self) -> "AutoCompressor":
         return self._session.compressor  # type: ignore[return-value]

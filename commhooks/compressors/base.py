@@ -7,7 +7,7 @@ and it yields a `Verdict` before it writes learned state. The engine runs the ex
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol
 
@@ -177,16 +177,10 @@ class Compressor(ABC, Generic[ConfigT]):
 
     effect: str = ""
     """What the summary says in place of the plan, as long as nothing is compressed; "": the plan."""
-
-    @property
-    def label(self) -> str:
-        """What the compressor does now, shown beside the hook's name in plans; "" if the name says it."""
-        return ""
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """Further entries of `CommHook.stats`, of plain types."""
-        return {}
+    label: str = ""
+    """What the compressor does now, shown beside the hook's name in plans; "" if the name says it."""
+    further_stats: Mapping[str, Any] = {}
+    """Further entries of `CommHook.stats`, of plain types."""
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the initial value of a field, on the CPU, for `StateField.refit`, or None if the field starts
@@ -236,10 +230,8 @@ class Compressor(ABC, Generic[ConfigT]):
         """Return the compressor to use where the ranks form nodes. Called once, before the first backward pass."""
         return self
 
-    @property
-    def notes(self) -> Any:
-        """What a checkpoint keeps beside the learned state, in plain types; None: nothing. Equal on all ranks."""
-        return None
+    notes: Any = None
+    """What a checkpoint keeps beside the learned state, in plain types; None: nothing. Equal on all ranks."""
 
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> Any:
         """Return a compressor that continues with saved `notes`, which may be damaged (None: nothing was saved).

@@ -16,7 +16,7 @@ from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.engine.consensus import Binding
-from commhooks.engine.session import Session
+from commhooks.engine.session import Session, SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, invalid, logger_of
 from commhooks.gradients.ddp import BucketReader
@@ -70,7 +70,7 @@ def _option(name: str) -> Any:
     return property(lambda state: getattr(state._options, name))
 
 
-class PowerSGDState:
+class PowerSGDState(SessionState):
     """Holds the options and the learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
     Arguments, their order and their defaults are torch's. Unlike torch, it allows `start_powerSGD_iter` 0 and 1 with
@@ -126,8 +126,6 @@ class PowerSGDState:
         return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> Session:
-        """Bind the state to `model`, the module that DDP wraps, and return its session. `commhooks.attach` calls this
-        on every rank. Raises AttachError if another model uses the state."""
         other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(

@@ -7,7 +7,8 @@ the state of the last committed step. Without learned state each bucket is reduc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,16 @@ class ExchangeDriver:
     def close(self) -> None:
         with self.held.settled():
             self.state.to_host()
+
+
+class SessionState(ABC):
+    """The state of a user-callable hook that reduces its buckets by a session, as `PowerSGDState` does. `attach` gives
+    such a hook the model's names, a plan and checkpoints, whichever function uses the state."""
+
+    @abstractmethod
+    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> "Session":
+        """Bind the state to `model`, the module that DDP wraps, and return its session. `attach` calls this on every
+        rank. Raises AttachError if another model uses the state."""
 
 
 class Listener(Protocol):

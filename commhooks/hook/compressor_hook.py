@@ -128,7 +128,7 @@ class CompressorHook:
         if not self._request.off:
             assert session.consensus.choice is not None
             found["kernel"] = session.consensus.choice.name
-        return found | compressor.stats
+        return {**found, **compressor.further_stats}
 
     def summary(self) -> Summary:
         compressor, consensus = self.session.compressor, self.session.consensus

@@ -3,16 +3,15 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.comm.counters import Counters
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.engine.consensus import Binding
-from commhooks.engine.session import Session
+from commhooks.engine.session import SessionState
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource, PassListener
@@ -20,25 +19,17 @@ from commhooks.gradients.user_future import checked_future
 from commhooks.hook import compressor_hook
 from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
-from commhooks.options import DROP_INS
 from commhooks.plan import ModelPlan
 from commhooks.report import Status, Summary
 from commhooks.request import HookRequest, why_not_called
 
 
-class EngineState(Protocol):
-    """The state of a function that runs a session of the engine, as `PowerSGDState` does."""
-
-    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> Session:
-        """Bind the state to `model`, the module that DDP wraps, and return its session."""
-
-
 def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
     state, function = _users_function(request, source)
-    bind = getattr(state, EngineState.bind.__name__, None) if request.function in DROP_INS else None
-    if bind is None:
+    if not isinstance(state, SessionState):
         return Prepared(None, lambda choice: FunctionHook(request, source, state, function), state)
-    session: Session = bind(binding, source.module, function)
+    assert source.module is not None
+    session = state.bind(binding, source.module, function)
     run = functools.partial(_run, function, state, request.name)
     return Prepared(session.compressor, functools.partial(compressor_hook.build, request, source, session, run), state)
 

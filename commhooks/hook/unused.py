@@ -26,13 +26,15 @@ class UnusedWarning:
 
     def __init__(self, name: str, hook: Hook, parameters: Sequence[torch.Tensor], *, logs: bool) -> None:
         self.callback: Callable[[str], None] | None = None
-        self._name, self._hook, self._counters = name, weakref.ref(hook), hook.counters
+        self._stop_counting: list[Callable[[], None]] = []
+        # Nothing is left on the parameters when the hook is gone.
+        stop = functools.partial(_call_all, self._stop_counting)
+        self._name, self._hook, self._counters = name, weakref.ref(hook, lambda _: stop()), hook.counters
         self._last_use = hook.status().use  # as of the first pass, if the hook no longer exists
         self._logs = logs and self._last_use is not None
         self._parameters, self._process = set(map(id, parameters)), os.getpid()
         self._called = self._in_pass = self._warned_before = False
         self._passes: collections.Counter[int] = collections.Counter()  # backward passes by id of a parameter
-        self._stop_counting: list[Callable[[], None]] = []
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Watch the hook instead of those that it replaces: an earlier one of the same parameters, or one whose model
@@ -43,15 +45,15 @@ class UnusedWarning:
                 other.silence()
         if self._logs:
             _not_ended.append(self)
+            atexit.unregister(_at_exit)  # once, and before what was registered earlier
             atexit.register(_at_exit)
             note = functools.partial(_count, self._passes)  # a method would keep this object alive
             trained = [parameter for parameter in parameters if parameter.requires_grad]
-            self._stop_counting = [parameter.register_post_accumulate_grad_hook(note).remove for parameter in trained]
+            self._stop_counting += [parameter.register_post_accumulate_grad_hook(note).remove for parameter in trained]
 
     def before_pass(self) -> None:
         self._called = self._in_pass = True
-        while self._stop_counting:
-            self._stop_counting.pop()()
+        _call_all(self._stop_counting)
 
     def after_pass(self) -> None:
         self._in_pass = False
@@ -61,8 +63,7 @@ class UnusedWarning:
 
     def silence(self) -> None:
         self._logs = False
-        while self._stop_counting:
-            self._stop_counting.pop()()
+        _call_all(self._stop_counting)
         if self in _not_ended:
             _not_ended.remove(self)
 
@@ -122,6 +123,12 @@ def _at_exit() -> None:
     for warning in list(_not_ended):
         if getattr(sys, "last_value", None) is None:  # otherwise an exception ends the interpreter
             warning.ended()
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    """Call each function once, and empty the list."""
+    while functions:
+        functions.pop()()
 
 
 def _count(passes: "collections.Counter[int]", parameter: torch.Tensor) -> None:

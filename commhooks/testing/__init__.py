@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor
+from commhooks.errors import HookConfigError
 from commhooks.testing.simulated_ranks import SimulatedRanks
 
 __all__ = ["SimulatedRanks", "check"]
@@ -19,9 +20,12 @@ def check(compressor: Compressor[Any], shapes: Mapping[str, tuple[int, ...]] = S
     compressing from the first step on. Needs no process group.
 
     Raises:
+        HookConfigError: `compressor` is none, for example its config or its class.
         AssertionError: with one sentence for each rule of docs/own_hook.md that the compressor breaks.
         HookRunError: the ranks send different things, or the exchange yields or returns something else than it must.
     """
+    if not isinstance(compressor, Compressor):
+        raise HookConfigError(f"check({compressor!r}): expected a compressor, such as MyCompressor(MyConfig())")
     rules = _Rules(compressor.with_start(0), {name: torch.zeros(shape) for name, shape in shapes.items()})
     with torch.no_grad():
         broken = [*rules.averages(), *rules.skips(), *rules.resumes(), *rules.sees_parameters(), *rules.is_bounded()]

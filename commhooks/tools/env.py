@@ -65,7 +65,8 @@ def _backends() -> list[str]:
 
 def _gpus() -> str:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return ", ".join(names) or f"none (torch was built for CUDA {torch.version.cuda})"
+    built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+    return ", ".join(names) or f"none; torch was built {built}"
 
 
 def _native_kernels() -> str:

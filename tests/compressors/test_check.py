@@ -165,6 +165,12 @@ def test_a_broken_rule_is_named(broken: Callable[[], Any]) -> None:
     assert BROKEN[broken] in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [Options(), BF16Feedback])
+def test_something_else_than_a_compressor_is_refused(given: Any) -> None:
+    with pytest.raises(commhooks.HookConfigError, match="expected a compressor, such as"):
+        check(given)
+
+
 class SendsByRank(BF16Feedback):
     def exchange(self, flat: torch.Tensor, work: Any, state: Any, step: commhooks.StepInfo) -> Any:
         yield Send(torch.zeros(1 + step.rank), last=True)

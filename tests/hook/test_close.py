@@ -29,6 +29,7 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 HOOKS: dict[str, Any] = {
     "powerSGD": OPTIONS,
     "int8_compress": {},
+    "auto": {},
     "drop-in": {},
 }
 

@@ -162,6 +162,38 @@ def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
         assert equal and "5.weight" in resumed
 
 
+def _around(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return commhooks.powerSGD_hook(state, bucket)
+
+
+@pytest.mark.parametrize("function", [_around, commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook), "factory"])
+def test_a_state_of_powersgd_is_planned_and_saved_whatever_function_uses_it(function: Any) -> None:
+    with process_group_of_one():
+        state = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+        if function == "factory":
+            commhooks.register_hook("factory", lambda options, group: (state, commhooks.powerSGD_hook))
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, function, hook_state=None if function == "factory" else state)
+        train(ddp, 2)
+        assert hook.stats()["compressed_steps"] == 2 and len(hook.plan().compressed) == 3
+        assert hook.state_dict()["parameters"]["0.weight"]["residual"] is not None
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return commhooks.allreduce_hook(None, bucket)
+
+
+def test_a_callable_object_need_not_be_hashable() -> None:
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, Unhashable())
+        train(ddp, 1)
+        assert hook.stats()["backward_passes"] == 1
+
+
 def _sub_group() -> torch.Tensor | None:
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 2:

@@ -21,6 +21,8 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         print(f"export {VARIABLE}=http://{host_for_others()}:{port}", flush=True)
         print("Set this on every machine, or another address of this one that they reach. Ctrl-C ends it.", flush=True)
-        threading.Event().wait()
+        # Wake up now and then: a signal that comes just before a wait without a limit would not end it.
+        while not threading.Event().wait(1.0):
+            pass
     except KeyboardInterrupt:
         server.shutdown()

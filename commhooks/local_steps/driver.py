@@ -13,6 +13,7 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
+from commhooks.gradients.profiling import span
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
 from commhooks.local_steps import schedule
@@ -176,6 +177,11 @@ class LocalStepsDriver:
             case Action.SHARE:
                 self.common.share(optimizers=False)
                 return schedule.Shared()
+        with span("outer step", self._name):
+            return self._outer_step(action, limit_s)
+
+    def _outer_step(self, action: Action, limit_s: float | None) -> Event:
+        """Send, apply or exchange a fragment."""
         self._source.before_weights_change()
         match action:
             case Action.SEND:

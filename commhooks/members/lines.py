@@ -17,7 +17,7 @@ class Lines:
         self._said: dict[str, float] = {}
 
     def say(self, text: str, *arguments: Any, about: str = "", once: bool = False) -> None:
-        """Log `text`, unless it was logged `about` the same thing a moment ago, or with `once` ever."""
+        """Log `text` at most every `LINE_EVERY_S` for each `about`; with `once`, only once."""
         key, now = f"{text} {about}", time.monotonic()
         before = self._said.get(key)
         if not self._logs or (before is not None and (once or now < before + LINE_EVERY_S)):

@@ -26,6 +26,15 @@ def test_a_profile_names_the_hook_and_its_kernels() -> None:
     assert any(name.endswith(": native kernel") for name in counts)
 
 
+def test_a_profile_names_outer_steps() -> None:
+    with process_group_of_one():
+        run = Run.new(hook="diloco", hook_options={"sync_every": 2}).train(2)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            run.train(4)
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    assert counts["commhooks diloco: outer step"] == 2
+
+
 def test_without_a_profiler_nothing_is_recorded() -> None:
     with process_group_of_one(), mock.patch.object(profiling, "record_function", side_effect=AssertionError):
         Run.new(hook="int8", hook_options={"start_iter": 0, "block_size": 32}).train(2)

@@ -1,0 +1,91 @@
+"""What a machine does with an exchange of which it does not know whether the others have committed it, without other
+machines: quorums, exchanges and commits are stand-ins."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from commhooks import HookRunError
+from commhooks.members.report import Report
+from commhooks.members.steps import MachineSteps
+
+OTHER = Report(id="b:1", step=5, anchor=7, participates=True, trained=True, exchanged=True, servers=("10.0.0.2:1",))
+
+
+class Machine:
+    """Machine a, with a `MachineSteps`. `failing`: how many confirmations fail after everything has arrived."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self.committed, self.reports = failing, 0, list[Report]()
+        self.answers: list[Any] = []  # what each quorum adds to the own report; None: no quorum in time
+        ranks = SimpleNamespace(is_first=True, exchanges=True, all_agree=bool, key_of_shards=lambda key: key)
+        connections = mock.Mock(name="connections", unreachable=(), group=None)
+        connections.name = ""
+        connections.confirm.side_effect = self._confirm
+        connections.all_answer.return_value = True
+        machine = SimpleNamespace(
+            id="a:1", options=SimpleNamespace(min_machines=1, timeout_s=1.0), servers=("10.0.0.1:1",)
+        )
+        vars(machine).update(store="", ranks=ranks, connections=connections, lines=mock.Mock(), lighthouse=None)
+        self.steps = MachineSteps(machine, mock.Mock(), {})  # type: ignore[arg-type]
+        self.steps._own = dataclasses.replace(self.steps._own, participates=True)
+        self.outer = mock.Mock(state=mock.MagicMock(step=5))
+        self.outer.commit_held.side_effect = self._commit
+        self.steps._outer, self.steps._common = self.outer, mock.Mock()
+        self.steps._common.digest.return_value = 7
+        self.steps.healing = mock.Mock(failed=0)
+
+    def _confirm(self) -> None:
+        self.failing -= 1
+        if self.failing >= 0:
+            raise RuntimeError("connection closed")
+
+    def _commit(self, held: object) -> None:
+        self.committed += 1
+        self.outer.state.step += 1
+
+    def end_round(self) -> bool:
+        def quorum(report: Report, deadline: object) -> list[Report] | None:
+            self.reports.append(report)
+            answer = self.answers.pop(0)
+            return None if answer is None else [report, dataclasses.replace(OTHER, **answer)]
+
+        with mock.patch.object(self.steps, "_quorum", quorum):
+            return self.steps.end_round(lambda: None, trained=True, limit_s=None)
+
+
+def test_a_settled_commit_is_an_outer_step() -> None:
+    """The others have committed: this machine does, too, and counts as one with which exchanges succeed."""
+    machine = Machine(failing=1)
+    machine.answers = [{}, {"step": 6}, {"step": 6, "trained": False}]
+    assert machine.end_round() and machine.committed == 1
+    first, second, third = machine.reports
+    assert not first.attempt and second.attempt and second.complete and not third.attempt
+    assert (second.exchanged, second.unexplained) == (False, 1), "it is not known yet"
+    assert (third.exchanged, third.unexplained) == (True, 0)
+
+
+def test_an_exchange_in_doubt_outlives_an_error() -> None:
+    """A script may catch the error and go on: the others may have committed the exchange."""
+    machine = Machine(failing=1)
+    machine.answers = [{}, None]
+    with pytest.raises(HookRunError, match="did not come to their outer step in time"):
+        machine.end_round()
+    assert machine.committed == 0
+    machine.answers = [{"step": 6}, {"step": 6, "trained": False}]
+    machine.end_round()
+    assert machine.reports[2].attempt == machine.reports[1].attempt != "" and machine.committed == 1
+
+
+def test_a_machine_whose_exchanges_fail_five_times_ends_with_an_error() -> None:
+    machine = Machine(failing=5)
+    machine.steps._own = dataclasses.replace(machine.steps._own, exchanged=True)
+    # The other one reports an incomplete exchange, so that all abandon it and begin another one.
+    undecided = {"attempt": "x", "attempt_with": ("a:1", "b:1"), "unreachable": ()}
+    machine.answers = [{}, undecided, {}, undecided, {}, undecided, {}, undecided, {}]
+    with pytest.raises(HookRunError, match="the outer step failed 5 times in turn: connection closed"):
+        machine.end_round()
+    assert machine.committed == 0

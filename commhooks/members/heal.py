@@ -53,7 +53,7 @@ class Healing:
         server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
         if self._ranks.is_first:
             names = ", ".join(machine.name for machine in decision.heals)
-            log_summary(f"members: {names} takes the state of outer step {decision.step} from this machine")
+            log_summary(f"members: this machine gives the state of outer step {decision.step} to {names}")
 
     def heal(self, decision: Decision, limit_s: float) -> bool:
         """Take the state of `decision.source` after outer step `decision.step`. Return whether it was available."""

@@ -27,7 +27,9 @@ def check_accelerate() -> None:
     """Raise ImportError with the command to install Accelerate if it is missing or too old."""
     from commhooks.errors import needed
 
-    with needed("accelerate", sentence="accelerate_commhooks needs Accelerate: pip install accelerate"):
+    with needed(
+        "accelerate", sentence="accelerate_commhooks needs Accelerate: pip install accelerate"
+    ):
         import accelerate  # noqa: F401
 
 

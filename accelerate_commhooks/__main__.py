@@ -9,7 +9,9 @@ from commhooks.errors import HookConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command, and return the exit status: 2 for an invalid request, 1 without Accelerate."""
+    """Run the command, and return the exit status: 2 for an invalid request, 1 without
+    Accelerate.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="accelerate-commhooks",
@@ -20,7 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "command",
         choices=["launch"],
-        help="start a script as `accelerate launch` does, with the hook that the configuration file asks for",
+        help=(
+            "start a script as `accelerate launch` does, with the hook that the configuration file"
+            " asks for"
+        ),
     )
     parser.parse_args(given[:1])  # the others are for Accelerate's launcher and the script
     try:

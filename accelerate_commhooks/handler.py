@@ -25,36 +25,39 @@ from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter
 
 @dataclass(eq=False, repr=False)
 class CommHookKwargs(DistributedDataParallelKwargs):
-    """Attaches a communication hook to the models that Accelerate prepares, and takes all arguments of
-    `DistributedDataParallelKwargs`.
+    """Attaches a communication hook to the models that Accelerate prepares, and takes all arguments
+    of `DistributedDataParallelKwargs`.
 
         Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
 
-    Every model that the accelerator wraps in DDP gets a hook with its own learned state, which `save_state` and
-    `load_state` include. In two cases call `attach` before `accelerator.prepare`, because Accelerate then does not ask
-    its handlers: with FSDP2 and `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, where each of the `R`
-    replicas is sharded over `S` ranks and the hook averages between the replicas; and with `members`. If this was
-    forgotten, the first optimizer step raises AttachError. In all other cases (one process, DeepSpeed, evaluation mode)
-    there is no hook; see `is_attached`.
+    Every model that the accelerator wraps in DDP gets a hook with its own learned state, which
+    `save_state` and `load_state` include. In two cases call `attach` before `accelerator.prepare`,
+    because Accelerate then does not ask its handlers: with FSDP2 and
+    `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, where each of the `R` replicas is
+    sharded over `S` ranks and the hook averages between the replicas; and with `members`. If this
+    was forgotten, the first optimizer step raises AttachError. In all other cases (one process,
+    DeepSpeed, evaluation mode) there is no hook; see `is_attached`.
 
-    Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file in the environment
-    variable ACCELERATE_COMM_HOOK_CONFIG. Arguments given here override those settings. The stock arguments `comm_hook`,
-    `comm_wrapper` and `comm_state_option` select hooks of commhooks by torch's names.
+    Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file in
+    the environment variable ACCELERATE_COMM_HOOK_CONFIG. Arguments given here override those
+    settings. The stock arguments `comm_hook`, `comm_wrapper` and `comm_state_option` select hooks
+    of commhooks by torch's names.
 
     Args:
-        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
-            "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. An explicit None, "none" or "off": plain DDP, for
-            comparisons.
-        save_residual: which residuals `save_state` saves. "per_rank" (the default): every rank's own residuals, in a
-            separate file, without communication. "mean": their mean, in the shared file; all ranks must call
-            `save_state`. "drop": none. With FSDP2 the default is "mean", over the replicas, and "per_rank" is an error.
-        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node, members: as in
-            `commhooks.attach`.
+        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook
+            ("powerSGD", "fp16_compress", ...), a path "package.module:function", or a callable
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. An explicit None, "none" or
+            "off": plain DDP, for comparisons.
+        save_residual: which residuals `save_state` saves. "per_rank" (the default): every rank's
+            own residuals, in a separate file, without communication. "mean": their mean, in the
+            shared file; all ranks must call `save_state`. "drop": none. With FSDP2 the default is
+            "mean", over the replicas, and "per_rank" is an error.
+        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node,
+            members: as in `commhooks.attach`.
 
     Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the wrong type, or an
-            invalid combination.
+        commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the
+            wrong type, or an invalid combination.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -70,7 +73,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @print_error_on_rank_zero()
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
-        # Arguments override the environment even if they equal the default. __init__ cannot tell which were given.
+        # Arguments override the environment even if they equal the default. __init__ cannot tell
+        # which were given.
         handler = super().__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name in kwargs:
@@ -86,7 +90,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self.run_length: int | None = None
         """Length of the run, set by transformers' Trainer; used if `total_steps` is None."""
         self.ddp_defaults: dict[str, Any] = {}
-        """DDP arguments of transformers' Trainer; used for arguments that the user has not given."""
+        """DDP arguments of transformers' Trainer; used for arguments that the user has not given.
+        """
         self._models = HookedModels()
         self._meter = Meter()
         self._settings: Settings | None = None
@@ -109,16 +114,21 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         call_before_step(self._check_attached)
 
     @classmethod
-    def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
+    def from_config(
+        cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()
+    ) -> "CommHookKwargs":
         """Make a handler with the settings of a YAML file.
 
         Args:
-            path: a file of settings, or a configuration of Accelerate with a section `comm_hook_config`. None: the
-                settings from `accelerate-commhooks launch` or ACCELERATE_COMM_HOOK_CONFIG.
-            overrides: replace settings of the file, e.g. `["hook_options.matrix_approximation_rank=8"]`.
+            path: a file of settings, or a configuration of Accelerate with a section
+                `comm_hook_config`. None: the settings from `accelerate-commhooks launch` or
+                ACCELERATE_COMM_HOOK_CONFIG.
+            overrides: replace settings of the file, e.g.
+                `["hook_options.matrix_approximation_rank=8"]`.
 
         Raises:
-            HookConfigError: no file, or invalid settings; the message names the file and the setting.
+            HookConfigError: no file, or invalid settings; the message names the file and the
+                setting.
         """
         settings = Settings.find(path, overrides)
         with settings.errors_name_source():
@@ -128,12 +138,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def attached(self) -> CommHook | None:
-        """The hook, with `stats()` and `plan()`, of the latest prepared model that still exists; None without one."""
+        """The hook, with `stats()` and `plan()`, of the latest prepared model that still exists;
+        None without one.
+        """
         return next(reversed(self.attached_hooks), None)
 
     @property
     def attached_hooks(self) -> list[CommHook]:
-        """The hooks of all existing models that were prepared with this handler, in order of preparation."""
+        """The hooks of all existing models that were prepared with this handler, in order of
+        preparation.
+        """
         return self._models.hooks
 
     @property
@@ -147,8 +161,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         stock = stock_hooks.translated(self)
         if not stock and self.hook is None and "hook" not in self.given:
             raise HookConfigError(
-                "CommHookKwargs needs hook=, such as 'powerSGD', or settings from `accelerate-commhooks launch` or a "
-                f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
+                "CommHookKwargs needs hook=, such as 'powerSGD', or settings from"
+                f" `accelerate-commhooks launch` or a YAML file named in {VARIABLE}. hook=None is"
+                " DDP without a hook"
             )
         return HookRequest.parse(**{name: getattr(self, name) for name in ARGUMENTS} | stock)
 
@@ -157,7 +172,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return self.request.off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
-        """Return whether `model`, which is from `prepare` or the module inside it, has a hook of this handler."""
+        """Return whether `model`, which is from `prepare` or the module inside it, has a hook of
+        this handler.
+        """
         return self._models.has(model)
 
     def log(self, accelerator: Accelerator, step: int | None = None) -> None:
@@ -166,13 +183,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        docs/working.md explains the metrics; names begin with `commhooks/1/` for the second of several models. Means
-        are over the steps since the previous call. Without a hook nothing is logged. Call this between
-        `optimizer.step()` and `optimizer.zero_grad()`, or the two metrics that read gradients are omitted. It does not
-        communicate: all ranks may call it, or only the main process.
+        docs/working.md explains the metrics; names begin with `commhooks/1/` for the second of
+        several models. Means are over the steps since the previous call. Without a hook nothing is
+        logged. Call this between `optimizer.step()` and `optimizer.zero_grad()`, or the two metrics
+        that read gradients are omitted. It does not communicate: all ranks may call it, or only the
+        main process.
 
         Args:
-            accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).
+            accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with
+                `init_trackers`).
             step: as for `accelerator.log`.
 
         Raises:
@@ -190,24 +209,27 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
-        """Use this handler for the models that `accelerator` prepares from now on. Returns the handler.
+        """Use this handler for the models that `accelerator` prepares from now on. Returns the
+        handler.
 
             accelerator = Accelerator(fsdp_plugin=..., parallelism_config=...)
             handler.attach(accelerator)
             model, optimizer = accelerator.prepare(model, optimizer)
 
-        With DDP, `Accelerator(kwargs_handlers=[handler])` does the same. With FSDP2, and with `members`, only this
-        method attaches the hook: it overrides `accelerator.prepare`, of this one object, because Accelerate gives a
-        handler neither models that it shards nor those of a single process. It may be called beside `kwargs_handlers`.
+        With DDP, `Accelerator(kwargs_handlers=[handler])` does the same. With FSDP2, and with
+        `members`, only this method attaches the hook: it overrides `accelerator.prepare`, of this
+        one object, because Accelerate gives a handler neither models that it shards nor those of a
+        single process. It may be called beside `kwargs_handlers`.
 
         Raises:
-            HookConfigError: the accelerator has DDP arguments of its own, or neither wraps models in DDP nor shards
-                replicas of them (DeepSpeed, FSDP1, FSDP2 without `ParallelismConfig`).
+            HookConfigError: the accelerator has DDP arguments of its own, or neither wraps models
+                in DDP nor shards replicas of them (DeepSpeed, FSDP1, FSDP2 without
+                `ParallelismConfig`).
         """
         if not isinstance(accelerator.ddp_handler, CommHookKwargs | None):
             raise HookConfigError(
-                "this accelerator has a DistributedDataParallelKwargs already, and takes only one: pass its arguments "
-                "to CommHookKwargs(...) instead"
+                "this accelerator has a DistributedDataParallelKwargs already, and takes only one:"
+                " pass its arguments to CommHookKwargs(...) instead"
             )
         kind = accelerator.distributed_type
         if not (kind is DistributedType.FSDP and self.off):
@@ -228,48 +250,68 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), and a
-        # subclass would raise KeyError. `type()` and `isinstance` still use the real class.
+        # Accelerate 1.15 looks up handlers by their exact class
+        # (`handler_class_to_attr[handler.__class__]`), and a subclass would raise KeyError.
+        # `type()` and `isinstance` still use the real class.
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
         own = {f.name: getattr(self, f.name) for f in DDP_FIELDS}
-        return own | {name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)}
+        return own | {
+            name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)
+        }
 
     def has_set(self, name: str) -> bool:
         return name in self.given or getattr(self, name) != getattr(type(self), name)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attach a hook to a model that has just been wrapped. `Accelerator.prepare_model` calls this on every rank."""
+        """Attach a hook to a model that has just been wrapped. `Accelerator.prepare_model` calls
+        this on every rank.
+        """
         accelerator = _calling_accelerator()  # Accelerate 1.15 passes the model alone
-        if accelerator is not None and accelerator not in self._attached_to and self.members is not None:
+        if (
+            accelerator is not None
+            and accelerator not in self._attached_to
+            and self.members is not None
+        ):
             raise HookConfigError(f"members={self.members!r} beside DDP: {CALL_ATTACH}")
         self.attach_model(model, accelerator)
 
     def attach_model(self, model: torch.nn.Module, accelerator: Accelerator | None) -> None:
-        """Attach a hook to a prepared model, as `HookedModels.attach` does. Every rank must call this."""
+        """Attach a hook to a prepared model, as `HookedModels.attach` does. Every rank must call
+        this.
+        """
         request = self.request
         shards = accelerator is not None and accelerator.distributed_type is DistributedType.FSDP
         if shards and "save_residual" not in self.given:
             request = dataclasses.replace(request, save_residual="mean")
-        self._models.attach(model, request, accelerator, request.total_steps or self.run_length, self._settings)
+        self._models.attach(
+            model, request, accelerator, request.total_steps or self.run_length, self._settings
+        )
 
     def _check_attached(self) -> bool:
-        if not (self._models.were_attached or self._warned_alone or self.off or any_model_has_hook()):
+        if not (
+            self._models.were_attached or self._warned_alone or self.off or any_model_has_hook()
+        ):
             raise_or_warn(self.request)
             self._warned_alone = True
         return True
 
     def __repr__(self) -> str:
         names = [f.name for f in dataclasses.fields(self) if f.name in self.given]
-        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__qualname__}({values})"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _values(self) == _values(other)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never a hook.
-        return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
+        return (
+            _rebuild,
+            (type(self), _values(self)),
+            {"_settings": self._settings, "given": self.given},
+        )
 
     def _use(self, settings: Settings) -> None:
         self._settings = settings
@@ -285,9 +327,14 @@ def _calling_accelerator() -> Accelerator | None:
 
 def _check_trackers(accelerator: Accelerator) -> None:
     if not accelerator.trackers:
-        missing = "" if accelerator.log_with else "give Accelerator(log_with=...) an installed tracker, and "
+        missing = (
+            ""
+            if accelerator.log_with
+            else "give Accelerator(log_with=...) an installed tracker, and "
+        )
         raise HookRunError(
-            f"CommHookKwargs.log: this accelerator has no trackers; {missing}call accelerator.init_trackers(...) first"
+            f"CommHookKwargs.log: this accelerator has no trackers; {missing}call"
+            " accelerator.init_trackers(...) first"
         )
 
 

@@ -1,9 +1,11 @@
-"""`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section `comm_hook_config` to the workers.
+"""`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section
+`comm_hook_config` to the workers.
 
-Accelerate 1.15 rejects configuration files with unknown keys and does not pass the path of the file to its workers. So
-Accelerate gets a copy of the file without the section, and the workers get the section in the environment variable of
-`yaml_settings`. If no model got the hook, or the hook compressed nothing, the workers write a message into a temporary
-folder, and the launcher prints it after the run.
+Accelerate 1.15 rejects configuration files with unknown keys and does not pass the path of the file
+to its workers. So Accelerate gets a copy of the file without the section, and the workers get the
+section in the environment variable of `yaml_settings`. If no model got the hook, or the hook
+compressed nothing, the workers write a message into a temporary folder, and the launcher prints it
+after the run.
 """
 
 import argparse
@@ -32,9 +34,10 @@ from accelerate_commhooks.yaml_settings import LINE_TO_ADD, SECTION, VARIABLE, S
 from commhooks import HookConfigError
 
 _DESCRIPTION = (
-    f"Starts a script as `accelerate launch` does, with the same arguments. The section {SECTION} of the configuration "
-    f"file, or the file named in {VARIABLE}, is checked before anything starts, and passed to all processes, where "
-    "CommHookKwargs() reads it. The exit status is the script's."
+    f"Starts a script as `accelerate launch` does, with the same arguments. The section {SECTION}"
+    f" of the configuration file, or the file named in {VARIABLE}, is checked before anything"
+    " starts, and passed to all processes, where CommHookKwargs() reads it. The exit status is the"
+    " script's."
 )
 
 _END_S = 30.0
@@ -49,30 +52,33 @@ _NOT_DDP = {
 
 
 def launch(arguments: list[str]) -> int:
-    """Run `accelerate launch` with these arguments, and pass the settings to the workers. Prints a message if the
-    script succeeded without the hook. Returns the exit status of the first process that failed (128 + n after signal
-    n), or 0. Raises HookConfigError before anything is started."""
+    """Run `accelerate launch` with these arguments, and pass the settings to the workers. Prints a
+    message if the script succeeded without the hook. Returns the exit status of the first process
+    that failed (128 + n after signal n), or 0. Raises HookConfigError before anything is started.
+    """
     parser = launch_command_parser()
     parser.prog, parser.description = "accelerate-commhooks launch", _DESCRIPTION
     args = parser.parse_args(arguments)
     file = args.config_file
     if file is None and os.path.isfile(default_config_file):
         file = default_config_file
-    accelerate_reads = args.config_file is not None or not args.cpu  # with --cpu it ignores its default file
+    # with --cpu it ignores its default file
+    accelerate_reads = args.config_file is not None or not args.cpu
     content = _read_as_accelerate(file) if file is not None else {}
     settings = _settings(file, content)
     settings.check(imports=False)
     if accelerate_reads and file is not None and "distributed_type" not in content:
         raise HookConfigError(
-            f"{file} has only the hook's settings, and this command needs a configuration of Accelerate. For "
-            f"`accelerate launch` with flags set {VARIABLE}={file}"
+            f"{file} has only the hook's settings, and this command needs a configuration of"
+            f" Accelerate. For `accelerate launch` with flags set {VARIABLE}={file}"
         )
     _refuse_without_ddp(args, file, content)
     alone = _one_process_only(args, content) and settings.values.get("members") is None
     if alone:
         _say(
-            "Accelerate starts one process here: its model is not wrapped in DDP and gets no hook. For several "
-            "processes use `distributed_type: MULTI_GPU` or --multi_gpu, and on the CPU also Accelerator(cpu=True)."
+            "Accelerate starts one process here: its model is not wrapped in DDP and gets no hook."
+            " For several processes use `distributed_type: MULTI_GPU` or --multi_gpu, and on the"
+            " CPU also Accelerator(cpu=True)."
         )
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
         if content.pop(SECTION, None) is not None and accelerate_reads:
@@ -85,9 +91,14 @@ def launch(arguments: list[str]) -> int:
             try:
                 status = _run(args)
             except ValueError as error:  # by Accelerate, about its copy of the file
-                raise HookConfigError(str(error).replace(str(args.config_file), str(file))) from error
+                raise HookConfigError(
+                    str(error).replace(str(args.config_file), str(file))
+                ) from error
         if status == 0 and not alone and message_file is not None:
-            text = f"{args.training_script} did not read {settings.source} and trained without a hook. {LINE_TO_ADD}"
+            text = (
+                f"{args.training_script} did not read {settings.source} and trained without a hook."
+                f" {LINE_TO_ADD}"
+            )
             if message_file.exists():
                 text = message_file.read_text(encoding="utf-8")
             if text:
@@ -99,13 +110,16 @@ def _say(text: str) -> None:
     print(f"accelerate-commhooks launch: {text}", file=sys.stderr)
 
 
-# ------------------------------------------------------------------------------------------------------- before the run
+# --------------------------------------------------------------------------------------------------
+# before the run
 
 
 def _read_as_accelerate(file: str) -> dict[str, Any]:
     try:
         text = Path(file).read_text(encoding="utf-8")
-        content: dict[str, Any] = (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
+        content: dict[str, Any] = (
+            json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+        ) or {}
     except OSError as error:
         raise HookConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, yaml.YAMLError) as error:
@@ -119,53 +133,64 @@ def _settings(file: str | None, content: dict[str, Any]) -> Settings:
     if file is not None and SECTION in content:
         if outside:
             raise HookConfigError(
-                f"{file} has a section {SECTION!r}, and {VARIABLE}={outside} is set: both set a communication hook. "
-                "Unset the variable or remove the section"
+                f"{file} has a section {SECTION!r}, and {VARIABLE}={outside} is set: both set a"
+                " communication hook. Unset the variable or remove the section"
             )
         return Settings.read(file)
     given = Settings.from_environment()
     if given is None:
-        where = f"{file}: {no_section(content)}" if file else f"there is no configuration file ({default_config_file})"
+        where = (
+            f"{file}: {no_section(content)}"
+            if file
+            else f"there is no configuration file ({default_config_file})"
+        )
         raise HookConfigError(
-            f"{where}, and {VARIABLE} is not set. `accelerate launch` starts a script without a communication hook"
+            f"{where}, and {VARIABLE} is not set. `accelerate launch` starts a script without a"
+            " communication hook"
         )
     return given
 
 
-def _refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
+def _refuse_without_ddp(
+    args: argparse.Namespace, file: str | None, content: dict[str, Any]
+) -> None:
     where = [f"--{flag}" for flag in _NOT_DDP.values() if getattr(args, flag)]
     kind = content.get("distributed_type")
     if not where and not args.multi_gpu and kind in [each.value for each in _NOT_DDP]:
         where = [f"{file}: distributed_type: {kind}"]
     if where and not args.cpu:
         raise HookConfigError(
-            f"{where[0]}: Accelerate does not wrap models in DistributedDataParallel then, so a communication hook "
-            f"cannot be attached. Use `accelerate launch`, and a configuration without {SECTION!r}"
+            f"{where[0]}: Accelerate does not wrap models in DistributedDataParallel then, so a"
+            " communication hook cannot be attached. Use `accelerate launch`, and a configuration"
+            f" without {SECTION!r}"
         )
     if content.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(
-            f"{file}: compute_environment: AMAZON_SAGEMAKER: this launcher cannot pass settings to these machines. "
-            f"Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's variables"
+            f"{file}: compute_environment: AMAZON_SAGEMAKER: this launcher cannot pass settings to"
+            " these machines. Use `accelerate launch`, with a file of settings beside the script"
+            f" and {VARIABLE} in the job's variables"
         )
 
 
 def _one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> bool:
-    """Return whether Accelerate starts a single process. Accelerate 1.15 has two launchers for local machines; its
-    launcher for the CPU starts several processes only through MPI."""
+    """Return whether Accelerate starts a single process. Accelerate 1.15 has two launchers for
+    local machines; its launcher for the CPU starts several processes only through MPI.
+    """
     kind = str(content.get("distributed_type") or "NO")  # YAML reads NO without quotes as false
     several = args.multi_gpu or args.use_fsdp or kind not in ("NO", "MULTI_CPU")
     return args.cpu or not (several or args.mpirun_hostfile or content.get("mpirun_config"))
 
 
-# -------------------------------------------------------------------------------------------------------------- the run
+# --------------------------------------------------------------------------------------------------
+# the run
 
 
 def _run(args: argparse.Namespace) -> int:
     def ended(signum: int, frame: FrameType | None) -> None:
         raise SignalException("ended", sigval=signal.Signals(signum))
 
-    # With one process Accelerate sets no handler, and the default action would not remove the temporary folder. With
-    # several processes torch's launcher sets its own handlers.
+    # With one process Accelerate sets no handler, and the default action would not remove the
+    # temporary folder. With several processes torch's launcher sets its own handlers.
     before = signal.signal(signal.SIGTERM, ended)
     try:
         launch_command(args)
@@ -190,7 +215,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _end_children(signum: signal.Signals | None = None) -> None:
-    """End the script. Accelerate 1.15 leaves a single process running; torch's launcher itself ends its processes."""
+    """End the script. Accelerate 1.15 leaves a single process running; torch's launcher itself ends
+    its processes.
+    """
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):

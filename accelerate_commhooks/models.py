@@ -1,4 +1,6 @@
-"""Attaches the hooks of one handler to models that Accelerate has prepared, and remembers these models."""
+"""Attaches the hooks of one handler to models that Accelerate has prepared, and remembers these
+models.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -40,9 +42,11 @@ class HookedModels:
         total_steps: int | None,
         settings: Settings | None,
     ) -> None:
-        """Attach the hook of `request` to a prepared model: wrapped in DDP; sharded by FSDP2 within each replica; or
-        neither, on a machine of one process that has others as members. Every rank must call this. In the last two
-        cases it replaces an earlier hook. `settings`: where the request is from, for the message of the launcher."""
+        """Attach the hook of `request` to a prepared model: wrapped in DDP; sharded by FSDP2 within
+        each replica; or neither, on a machine of one process that has others as members. Every rank
+        must call this. In the last two cases it replaces an earlier hook. `settings`: where the
+        request is from, for the message of the launcher.
+        """
         kind = None if accelerator is None else accelerator.distributed_type
         more: dict[str, Any] = {}
         if accelerator is not None and kind is DistributedType.FSDP:
@@ -74,7 +78,10 @@ class HookedModels:
         if saver is not None:
             saver.add(model, hooked)
         else:
-            logger.warning("hook %r was attached without an accelerator: no save_state includes its state.", hook.name)
+            logger.warning(
+                "hook %r was attached without an accelerator: no save_state includes its state.",
+                hook.name,
+            )
 
     def _detach_earlier(self, model: torch.nn.Module) -> None:
         for hooked in self._hooked:
@@ -85,17 +92,17 @@ class HookedModels:
         self._hooked = [hooked for hooked in self._hooked if hooked.hook is not None]
         if self._hooked and callable(getattr(hook_state, "state_dict", None)):
             raise AttachError(
-                f"hook_state ({type(hook_state).__name__}) is one object, and is used by another model. "
-                "Give each model a handler of its own, or make states by a factory: "
-                "commhooks.register_hook(name, factory)"
+                f"hook_state ({type(hook_state).__name__}) is one object, and is used by another"
+                " model. Give each model a handler of its own, or make states by a factory:"
+                " commhooks.register_hook(name, factory)"
             )
 
 
 def _check_residuals_of_shards(request: HookRequest) -> None:
     if request.save_residual == "per_rank":
         raise HookConfigError(
-            "save_residual='per_rank' with a model sharded by FSDP2; expected 'mean' (the default), the mean over the "
-            "replicas, or 'drop'"
+            "save_residual='per_rank' with a model sharded by FSDP2; expected 'mean' (the default),"
+            " the mean over the replicas, or 'drop'"
         )
 
 

@@ -1,9 +1,10 @@
-"""Overrides `Accelerator.prepare`, when the user calls `CommHookKwargs.attach`, for models that Accelerate 1.15 neither
-wraps in DDP nor gives to its handler.
+"""Overrides `Accelerator.prepare`, when the user calls `CommHookKwargs.attach`, for models that
+Accelerate 1.15 neither wraps in DDP nor gives to its handler.
 
-FSDP2 with `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: Accelerate gives FSDP a mesh of two dimensions,
-and FSDP itself averages over the replicas, uncompressed, before any hook. So while `prepare` runs, Accelerate sees a
-configuration with one replica. One process: the hook takes part in a run with other machines as members.
+FSDP2 with `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: Accelerate gives FSDP a mesh
+of two dimensions, and FSDP itself averages over the replicas, uncompressed, before any hook. So
+while `prepare` runs, Accelerate sees a configuration with one replica. One process: the hook takes
+part in a run with other machines as members.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from commhooks import CommHook, HookConfigError
 
 _WITH_REPLICAS = (
-    "ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH), or in Accelerate's configuration file "
-    "parallelism_config with parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
+    "ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH), or in Accelerate's"
+    " configuration file parallelism_config with parallelism_config_dp_replicate_size and"
+    " parallelism_config_dp_shard_size"
 )
 """How users configure one replica per machine."""
 
@@ -40,9 +42,11 @@ class Handler(Protocol):
 
 
 def override_prepare(accelerator: Accelerator, handler: Handler) -> None:
-    """Override `prepare` of this one object, as long as `handler` is the accelerator's: shard trained models within
-    replicas, attach the hook to them, or to the model of a machine with one process, and register prepared schedulers
-    with the hook's `members`, so that a machine that comes takes their state."""
+    """Override `prepare` of this one object, as long as `handler` is the accelerator's: shard
+    trained models within replicas, attach the hook to them, or to the model of a machine with one
+    process, and register prepared schedulers with the hook's `members`, so that a machine that
+    comes takes their state.
+    """
     method, schedulers = type(accelerator).prepare, itertools.count()
 
     @functools.wraps(method)
@@ -51,7 +55,9 @@ def override_prepare(accelerator: Accelerator, handler: Handler) -> None:
             return method(accelerator, *args, **kwargs)
         shards = accelerator.distributed_type is DistributedType.FSDP
         models = [model for model in args if isinstance(model, torch.nn.Module)]
-        trained = any(parameter.requires_grad for model in models for parameter in model.parameters())
+        trained = any(
+            parameter.requires_grad for model in models for parameter in model.parameters()
+        )
         with _one_replica(accelerator) if trained and shards else contextlib.nullcontext():
             result = method(accelerator, *args, **kwargs)
         prepared = result if isinstance(result, (tuple, list)) else [result]
@@ -89,33 +95,37 @@ def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
 
 
 def check_takes_hook(accelerator: Accelerator) -> None:
-    """Raise HookConfigError if Accelerate neither wraps models in DDP nor shards replicas of them. `ParallelismConfig`
-    may specify a single sharded replica: a run that has lost the other replicas goes on, as with DDP and one rank."""
+    """Raise HookConfigError if Accelerate neither wraps models in DDP nor shards replicas of them.
+    `ParallelismConfig` may specify a single sharded replica: a run that has lost the other replicas
+    goes on, as with DDP and one rank.
+    """
     kind = accelerator.distributed_type
-    # NO: one process without communication; the same script may be started with several processes later.
+    # NO: one process without communication; the same script may be started with several processes
+    # later.
     if kind is DistributedType.NO:
         return
     config = accelerator.parallelism_config
     if others := [] if config is None else config.non_dp_dim_names:
         raise HookConfigError(
-            f"{' and '.join(f'{name}_size' for name in others)} in ParallelismConfig: a communication hook works with "
-            "dp_replicate_size and dp_shard_size only"
+            f"{' and '.join(f'{name}_size' for name in others)} in ParallelismConfig: a"
+            " communication hook works with dp_replicate_size and dp_shard_size only"
         )
     if kind.name.startswith("MULTI_"):
         return
     if kind is not DistributedType.FSDP:
         raise HookConfigError(
-            f"this accelerator runs with {kind}, which does not wrap models in DistributedDataParallel: a "
-            "communication hook cannot be attached"
+            f"this accelerator runs with {kind}, which does not wrap models in"
+            " DistributedDataParallel: a communication hook cannot be attached"
         )
     if not accelerator.is_fsdp2:
         raise HookConfigError(
-            "FSDP1 (fsdp_version=1) takes no hook of commhooks: its own hooks are not called with hybrid sharding. Use "
-            f"fsdp_version=2, with {_WITH_REPLICAS}"
+            "FSDP1 (fsdp_version=1) takes no hook of commhooks: its own hooks are not called with"
+            f" hybrid sharding. Use fsdp_version=2, with {_WITH_REPLICAS}"
         )
     if config is None:
         raise HookConfigError(
-            f"FSDP2 shards one replica of the model over all {accelerator.num_processes} ranks and averages the "
-            "gradients itself, so a communication hook has nothing to average. To compress between machines, use one "
-            f"replica per machine: {_WITH_REPLICAS}. To train without a hook, use hook=None"
+            f"FSDP2 shards one replica of the model over all {accelerator.num_processes} ranks and"
+            " averages the gradients itself, so a communication hook has nothing to average. To"
+            f" compress between machines, use one replica per machine: {_WITH_REPLICAS}. To train"
+            " without a hook, use hook=None"
         )

@@ -1,13 +1,15 @@
 """Saves and loads the state of hooks in `accelerator.save_state` and `load_state`.
 
-Accelerate calls the functions passed to `register_save_state_pre_hook` and `register_load_state_pre_hook` on every rank
-that saves or loads. Each model has one shared file, which the main process writes, and one file per rank:
+Accelerate calls the functions passed to `register_save_state_pre_hook` and
+`register_load_state_pre_hook` on every rank that saves or loads. Each model has one shared file,
+which the main process writes, and one file per rank:
 
     comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
     comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
 
-No rank waits for another, so that a save on the main process alone does not hang. docs/checkpoint_format.md describes
-the files. A model sharded by FSDP2 has a folder, `comm_hook` or `comm_hook_1`, which all ranks write together.
+No rank waits for another, so that a save on the main process alone does not hang.
+docs/checkpoint_format.md describes the files. A model sharded by FSDP2 has a folder, `comm_hook` or
+`comm_hook_1`, which all ranks write together.
 """
 
 import contextlib
@@ -41,18 +43,29 @@ logger = logger_of(__name__)
 _REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
 
 LARGE_SAVE_BYTES = 10 * 10**9
-"""If a save has more bytes of residuals, over all ranks, the main process suggests `save_residual="mean"`."""
+"""If a save has more bytes of residuals, over all ranks, the main process suggests
+`save_residual="mean"`.
+"""
 
 _OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank(\d+))?\.pt)?")
-"""Groups: the number of the model; for files, not for folders, the rest of the name; the rank in it."""
+"""Groups: the number of the model; for files, not for folders, the rest of the name; the rank in
+it.
+"""
 
 
 class HookedModel:
-    """Refers to a wrapped model and its hook. All references are weak. `is_sharded`: by FSDP2; otherwise it is wrapped
-    in DDP."""
+    """Refers to a wrapped model and its hook. All references are weak. `is_sharded`: by FSDP2;
+    otherwise it is wrapped in DDP.
+    """
 
-    def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str) -> None:
-        self.is_sharded, self.strict, self.save_residual = isinstance(model, FSDPModule), strict, save_residual
+    def __init__(
+        self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str
+    ) -> None:
+        self.is_sharded, self.strict, self.save_residual = (
+            isinstance(model, FSDPModule),
+            strict,
+            save_residual,
+        )
         self._model, self._hook = weakref.ref(model), weakref.ref(hook)
 
     @property
@@ -81,8 +94,10 @@ _SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDi
 
 
 def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
-    """Return the `HookSaver` of `accelerator`, made and registered with Accelerate by the first call. It is needed
-    without a hook, too, because its saves remove hook files that an earlier run has left in the folder."""
+    """Return the `HookSaver` of `accelerator`, made and registered with Accelerate by the first
+    call. It is needed without a hook, too, because its saves remove hook files that an earlier run
+    has left in the folder.
+    """
     saver = _SAVERS.get(accelerator)
     if saver is None:
         saver = _SAVERS[accelerator] = HookSaver(accelerator)
@@ -90,18 +105,24 @@ def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
 
 
 def any_model_has_hook() -> bool:
-    """Return whether a handler has attached a hook to a model of any accelerator that still exists."""
+    """Return whether a handler has attached a hook to a model of any accelerator that still
+    exists.
+    """
     return any(saver.has_hook() for saver in _SAVERS.values())
 
 
 class HookSaver:
-    """Saves and loads the hooks of one accelerator's models, which are numbered in order of preparation. A model keeps
-    its number when another is deleted. `free_memory` restarts the numbering, as for Accelerate's own files. If a module
-    is prepared again, the hook of its latest wrapped model is saved."""
+    """Saves and loads the hooks of one accelerator's models, which are numbered in order of
+    preparation. A model keeps its number when another is deleted. `free_memory` restarts the
+    numbering, as for Accelerate's own files. If a module is prepared again, the hook of its latest
+    wrapped model is saved.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
-        self._of_modules: weakref.WeakKeyDictionary[torch.nn.Module, HookedModel] = weakref.WeakKeyDictionary()
+        self._of_modules: weakref.WeakKeyDictionary[torch.nn.Module, HookedModel] = (
+            weakref.WeakKeyDictionary()
+        )
         self._warned_about_size = False
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
@@ -117,9 +138,11 @@ class HookSaver:
         return any(model.hook is not None for model in self._of_modules.values())
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
-        """Write this rank's files into an existing folder, and with `writes_shared` also the shared files. Remove files
-        of an earlier save there that no current hook overwrites, because they belong to other weights. All ranks must
-        call this if a hook has `save_residual="mean"` or averages weights, or if a model is sharded."""
+        """Write this rank's files into an existing folder, and with `writes_shared` also the shared
+        files. Remove files of an earlier save there that no current hook overwrites, because they
+        belong to other weights. All ranks must call this if a hook has `save_residual="mean"` or
+        averages weights, or if a model is sharded.
+        """
         rank, models = self._live_accelerator().process_index, self._numbered()
         for number, model in enumerate(models):
             if model.is_sharded and (hook := model.hook) is not None:
@@ -134,7 +157,11 @@ class HookSaver:
                     yield _of_rank(path, rank), own  # None removes the file of an earlier save
                     if writes_shared:
                         yield path, shared
-            for path in _left_over(folder, models, self._live_accelerator().num_processes) if writes_shared else ():
+            for path in (
+                _left_over(folder, models, self._live_accelerator().num_processes)
+                if writes_shared
+                else ()
+            ):
                 yield path, None
 
         write_together(files(), rank)
@@ -142,8 +169,9 @@ class HookSaver:
 
     @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
-        """Load the files of `save` into the hooks of the prepared models. All ranks must call this. Raises
-        PayloadError, and changes nothing, if a file is damaged or does not fit."""
+        """Load the files of `save` into the hooks of the prepared models. All ranks must call this.
+        Raises PayloadError, and changes nothing, if a file is damaged or does not fit.
+        """
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
         for number, model in enumerate(self._numbered()):
@@ -156,22 +184,29 @@ class HookSaver:
                 with errors_begin_with(path, remedy=_REMEDY):
                     take_over.append(hook.prepare_load(saved))
             elif self._live_accelerator().is_main_process:
-                logger.warning(nothing_saved(folder, path.stem if model.is_sharded else path.name, hook.name))
+                logger.warning(
+                    nothing_saved(folder, path.stem if model.is_sharded else path.name, hook.name)
+                )
         for each in take_over:
             each()
 
-    # ---- what Accelerate calls ---------------------------------------------------------------------------------------
+    # ---- what Accelerate calls
+    # ---------------------------------------------------------------------------------------
 
-    def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+    def _save(
+        self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str
+    ) -> None:
         accelerator = self._live_accelerator()
         everywhere = accelerator.project_configuration.save_on_each_node
         main = accelerator.is_local_main_process if everywhere else accelerator.is_main_process
         self.save(output_dir, writes_shared=main)
 
     def _end_rounds_before(self, name: str) -> None:
-        """Override the accelerator's method `name`: end the round of every hook, then call it. Accelerate 1.15 calls no
-        pre-hook in `save_model`, and writes sharded weights before it calls the pre-hooks of `save_state`. So these
-        public methods are overridden, on this one object."""
+        """Override the accelerator's method `name`: end the round of every hook, then call it.
+        Accelerate 1.15 calls no pre-hook in `save_model`, and writes sharded weights before it
+        calls the pre-hooks of `save_state`. So these public methods are overridden, on this one
+        object.
+        """
         accelerator = self._live_accelerator()
         method = getattr(type(accelerator), name)
 
@@ -184,7 +219,8 @@ class HookSaver:
 
         setattr(accelerator, name, ends_rounds_first)
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
+    # ---- helpers
+    # ----------------------------------------------------------------------------------------------
 
     def _warn_about_size(self, models: list[HookedModel]) -> None:
         if self._warned_about_size or not self._live_accelerator().is_main_process:
@@ -194,15 +230,17 @@ class HookSaver:
         if size > LARGE_SAVE_BYTES:
             self._warned_about_size = True
             logger.warning(
-                "every save writes about %.0f GB of residuals, all ranks together (save_residual='per_rank'). "
-                "save_residual='mean' writes one copy for all ranks, and all ranks must take part in the save.",
+                "every save writes about %.0f GB of residuals, all ranks together"
+                " (save_residual='per_rank'). save_residual='mean' writes one copy for all ranks,"
+                " and all ranks must take part in the save.",
                 size / 1e9,
             )
 
     def _numbered(self) -> list[HookedModel]:
-        """Return the models with a hook, in order of preparation, without models that `free_memory` has released.
-        Accelerate 1.15 passes a list of its models to load pre-hooks only, which an earlier pre-hook may have
-        emptied."""
+        """Return the models with a hook, in order of preparation, without models that `free_memory`
+        has released. Accelerate 1.15 passes a list of its models to load pre-hooks only, which an
+        earlier pre-hook may have emptied.
+        """
         prepared = getattr(self._live_accelerator(), "_models", self._of_modules)
         modules = dict.fromkeys(unwrapped(each) for each in prepared)
         return [self._of_modules[each] for each in modules if each in self._of_modules]
@@ -213,25 +251,30 @@ class HookSaver:
         if not path.exists():
             if _of_rank(path, rank).exists():
                 raise PayloadError(
-                    f"{path} is missing, though {_of_rank(path, rank).name} exists: the main process writes the shared "
-                    f"part of the communication hook's state. Copy it from that machine. {_REMEDY}"
+                    f"{path} is missing, though {_of_rank(path, rank).name} exists: the main"
+                    " process writes the shared part of the communication hook's state. Copy it"
+                    f" from that machine. {_REMEDY}"
                 )
             return None
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
+        except (
+            Exception
+        ) as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
             raise PayloadError(f"{path} {_unreadable(path, error)}. {_REMEDY}") from error
         with errors_begin_with(path, remedy=_REMEDY):
             shared = payload_parts.check_shared(content)
         needed = payload_parts.ranks_needed(shared, rank, world_size)
         if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
             logger.warning(
-                "the state of hook %r was saved by %s ranks, and now there are %s: every rank gets rank 0's state.",
+                "the state of hook %r was saved by %s ranks, and now there are %s: every rank gets"
+                " rank 0's state.",
                 shared["hook"],
                 shared["world_size"],
                 world_size,
             )
-        parts = (_part(_of_rank(path, each), shared, each) for each in needed)  # one at a time: they are large
+        # one at a time: they are large
+        parts = (_part(_of_rank(path, each), shared, each) for each in needed)
         return payload_parts.merge(shared, parts, rank, world_size)
 
     def _live_accelerator(self) -> Accelerator:
@@ -241,7 +284,9 @@ class HookSaver:
 
 
 def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[Path]:
-    kept = {(number, model.is_sharded) for number, model in enumerate(models) if model.hook is not None}
+    kept = {
+        (number, model.is_sharded) for number, model in enumerate(models) if model.hook is not None
+    }
     for path in Path(folder).iterdir():
         if (ours := _OURS.fullmatch(path.name)) is not None:
             number, is_sharded = int(ours[1] or 0), ours[2] is None
@@ -251,8 +296,10 @@ def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[P
 
 
 def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the part of `rank`; None, with a warning, if it is unusable. Does not raise, because the other ranks would
-    not know of the error. At the next backward pass the ranks exchange whether residuals are missing."""
+    """Return the part of `rank`; None, with a warning, if it is unusable. Does not raise, because
+    the other ranks would not know of the error. At the next backward pass the ranks exchange
+    whether residuals are missing.
+    """
     part: Any = None
     try:
         part = torch.load(path, map_location="cpu", weights_only=True)
@@ -273,7 +320,9 @@ def _path(folder: str, number: int) -> Path:
 
 def _folder(folder: str, number: int) -> DCPFolder:
     path = _path(folder, number)
-    return DCPFolder(path.with_name(path.stem), "CommHookKwargs", lambda given: broadcast_object_list([given])[0])
+    return DCPFolder(
+        path.with_name(path.stem), "CommHookKwargs", lambda given: broadcast_object_list([given])[0]
+    )
 
 
 def _of_rank(path: Path, rank: int) -> Path:
@@ -285,13 +334,16 @@ def _unreadable(path: Path, error: Exception) -> str:
     return cut_off(path, error) or f"cannot be read ({type(error).__name__}: {reason})"
 
 
-# ------------------------------------------------------------------------------------------------- files, all or none
+# -------------------------------------------------------------------------------------------------
+# files, all or none
 
 
 def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: int) -> None:
-    """Save each content at its path; None removes the file of an earlier save. Every file is replaced as a whole. An
-    error while writing, such as a full disk, leaves all files unchanged and raises OSError, which names the file. A
-    killed process leaves files `.NAME.RANK.tmp`, which are never read; the next save overwrites them."""
+    """Save each content at its path; None removes the file of an earlier save. Every file is
+    replaced as a whole. An error while writing, such as a full disk, leaves all files unchanged and
+    raises OSError, which names the file. A killed process leaves files `.NAME.RANK.tmp`, which are
+    never read; the next save overwrites them.
+    """
     temporary: dict[Path, Path | None] = {}  # by final path
     try:
         for path, content in files:
@@ -307,8 +359,10 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                             raise error.__context__ from None
                         raise
                     file.flush()
-                    os.fsync(file.fileno())  # otherwise a power cut may leave an empty file under the new name
-        for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # removals come last
+                    # otherwise a power cut may leave an empty file under the new name
+                    os.fsync(file.fileno())
+        # removals come last
+        for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):
             with _os_errors_name(path):
                 if written is None:
                     path.unlink(missing_ok=True)

@@ -15,20 +15,24 @@ _NO = DDPCommunicationHookType.NO
 
 def given_in(handler: DistributedDataParallelKwargs) -> list[str]:
     """Return which of `STOCK_HOOK_FIELDS` select something."""
-    return [name for name in STOCK_HOOK_FIELDS if getattr(handler, name) not in (_NO, "no", None, {})]
+    return [
+        name for name in STOCK_HOOK_FIELDS if getattr(handler, name) not in (_NO, "no", None, {})
+    ]
 
 
 def translated(handler: Any) -> dict[str, Any]:
-    """Return the arguments of commhooks that select the same hook; {} if nothing is selected. Raises HookConfigError
-    for an unknown one, and beside `hook`, `hook_options` or `wrapper` of the `CommHookKwargs`."""
+    """Return the arguments of commhooks that select the same hook; {} if nothing is selected.
+    Raises HookConfigError for an unknown one, and beside `hook`, `hook_options` or `wrapper` of the
+    `CommHookKwargs`.
+    """
     stock = given_in(handler)
     if not stock:
         return {}
     if any(getattr(handler, name) is not None for name in ("hook", "hook_options", "wrapper")):
         ours = "hook" if handler.hook is not None else "hook_options or wrapper"
         raise HookConfigError(
-            f"{' and '.join(stock)} together with {ours}=: both set a communication hook, and DDP takes only one. Keep "
-            "hook= (with hook_options= and wrapper=)"
+            f"{' and '.join(stock)} together with {ours}=: both set a communication hook, and DDP"
+            " takes only one. Keep hook= (with hook_options= and wrapper=)"
         )
     wrappers = (_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
     hook = _chosen("comm_hook", handler.comm_hook, DDPCommunicationHookType)

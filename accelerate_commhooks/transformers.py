@@ -1,9 +1,11 @@
-"""`CommHookTrainer`, the `Trainer` of transformers with a communication hook, which its checkpoints include.
+"""`CommHookTrainer`, the `Trainer` of transformers with a communication hook, which its checkpoints
+include.
 
 CommHookTrainer(model, args, train_dataset=dataset, hook="powerSGD")
 
-The Trainer creates its accelerator itself and has no argument for a hook. `CommHookTrainerMixin` adds a
-`CommHookKwargs` to every accelerator that the Trainer creates, and the hook's files to every `checkpoint-N`.
+The Trainer creates its accelerator itself and has no argument for a hook. `CommHookTrainerMixin`
+adds a `CommHookKwargs` to every accelerator that the Trainer creates, and the hook's files to every
+`checkpoint-N`.
 """
 
 import contextlib
@@ -18,7 +20,10 @@ from commhooks.errors import needed, no_such
 with needed(
     "accelerate",
     "transformers",
-    sentence="accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate",
+    sentence=(
+        "accelerate_commhooks.transformers needs transformers and Accelerate: pip install"
+        " transformers accelerate"
+    ),
 ):
     from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -39,34 +44,38 @@ logger = logger_of(__name__)
 
 
 class CommHookTrainerMixin(_Base):
-    """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
+    """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin,
+    TheirTrainer)`.
 
-    The mixin must precede the Trainer among the base classes. All arguments that are not listed below go to the
-    Trainer. The DDP arguments in `TrainingArguments` (`ddp_bucket_cap_mb`, `ddp_find_unused_parameters`, ...) remain in
-    effect.
+    The mixin must precede the Trainer among the base classes. All arguments that are not listed
+    below go to the Trainer. The DDP arguments in `TrainingArguments` (`ddp_bucket_cap_mb`,
+    `ddp_find_unused_parameters`, ...) remain in effect.
 
-    Every `train()` wraps the model again and starts with empty learned state, or loads it from the checkpoint that it
-    resumes from.
+    Every `train()` wraps the model again and starts with empty learned state, or loads it from the
+    checkpoint that it resumes from.
 
-    The metrics of the hook appear next to the loss in the trackers of `report_to`; gradient norms are measured after
-    clipping. Printed lines leave the metrics out.
+    The metrics of the hook appear next to the loss in the trackers of `report_to`; gradient norms
+    are measured after clipping. Printed lines leave the metrics out.
 
     Args:
-        hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
-            By default the settings that `CommHookKwargs()` reads from the launcher or the environment.
+        hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that
+            the Trainer lacks. By default the settings that `CommHookKwargs()` reads from the
+            launcher or the environment.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
-        total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
+        total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction;
+        default: the number
             of steps that the Trainer computes for each `train()`.
-        hook_options, wrapper, strict, check_every, ranks_per_node, members: as in `commhooks.attach`. A machine that
-            joins (`members`) also takes the Trainer's global step and learning rate scheduler from another machine. A
-            machine whose training ends before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
+        hook_options, wrapper, strict, check_every, ranks_per_node, members: as in
+            `commhooks.attach`. A machine that joins (`members`) also takes the Trainer's global
+            step and learning rate scheduler from another machine. A machine whose training ends
+            before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
             (`Members.leave`).
 
     Raises:
-        commhooks.HookConfigError: at construction, for an unknown argument, for arguments that `CommHookKwargs`
-            rejects, and if Accelerate neither wraps the model in DDP nor shards replicas of it (DeepSpeed, FSDP
-            without `ParallelismConfig`).
+        commhooks.HookConfigError: at construction, for an unknown argument, for arguments that
+            `CommHookKwargs` rejects, and if Accelerate neither wraps the model in DDP nor shards
+            replicas of it (DeepSpeed, FSDP without `ParallelismConfig`).
     """
 
     def __init__(
@@ -85,7 +94,9 @@ class CommHookTrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
-        self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
+        self._hook_handler = _handler(
+            hook, {name: value for name, value in settings.items() if value is not None}
+        )
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
         self._closed_hook: CommHook | None = None
@@ -96,28 +107,38 @@ class CommHookTrainerMixin(_Base):
         except TypeError as error:
             _raise_if_unknown(kwargs, type(self), error)
             raise
-        # First, so that a hook that averages weights ends its round before other callbacks read the model.
+        # First, so that a hook that averages weights ends its round before other callbacks read the
+        # model.
         self.callback_handler.callbacks.insert(0, HookCallback(self))
         print_no_metrics(self)
         save_between_steps(self)
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The hook, with `stats()` and `plan()`, of the model in training or trained last. None before the first
-        `train()`; after `train()` the hook is closed (see `CommHook.close`)."""
-        return self._closed_hook or self._hook_handler.attached  # another Trainer may have used the handler since
+        """The hook, with `stats()` and `plan()`, of the model in training or trained last. None
+        before the first `train()`; after `train()` the hook is closed (see `CommHook.close`).
+        """
+        # another Trainer may have used the handler since
+        return self._closed_hook or self._hook_handler.attached
 
-    # ---- what the Trainer calls --------------------------------------------------------------------------------------
+    # ---- what the Trainer calls
+    # --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also attach the handler. Called at construction and in each trial of a hyperparameter search."""
+        """Also attach the handler. Called at construction and in each trial of a hyperparameter
+        search.
+        """
         super().create_accelerator_and_postprocess()
         handler, trainers_own = self._hook_handler, self.accelerator.ddp_handler
         if trainers_own is not None:
             handler.ddp_defaults = trainers_own.to_dict()
             for name, value in handler.ddp_defaults.items():
                 theirs = getattr(handler, name)
-                if getattr(self.args, f"ddp_{name}", None) is not None and handler.has_set(name) and theirs != value:
+                if (
+                    getattr(self.args, f"ddp_{name}", None) is not None
+                    and handler.has_set(name)
+                    and theirs != value
+                ):
                     raise HookConfigError(
                         f"{name}={theirs!r} in CommHookKwargs(...), but ddp_{name}={value!r} in "
                         "TrainingArguments(...): set it in one place"
@@ -136,12 +157,14 @@ class CommHookTrainerMixin(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
-            # The Trainer does not expose the checkpoint that it finds, and raises an error if there is none.
+            # The Trainer does not expose the checkpoint that it finds, and raises an error if there
+            # is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._resume_folder = str(resume_from_checkpoint) if resume_from_checkpoint else None
         self._saved_at_step = self._closed_hook = None
         if self._hook_handler.is_attached(self.model_wrapped):
-            # transformers 5.23 would reuse the last train()'s DDP model, and with it the hook's learned state.
+            # transformers 5.23 would reuse the last train()'s DDP model, and with it the hook's
+            # learned state.
             model: Any = self.model
             self.model_wrapped = model
         try:
@@ -166,39 +189,56 @@ class CommHookTrainerMixin(_Base):
         return {"global_step": self.state.global_step, "scheduler": scheduler.state_dict()}
 
     def _set_progress(self, progress: dict[str, Any]) -> None:
-        self._globalstep_last_logged += progress["global_step"] - self.state.global_step  # divides the logged loss
+        # divides the logged loss
+        self._globalstep_last_logged += progress["global_step"] - self.state.global_step
         self.state.global_step = progress["global_step"]
         scheduler: Any = self.lr_scheduler
         scheduler.load_state_dict(progress["scheduler"])
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """End the hook's round, so that all ranks have the same weights, then call `Trainer.evaluate`."""
+        """End the hook's round, so that all ranks have the same weights, then call
+        `Trainer.evaluate`.
+        """
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()
         result: dict[str, float] = super().evaluate(*args, **kwargs)
         return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; if called for a checkpoint (`_internal_call`, transformers 5.23), save the hook first: with
-        `save_residual="mean"` the ranks wait for each other, and only one rank writes the model. The Trainer writes
-        `trainer_state.json` last, so a complete checkpoint includes the hook's shared file."""
+        """Save the model; if called for a checkpoint (`_internal_call`, transformers 5.23), save
+        the hook first: with `save_residual="mean"` the ranks wait for each other, and only one rank
+        writes the model. The Trainer writes `trainer_state.json` last, so a complete checkpoint
+        includes the hook's shared file.
+        """
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()  # all ranks have the same weights then
         if _internal_call and output_dir is not None and not self.args.save_only_model:
             os.makedirs(output_dir, exist_ok=True)  # the main process may not have created it yet
-            ensure_hook_saver(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
+            ensure_hook_saver(self.accelerator).save(
+                output_dir, writes_shared=self.args.should_save
+            )
             self._saved_at_step = self.state.global_step
         super().save_model(output_dir, **({"_internal_call": True} if _internal_call else {}))
 
 
 class CommHookTrainer(CommHookTrainerMixin, Trainer):
-    """`transformers.Trainer` with a communication hook; `CommHookTrainerMixin` describes the additional arguments."""
+    """`transformers.Trainer` with a communication hook; `CommHookTrainerMixin` describes the
+    additional arguments.
+    """
 
 
 def _raise_if_unknown(given: Iterable[str], cls: type, error: TypeError) -> None:
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    parameters = [each for function in constructors for each in inspect.signature(function).parameters.values()]
-    by_name = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    parameters = [
+        each
+        for function in constructors
+        for each in inspect.signature(function).parameters.values()
+    ]
+    by_name = [
+        each.name
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
     known = [name for name in dict.fromkeys(by_name) if name != "self"]
     for name in given:
         if name not in known:
@@ -209,26 +249,29 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     if isinstance(hook, CommHookKwargs):
         if settings:
             raise HookConfigError(
-                f"{' and '.join(settings)} together with hook=CommHookKwargs(...), which takes the same arguments: "
-                "pass them to CommHookKwargs(...)"
+                f"{' and '.join(settings)} together with hook=CommHookKwargs(...), which takes the"
+                " same arguments: pass them to CommHookKwargs(...)"
             )
         return hook
     if hook is not ...:
         settings = {"hook": hook} | settings
     with contextlib.suppress(HookConfigError):
         return CommHookKwargs(**settings)
-    # The error may only mean that a fractional start needs the length of the run, which the Trainer knows when train()
-    # begins. Try again with some length; all other errors are raised here.
+    # The error may only mean that a fractional start needs the length of the run, which the Trainer
+    # knows when train() begins. Try again with some length; all other errors are raised here.
     handler = CommHookKwargs(**({"total_steps": 1} | settings))
     handler.total_steps = settings.get("total_steps")
     return handler
 
 
-# ---- callbacks -------------------------------------------------------------------------------------------------------
+# ---- callbacks
+# --------------------------------------------------------------------------------------------------
 
 
 class HookCallback(TrainerCallback):
-    """Loads the hook's state, reads its metrics, closes it, and checks that each checkpoint contains it."""
+    """Loads the hook's state, reads its metrics, closes it, and checks that each checkpoint
+    contains it.
+    """
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
@@ -245,15 +288,19 @@ class HookCallback(TrainerCallback):
             handler.warn_alone()
         elif not handler.off:
             raise AttachError(
-                f"hook {handler.hook!r} is not attached: the model in training is a "
-                f"{type(trainer.model_wrapped).__name__} that the Trainer's accelerator has not wrapped in "
-                "DistributedDataParallel. Pass hook=None for models that are sharded or wrapped already"
+                f"hook {handler.hook!r} is not attached: the model in training is a"
+                f" {type(trainer.model_wrapped).__name__} that the Trainer's accelerator has not"
+                " wrapped in DistributedDataParallel. Pass hook=None for models that are sharded"
+                " or wrapped already"
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the metrics of the coming step while its gradients exist."""
         step = state.global_step + 1
-        due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
+        due = (
+            args.logging_strategy == IntervalStrategy.STEPS
+            and step % (state.logging_steps or step + 1) == 0
+        )
         if due or step == 1 and args.logging_first_step:
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
@@ -263,7 +310,8 @@ class HookCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (hook := self.trainer.comm_hook) is not None:
-            if not (args.load_best_model_at_end and state.best_model_checkpoint):  # loaded by now, on all ranks
+            # loaded by now, on all ranks
+            if not (args.load_best_model_at_end and state.best_model_checkpoint):
                 hook.synchronize()
                 if hook.members is not None and state.global_step < state.max_steps:
                     hook.members.leave()
@@ -275,8 +323,8 @@ class HookCallback(TrainerCallback):
         missing = trainer._saved_at_step != state.global_step and not args.save_only_model
         if hook is not None and missing and state.is_world_process_zero:
             logger.warning(
-                "the checkpoint of step %s does not hold the state of hook %r: %s.save_model does not call "
-                "super().save_model(output_dir, _internal_call).",
+                "the checkpoint of step %s does not hold the state of hook %r: %s.save_model does"
+                " not call super().save_model(output_dir, _internal_call).",
                 state.global_step,
                 hook.name,
                 trainer.__class__.__name__,  # behind the proxy
@@ -287,7 +335,9 @@ class _WithoutMetrics(TrainerCallback):
     """Base of callbacks that print logs. It omits the hook's metrics, which are for trackers."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        shown = {name: value for name, value in (logs or {}).items() if not name.startswith(f"{PREFIX}/")}
+        shown = {
+            name: value for name, value in (logs or {}).items() if not name.startswith(f"{PREFIX}/")
+        }
         super().on_log(args, state, control, logs=shown, **kwargs)
 
 
@@ -300,17 +350,22 @@ class _Progress(_WithoutMetrics, ProgressCallback):
 
 
 def print_no_metrics(trainer: Trainer) -> None:
-    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even subclasses."""
+    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even
+    subclasses.
+    """
     for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
-        for callback in [each for each in trainer.callback_handler.callbacks if type(each) is theirs]:
+        for callback in [
+            each for each in trainer.callback_handler.callbacks if type(each) is theirs
+        ]:
             trainer.remove_callback(callback)
             trainer.add_callback(ours)
 
 
 class _BetweenSteps(JITCheckpointCallback):
-    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step. transformers 5.23 also saves between the
-    backward pass and the optimizer's step: the hook's residual is then one step ahead of the weights, and a resumed run
-    would repeat the step on it."""
+    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step. transformers 5.23 also
+    saves between the backward pass and the optimizer's step: the hook's residual is then one step
+    ahead of the weights, and a resumed run would repeat the step on it.
+    """
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Do nothing; `on_step_end` follows and saves."""

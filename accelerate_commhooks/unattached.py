@@ -1,5 +1,6 @@
-"""Says that the hook of a handler is attached to no model: at the latest before the first optimizer step, because
-Accelerate 1.15 never calls its handler for models that it shards or does not wrap."""
+"""Says that the hook of a handler is attached to no model: at the latest before the first optimizer
+step, because Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
+"""
 
 import functools
 import os
@@ -24,11 +25,15 @@ CALL_ATTACH = "call handler.attach(accelerator) before accelerator.prepare(...)"
 
 @print_error_on_rank_zero()
 def raise_or_warn(request: HookRequest) -> None:
-    """Raise AttachError if `CommHookKwargs.attach` was forgotten; in other cases without a hook log a warning."""
+    """Raise AttachError if `CommHookKwargs.attach` was forgotten; in other cases without a hook log
+    a warning.
+    """
     kind = AcceleratorState().distributed_type
     start = f"hook {request.name!r} is attached to no model"
     if kind is DistributedType.FSDP:
-        raise AttachError(f"{start}, and Accelerate (FSDP) averages the gradients without it: {CALL_ATTACH}")
+        raise AttachError(
+            f"{start}, and Accelerate (FSDP) averages the gradients without it: {CALL_ATTACH}"
+        )
     if kind is not DistributedType.NO:
         logger.warning("%s, and training begins without it (%s). %s.", start, kind, LINE_TO_ADD)
     elif request.members is not None:
@@ -39,24 +44,28 @@ def raise_or_warn(request: HookRequest) -> None:
 
 def warn_alone(request: HookRequest) -> None:
     logger.warning(
-        "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no hook, and "
-        "the gradients are exact. %s",
+        "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP:"
+        " there is no hook, and the gradients are exact. %s",
         request.name,
-        f"The launcher has started {os.environ['WORLD_SIZE']} processes, and each trains alone: on CPUs pass "
-        "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1
-        else "Start the script with torchrun or accelerate launch for several ranks.",
+        (
+            f"The launcher has started {os.environ['WORLD_SIZE']} processes, and each trains alone:"
+            " on CPUs pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
+            if int(os.environ.get("WORLD_SIZE") or 1) > 1
+            else "Start the script with torchrun or accelerate launch for several ranks."
+        ),
     )
 
 
-# ---- before the first step -------------------------------------------------------------------------------------------
+# ---- before the first step
+# -------------------------------------------------------------------------------------------
 
 _checks: list["weakref.WeakMethod[Callable[[], bool]]"] = []
 
 
 def call_before_step(check: Callable[[], bool]) -> None:
-    """Call the bound method `check` before each step of any torch optimizer until it returns True, once there is an
-    `Accelerator`. Its object is not kept alive."""
+    """Call the bound method `check` before each step of any torch optimizer until it returns True,
+    once there is an `Accelerator`. Its object is not kept alive.
+    """
     _watch_all_optimizers()
     _checks.append(weakref.WeakMethod(check))
 
@@ -71,4 +80,6 @@ def _watch_all_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
     if _checks and is_initialized():
         # A check that raises stays, and raises again at the next step.
-        _checks[:] = [method for method in _checks if (check := method()) is not None and not check()]
+        _checks[:] = [
+            method for method in _checks if (check := method()) is not None and not check()
+        ]

@@ -2,16 +2,16 @@
 
     python benchmarks/checkpoint.py [--model blocks] [--rank 4] [--rounds 5]
 
-Two ranks train with PowerSGD. In each round, after one training step each, they save and load the state in each of its
-forms. For comparison, rank 0 does the same with the model's state_dict:
+Two ranks train with PowerSGD. In each round, after one training step each, they save and load the
+state in each of its forms. For comparison, rank 0 does the same with the model's state_dict:
 
   mean        all ranks join in a mean over the ranks, rank 0 writes it
-  per_rank    every rank writes its own file, without communication; the bytes are those of one of the files
-  drop        step and Q only, written by rank 0
+  per_rank    every rank writes its own file, without communication; the bytes are those of one of
+  the files drop        step and Q only, written by rank 0
 
-Saving is `hook.state_dict(form)` and torch.save, loading is torch.load(weights_only=True) and `hook.load_state_dict`.
-The time is the slower rank's. Files go to a temporary folder and are not synced to the disk; for a slow disk, add the
-time for writing the bytes.
+Saving is `hook.state_dict(form)` and torch.save, loading is torch.load(weights_only=True) and
+`hook.load_state_dict`. The time is the slower rank's. Files go to a temporary folder and are not
+synced to the disk; for a slow disk, add the time for writing the bytes.
 """
 
 import functools
@@ -61,13 +61,21 @@ def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
 
         for _ in range(START + 2):
             train()
-        saved = take_turns({what: functools.partial(time_of_save, what) for what in save}, rounds, warm_up=1)
+        saved = take_turns(
+            {what: functools.partial(time_of_save, what) for what in save}, rounds, warm_up=1
+        )
         sizes = {what: file.stat().st_size for what, file in files.items()}
-        loaded = take_turns({what: functools.partial(time_of_load, what) for what in save}, rounds, warm_up=1)
+        loaded = take_turns(
+            {what: functools.partial(time_of_load, what) for what in save}, rounds, warm_up=1
+        )
     rows = []
     for what in save:
         row = {"state": what, "model": model_name, "rank": rank, "gradient_bytes": 4 * numel(model)}
-        row |= {"bytes": sizes[what], **summary(saved[what], "save_s"), **summary(loaded[what], "load_s")}
+        row |= {
+            "bytes": sizes[what],
+            **summary(saved[what], "save_s"),
+            **summary(loaded[what], "load_s"),
+        }
         rows.append(row)
     return rows
 

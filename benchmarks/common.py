@@ -1,8 +1,8 @@
-"""Common code of the benchmarks: ranks with one thread on separate cores, rounds in which the candidates take turns,
-medians with quartiles, tables, JSON files, and a description of the machine.
+"""Common code of the benchmarks: ranks with one thread on separate cores, rounds in which the
+candidates take turns, medians with quartiles, tables, JSON files, and a description of the machine.
 
-Every benchmark has the options `--json FILE` and `--quick` (small sizes for a functional test; do not quote the
-results). The JSON is
+Every benchmark has the options `--json FILE` and `--quick` (small sizes for a functional test; do
+not quote the results). The JSON is
 
     {"benchmark": name, "machine": {...}, "arguments": {...}, "rows": [{column: value, ...}, ...]}
 """
@@ -30,14 +30,23 @@ Row = dict[str, Any]
 Job = TypeVar("Job", bound=Hashable)
 RANKS_LIMIT_S = 3600.0
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments
+# --------------------------------------------------------------------------------------------------
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
-    made.add_argument("--quick", action="store_true", help="small sizes, a few seconds: only shows that it works")
-    made.add_argument("--markdown", action="store_true", help="print the table as Markdown; also done without rich")
+    made.add_argument(
+        "--quick", action="store_true", help="small sizes, a few seconds: only shows that it works"
+    )
+    made.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print the table as Markdown; also done without rich",
+    )
     return made
 
 
@@ -48,14 +57,16 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     return made.parse_args()
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
+# ---- ranks
+# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def steady(rank: int = 0, *, threads: int = 1, pinned: bool = True) -> Iterator[None]:
-    """Context manager: use that many torch threads, `pinned` to as many cores of their own if the system has enough and
-    supports pinning. Do not pin on CUDA, because the threads of autograd, NCCL and the driver would share those
-    cores."""
+    """Context manager: use that many torch threads, `pinned` to as many cores of their own if the
+    system has enough and supports pinning. Do not pin on CUDA, because the threads of autograd,
+    NCCL and the driver would share those cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     cores = sorted(os.sched_getaffinity(0)) if pinned and hasattr(os, "sched_setaffinity") else []
@@ -83,10 +94,11 @@ def one_rank(backend: str = "gloo") -> Iterator[None]:
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> Any:
-    """Run `function(*args)` in one process per rank with a gloo process group, and return its result on rank 0 (JSON
-    types).
+    """Run `function(*args)` in one process per rank with a gloo process group, and return its
+    result on rank 0 (JSON types).
 
-    On Linux the processes are forked, which is fast: call this before the process has used torch's threads.
+    On Linux the processes are forked, which is fast: call this before the process has used torch's
+    threads.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
@@ -108,9 +120,13 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> 
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     with steady(rank):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
         result = function(*args)
         if rank == 0:
             Path(folder, "result.json").write_text(json.dumps(result))
@@ -121,7 +137,9 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., 
 
 
 def _keep_to_warnings() -> None:
-    """Suppress info messages between the tables, such as a hook's line at its first backward pass."""
+    """Suppress info messages between the tables, such as a hook's line at its first backward
+    pass.
+    """
     logger = logging.getLogger("commhooks")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -131,12 +149,17 @@ def _keep_to_warnings() -> None:
         logger.propagate = False
 
 
-# ---- measurements ----------------------------------------------------------------------------------------------------
+# ---- measurements
+# --------------------------------------------------------------------------------------------------
 
 
-def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0) -> dict[str, list[float]]:
-    """Call every candidate once per round, and return the results after the warm-up. The order changes from round to
-    round, so that changes of the machine's load and effects of the previous candidate affect all of them."""
+def take_turns(
+    candidates: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0
+) -> dict[str, list[float]]:
+    """Call every candidate once per round, and return the results after the warm-up. The order
+    changes from round to round, so that changes of the machine's load and effects of the previous
+    candidate affect all of them.
+    """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for turn in range(warm_up + rounds):
@@ -150,21 +173,29 @@ def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int, warm_
 
 def summary(samples: Sequence[float], unit: str) -> Row:
     """Return `{"median_UNIT", "q1_UNIT", "q3_UNIT"}`."""
-    low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    low, median, high = (
+        statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    )
     return {f"median_{unit}": median, f"q1_{unit}": low, f"q3_{unit}": high}
 
 
 def run_missing(
-    jobs: Iterable[Job], results: Path, job_of: Callable[[Row], Job], run: Callable[[list[Job]], Iterable[Row]]
+    jobs: Iterable[Job],
+    results: Path,
+    job_of: Callable[[Row], Job],
+    run: Callable[[list[Job]], Iterable[Row]],
 ) -> dict[Job, Row]:
-    """Return a row for each job. `results` has a line of JSON for each finished run; jobs that are not among them are
-    run and appended one by one, so that hours of runs can be interrupted. `job_of`: which job a row is the result of.
+    """Return a row for each job. `results` has a line of JSON for each finished run; jobs that are
+    not among them are run and appended one by one, so that hours of runs can be interrupted.
+    `job_of`: which job a row is the result of.
     """
     lines = results.read_text().splitlines() if results.exists() else []
     done = {job_of(row): row for row in map(json.loads, lines)}
     missing = [job for job in dict.fromkeys(jobs) if job not in done]
     if missing:
-        print(f"{len(missing)} runs are not in {results}: they run now", file=sys.stderr, flush=True)
+        print(
+            f"{len(missing)} runs are not in {results}: they run now", file=sys.stderr, flush=True
+        )
         for row in run(missing):
             line = json.dumps(row)
             with results.open("a") as file:
@@ -175,7 +206,8 @@ def run_missing(
     return done
 
 
-# ---- output ----------------------------------------------------------------------------------------------------------
+# ---- output
+# --------------------------------------------------------------------------------------------------
 
 Cell = Callable[[Row], str]
 
@@ -186,7 +218,9 @@ def spread(unit: str, digits: int = 1) -> Cell:
     def cell(row: Row) -> str:
         if row.get(f"median_{unit}") is None:
             return row.get("note", "")
-        median, low, high = (f"{row[f'{name}_{unit}']:.{digits}f}" for name in ("median", "q1", "q3"))
+        median, low, high = (
+            f"{row[f'{name}_{unit}']:.{digits}f}" for name in ("median", "q1", "q3")
+        )
         return f"{median} ({low} .. {high})"
 
     return cell
@@ -206,8 +240,9 @@ def report(
     columns: Mapping[str, Cell],
     notes: Sequence[str] = (),
 ) -> None:
-    """Print a table of `rows`, and write the JSON file if requested. `at`: the result of `machine()` before the
-    measurement."""
+    """Print a table of `rows`, and write the JSON file if requested. `at`: the result of
+    `machine()` before the measurement.
+    """
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     if arguments.markdown or importlib.util.find_spec("rich") is None:
         print(f"{title}\n\n{_markdown(list(columns), cells)}\n")

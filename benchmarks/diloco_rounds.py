@@ -1,4 +1,5 @@
-"""Draws how DiLoCo's rounds pass: steps of each rank, and the outer steps in which the ranks exchange weights.
+"""Draws how DiLoCo's rounds pass: steps of each rank, and the outer steps in which the ranks
+exchange weights.
 
     python benchmarks/diloco_rounds.py --plot diloco_rounds.png
 
@@ -26,7 +27,9 @@ def lanes(axis: Any, bottom: float, steps: int, exchange: float, text: str) -> N
                 axis.text(start + step + 0.47, y + 0.35, str(number), **centered)
             number += 1
         axis.broken_barh([(start + steps, exchange - 0.06)], (bottom, 1.7), color=EXCHANGE_COLOR)
-        axis.text(start + steps + exchange / 2 - 0.03, bottom + 0.85, text, color="white", **centered)
+        axis.text(
+            start + steps + exchange / 2 - 0.03, bottom + 0.85, text, color="white", **centered
+        )
         start += steps + exchange
 
 
@@ -39,8 +42,20 @@ def draw(file: Path) -> None:
     lanes(axis, 0.0, STEPS, WEIGHTS, "outer\nstep")
     axis.set_yticks([0.35, 1.35, 3.25, 4.25], ["rank 1", "rank 0"] * 2)
     axis.text(0, 4.95, "plain DDP: the gradients in every step", fontweight="bold")
-    axis.text(0, 2.05, f"DiLoCo with sync_every={STEPS}: the weights after every fifth step", fontweight="bold")
-    axis.annotate("time", (END, -0.45), (END - 1.6, -0.45), va="center", color=GREY, arrowprops={"arrowstyle": "->"})
+    axis.text(
+        0,
+        2.05,
+        f"DiLoCo with sync_every={STEPS}: the weights after every fifth step",
+        fontweight="bold",
+    )
+    axis.annotate(
+        "time",
+        (END, -0.45),
+        (END - 1.6, -0.45),
+        va="center",
+        color=GREY,
+        arrowprops={"arrowstyle": "->"},
+    )
     axis.set(xlim=(-0.2, END + 0.1), ylim=(-0.8, 5.6), xticks=[])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -48,6 +63,8 @@ def draw(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--plot", type=Path, metavar="PNG", required=True)
     draw(arguments.parse_args().plot)

@@ -1,11 +1,12 @@
 """Makes the figures of README and docs again: the numbers of each table, and the pictures.
 
     make figures                                # lists them, with what each needs
-    make figures ARGS="codec memory"            # measures, and prints beside it what README and docs say
-    make figures ARGS="--stored"                # draws the pictures again from the stored measurements, in a minute
-    sudo .venv/bin/python benchmarks/figures.py link --folder figures
+    make figures ARGS="codec memory"            # measures, and prints beside it what README and
+    docs say make figures ARGS="--stored"                # draws the pictures again from the stored
+    measurements, in a minute sudo .venv/bin/python benchmarks/figures.py link --folder figures
 
-What is measured and drawn goes into --folder. To publish it, copy it to docs/figures, and the numbers into the page.
+What is measured and drawn goes into --folder. To publish it, copy it to docs/figures, and the
+numbers into the page.
 """
 
 import argparse
@@ -55,17 +56,21 @@ FIGURES = {
         ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
         root=True,
         picture="time_to_loss.png",
-        stored=f"{TIME_TO_LOSS} {DRAWN} --results docs/figures/time_to_loss.jsonl --plot FOLDER/time_to_loss.png",
+        stored=(
+            f"{TIME_TO_LOSS} {DRAWN} --results docs/figures/time_to_loss.jsonl --plot"
+            " FOLDER/time_to_loss.png"
+        ),
     ),
     "time_to_loss_10mbit": Figure(
-        f"{TIME_TO_LOSS} --rates 10mbit --timed 20 --hooks ddp native-int4 diloco-10 --results FOLDER/slow.jsonl",
+        f"{TIME_TO_LOSS} --rates 10mbit --timed 20 --hooks ddp native-int4 diloco-10 --results"
+        " FOLDER/slow.jsonl",
         120,
         ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
         root=True,
     ),
     "link": Figure(
-        f"{LINK} --models transformer --compute light --hooks noop ddp fp16 native-int8 native-int4 torch-1 torch-4 "
-        "native-1 native-4 --json FOLDER/link.json --plot FOLDER/link.png",
+        f"{LINK} --models transformer --compute light --hooks noop ddp fp16 native-int8 native-int4"
+        " torch-1 torch-4 native-1 native-4 --json FOLDER/link.json --plot FOLDER/link.png",
         40,
         ("docs/performance.md#training-over-a-slow-link",),
         root=True,
@@ -73,32 +78,37 @@ FIGURES = {
         stored=f"{LINK} --from docs/figures/link.json --plot FOLDER/link.png",
     ),
     "long_link": Figure(
-        f"{LINK} --rtt 50 --models transformer --rates 100mbit --compute light --hooks noop native-1 native-1:one "
-        "diloco-30 --json FOLDER/long_link.json",
+        f"{LINK} --rtt 50 --models transformer --rates 100mbit --compute light --hooks noop"
+        " native-1 native-1:one diloco-30 --json FOLDER/long_link.json",
         5,
         ("docs/slow_networks.md#what-to-look-for",),
         root=True,
     ),
     "diloco_speed": Figure(
-        f"{LINK} --models transformer --rates 10mbit 100mbit --compute light --hooks noop ddp native-int4 diloco-5 "
-        "diloco-5-4 diloco-30 diloco-30-10 diloco-30-29 --json FOLDER/diloco_speed.json",
+        f"{LINK} --models transformer --rates 10mbit 100mbit --compute light --hooks noop ddp"
+        " native-int4 diloco-5 diloco-5-4 diloco-30 diloco-30-10 diloco-30-29 --json"
+        " FOLDER/diloco_speed.json",
         20,
         ("docs/diloco.md#what-it-costs",),
         root=True,
     ),
     "nodes": Figure(
-        f"{LINK} --ranks-per-node 2 --models transformer --rates 1gbit --compute light --json FOLDER/nodes.json",
+        f"{LINK} --ranks-per-node 2 --models transformer --rates 1gbit --compute light --json"
+        " FOLDER/nodes.json",
         15,
         ("docs/performance.md#two-nodes-of-two-ranks",),
         root=True,
     ),
     "language_model": Figure(
-        "benchmarks/language_model.py --results FOLDER/language_model.jsonl --plot FOLDER/language_model.png",
+        "benchmarks/language_model.py --results FOLDER/language_model.jsonl --plot"
+        " FOLDER/language_model.png",
         900,
         ("docs/performance.md#a-language-model",),
         picture="language_model.png",
-        stored="benchmarks/language_model.py --results docs/figures/language_model.jsonl "
-        "--plot FOLDER/language_model.png",
+        stored=(
+            "benchmarks/language_model.py --results docs/figures/language_model.jsonl "
+            "--plot FOLDER/language_model.png"
+        ),
     ),
     "local_steps": Figure(
         "benchmarks/local_steps.py --results FOLDER/local_steps.jsonl",
@@ -114,35 +124,55 @@ FIGURES = {
         stored="benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
     ),
     "members": Figure(
-        "benchmarks/members.py --seconds 90 --json FOLDER/members.json --results FOLDER/members.jsonl "
-        "--plot FOLDER/members.png",
+        "benchmarks/members.py --seconds 90 --json FOLDER/members.json --results"
+        " FOLDER/members.jsonl --plot FOLDER/members.png",
         10,
         ("docs/members.md#what-a-death-costs",),
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
-    "codec": Figure("benchmarks/codec.py --json FOLDER/codec.json", 10, ("docs/performance.md#the-hooks-own-time",)),
+    "codec": Figure(
+        "benchmarks/codec.py --json FOLDER/codec.json",
+        10,
+        ("docs/performance.md#the-hooks-own-time",),
+    ),
     "memory": Figure(
-        "benchmarks/memory.py --json FOLDER/memory.json", 3, ("docs/performance.md#memory-and-checkpoints",)
+        "benchmarks/memory.py --json FOLDER/memory.json",
+        3,
+        ("docs/performance.md#memory-and-checkpoints",),
     ),
     "checkpoint": Figure(
-        "benchmarks/checkpoint.py --json FOLDER/checkpoint.json", 2, ("docs/performance.md#memory-and-checkpoints",)
+        "benchmarks/checkpoint.py --json FOLDER/checkpoint.json",
+        2,
+        ("docs/performance.md#memory-and-checkpoints",),
     ),
     "digits": Figure(
-        "benchmarks/local_steps.py --ranks 2 --seeds 0 1 2 --steps 880 --results FOLDER/digits.jsonl --settings "
+        "benchmarks/local_steps.py --ranks 2 --seeds 0 1 2 --steps 880 --results"
+        " FOLDER/digits.jsonl --settings "
         + " ".join(f"'task=digits optimizer=sgd exact=1 wire={wire}'" for wire in WIRES),
         5,
         ("docs/performance.md#classifying-digits",),
-        stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished --steps 880",
+        stored=(
+            "benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished"
+            " --steps 880"
+        ),
     ),
     "launches": Figure(
-        "benchmarks/launches.py --json FOLDER/launches.json", 1, ("docs/performance.md#operators-on-an-accelerator",)
+        "benchmarks/launches.py --json FOLDER/launches.json",
+        1,
+        ("docs/performance.md#operators-on-an-accelerator",),
     ),
-    "chaos": Figure("-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#trainings-that-die",)),
+    "chaos": Figure(
+        "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#trainings-that-die",)
+    ),
     "chaos_members": Figure(
-        "-m tests.stress.chaos --topologies members --seed 1127", 15, ("docs/reliability.md#trainings-that-die",)
+        "-m tests.stress.chaos --topologies members --seed 1127",
+        15,
+        ("docs/reliability.md#trainings-that-die",),
     ),
-    "stragglers": Figure("-m tests.stress.stragglers", 10, ("docs/reliability.md#a-rank-that-is-slow-or-gone",)),
+    "stragglers": Figure(
+        "-m tests.stress.stragglers", 10, ("docs/reliability.md#a-rank-that-is-slow-or-gone",)
+    ),
 }
 """In the order of README and docs."""
 
@@ -157,7 +187,11 @@ def section(place: str) -> str:
         heading = re.match(r"(#+) (.+)", line)
         if heading and found and len(heading[1]) <= level:
             break
-        if heading and not found and re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading[2]).lower()) == anchor:
+        if (
+            heading
+            and not found
+            and re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading[2]).lower()) == anchor
+        ):
             level = len(heading[1])
         if level:
             found.append(line)
@@ -176,7 +210,10 @@ def show_all() -> None:
         needs = "root, ip, tc" if figure.root else ""
         table.add_row(name, needs, f"{figure.minutes:g}", "\n".join(figure.printed), figure.picture)
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
-    print('make figures ARGS="NAME ..." measures them; ARGS=--stored draws the pictures from the stored measurements.')
+    print(
+        'make figures ARGS="NAME ..." measures them; ARGS=--stored draws the pictures from the'
+        " stored measurements."
+    )
 
 
 def run(command: str, folder: Path) -> int:
@@ -187,16 +224,24 @@ def run(command: str, folder: Path) -> int:
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("names", nargs="*", metavar="FIGURE", help=", ".join(FIGURES))
     made.add_argument(
-        "--stored", action="store_true", help="from stored measurements; without names, all that have them"
+        "--stored",
+        action="store_true",
+        help="from stored measurements; without names, all that have them",
     )
-    made.add_argument("--folder", type=Path, help="for measurements and pictures; default: a temporary one")
+    made.add_argument(
+        "--folder", type=Path, help="for measurements and pictures; default: a temporary one"
+    )
     args = made.parse_args()
     if unknown := set(args.names) - FIGURES.keys():
         made.error(f"{unknown.pop()} is none of {', '.join(FIGURES)}")
-    names = args.names or [name for name, figure in FIGURES.items() if args.stored and figure.stored]
+    names = args.names or [
+        name for name, figure in FIGURES.items() if args.stored and figure.stored
+    ]
     if not names:
         show_all()
         return 0

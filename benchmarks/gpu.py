@@ -1,22 +1,26 @@
-"""The hooks on a CUDA device: time, kernels, host synchronisations and share of the memory bandwidth, ours and torch's.
+"""The hooks on a CUDA device: time, kernels, host synchronisations and share of the memory
+bandwidth, ours and torch's.
 
-    python benchmarks/gpu.py [--models blocks resnet50 gpt2] [--ranks 1 4] [--rounds 30]      # make bench-gpu
+    # make bench-gpu
+    python benchmarks/gpu.py [--models blocks resnet50 gpt2] [--ranks 1 4] [--rounds 30]
 
-One rank (NCCL if torch has it, else gloo) runs `noop`, our and torch's powerSGD_hook, both with and without
-batch_tensors_with_same_shape ("same"), and int8 and int4 with Triton and with torch's operators, in turns on the same
-batches. Buckets have DDP's default size of 25 MB, as in training, or there is one bucket for all gradients. The batch
-is small, so that nothing hides the hook, or realistic. All figures are relative to `noop` in the same round or of the
-same kind:
+One rank (NCCL if torch has it, else gloo) runs `noop`, our and torch's powerSGD_hook, both with and
+without batch_tensors_with_same_shape ("same"), and int8 and int4 with Triton and with torch's
+operators, in turns on the same batches. Buckets have DDP's default size of 25 MB, as in training,
+or there is one bucket for all gradients. The batch is small, so that nothing hides the hook, or
+realistic. All figures are relative to `noop` in the same round or of the same kind:
 
   ms              backward with the hook minus backward with `noop`, from CUDA events around it
   x torch         that time / the time of torch's hook without "same"
-  host ms         the same on the host's clock, until backward returns without waiting for the device
-  kernels         kernels that the device ran in a backward pass, from torch.profiler, without copies and fills
-  waits           operations that made the host wait, as torch.cuda.set_sync_debug_mode("warn") reports them
-  synchronize     calls of cuda{Device,Stream,Event}Synchronize in the same profile: an explicit
+  host ms         the same on the host's clock, until backward returns without waiting for the
+  device kernels         kernels that the device ran in a backward pass, from torch.profiler,
+  without copies and fills waits           operations that made the host wait, as
+  torch.cuda.set_sync_debug_mode("warn") reports them synchronize     calls of
+  cuda{Device,Stream,Event}Synchronize in the same profile: an explicit
                   torch.cuda.synchronize() shows here and not in the column before
-  of the limit    the time of six passes over the gradients (see codec.py), divided by the hook's time: 100 % is as fast
-                  as this memory allows. A pass is a third of a.add_(b) over as many numbers.
+  of the limit    the time of six passes over the gradients (see codec.py), divided by the hook's
+                  time: 100 % is as fast as this memory allows. A pass is a third of a.add_(b) over
+                  as many numbers.
 """
 
 import gc
@@ -29,7 +33,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler of torch 2.13 writes lines to stderr
+# otherwise the profiler of torch 2.13 writes lines to stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.distributed as dist
@@ -60,7 +65,8 @@ BATCH: dict[str, dict[str, tuple[str, int]]] = {
 BUCKETS = {"25 MB": None, "one": ONE_BUCKET_MB}
 
 
-# ---- the cost of some work on a device -------------------------------------------------------------------------------
+# ---- the cost of some work on a device
+# -------------------------------------------------------------------------------
 
 Work = Callable[[], object]
 WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
@@ -99,7 +105,9 @@ class Cuda:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             work()
         events = profiler.events() or []
-        on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        on_device = [
+            event for event in events if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
         return sum(map(is_kernel, on_device)), sum(event.name in WAITING for event in events)
 
 
@@ -125,20 +133,25 @@ class Cpu:
 
 
 def count_waits(texts: Iterable[str]) -> int:
-    """Count the warnings about waits. `set_sync_debug_mode` itself also warns, that it does not see all "synchronizing
-    operations"."""
+    """Count the warnings about waits. `set_sync_debug_mode` itself also warns, that it does not see
+    all "synchronizing operations".
+    """
     return sum("called a synchronizing" in text for text in texts)
 
 
 def is_kernel(event: Any) -> bool:
-    """Whether an event of the device is a kernel. It is not if it is a copy, a fill, or the range that an annotation on
-    the host covers on the device, such as "nccl:all_reduce" or DDP's own."""
-    if event.name.startswith(("Memcpy", "Memset", "nccl:", "DistributedDataParallel.", "torch.distributed.")):
+    """Whether an event of the device is a kernel. It is not if it is a copy, a fill, or the range
+    that an annotation on the host covers on the device, such as "nccl:all_reduce" or DDP's own.
+    """
+    if event.name.startswith(
+        ("Memcpy", "Memset", "nccl:", "DistributedDataParallel.", "torch.distributed.")
+    ):
         return False
     return not getattr(event, "is_user_annotation", False)
 
 
-# ---- the candidates --------------------------------------------------------------------------------------------------
+# ---- the candidates
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,10 +170,14 @@ class Candidate:
     def __init__(self, setup: Setup, label: str, on: Cuda | Cpu) -> None:
         model, self._task = make(setup.model)
         self._on = on
-        self._model, self.hook = wrap(model.to(on.device), label, start=START, bucket_cap_mb=BUCKETS[setup.buckets])
+        self._model, self.hook = wrap(
+            model.to(on.device), label, start=START, bucket_cap_mb=BUCKETS[setup.buckets]
+        )
         task, size = BATCH[setup.batch][setup.model]
         batches = (TASKS[task].batch(size) for _ in range(BATCHES))
-        self._batches = [(inputs.to(on.device), targets.to(on.device)) for inputs, targets in batches]
+        self._batches = [
+            (inputs.to(on.device), targets.to(on.device)) for inputs, targets in batches
+        ]
         self._turn = 0
         self.host_ms: list[float] = []
 
@@ -170,7 +187,9 @@ class Candidate:
         return forward_loss(self._model, self._task, self._batches[self._turn % BATCHES])
 
     def milliseconds(self) -> float:
-        """Return the device time of a backward pass in ms, and append the host time to `host_ms`."""
+        """Return the device time of a backward pass in ms, and append the host time to
+        `host_ms`.
+        """
         device_ms, host_ms = self._on.times(self._loss().backward)
         self.host_ms.append(host_ms)
         return device_ms
@@ -179,23 +198,33 @@ class Candidate:
         return self._on.waits(self._loss().backward)
 
     def profiled(self) -> tuple[int, int]:
-        """Return (kernels, synchronising calls) of a backward pass. The profiler adds the same number for each
-        candidate."""
+        """Return (kernels, synchronising calls) of a backward pass. The profiler adds the same
+        number for each candidate.
+        """
         return self._on.profiled(self._loss().backward)
 
 
 def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
     rank = setup.rank
     labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "commhooks same": f"same-{rank}"}
-    labels |= {"int8": "native-int8", "int8, no Triton": "int8", "int4": "native-int4", "int4, no Triton": "int4"}
+    labels |= {
+        "int8": "native-int8",
+        "int8, no Triton": "int8",
+        "int4": "native-int4",
+        "int4, no Triton": "int4",
+    }
     labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
     candidates = {name: Candidate(setup, label, on) for name, label in labels.items()}
     count = numel(make(setup.model)[0])
     flat, other = torch.randn(count, device=on.device), torch.zeros(count, device=on.device)
-    turns: dict[str, Callable[[], float]] = {name: each.milliseconds for name, each in candidates.items()}
+    turns: dict[str, Callable[[], float]] = {
+        name: each.milliseconds for name, each in candidates.items()
+    }
     turns["add"] = lambda: on.times(lambda: other.add_(flat))[0]
     samples = take_turns(turns, rounds, WARM_UP)
-    for name in [each for each, label in labels.items() if each != "noop" and not label.startswith("torch")]:
+    for name in [
+        each for each, label in labels.items() if each != "noop" and not label.startswith("torch")
+    ]:
         ours = candidates[name].hook
         assert ours is not None
         done = ours.stats()
@@ -207,7 +236,9 @@ def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
     rows: list[Row] = []
     for name in list(labels)[1:]:
         over = [a - b for a, b in zip(samples[name], samples["noop"], strict=True)]
-        host = [a - b for a, b in zip(candidates[name].host_ms, candidates["noop"].host_ms, strict=True)][WARM_UP:]
+        host = [
+            a - b for a, b in zip(candidates[name].host_ms, candidates["noop"].host_ms, strict=True)
+        ][WARM_UP:]
         row: Row = {"section": str(setup), **vars(setup), "hook": name, "limit_ms": limit}
         row |= {"gradient_mb": 4 * count / 1e6, **summary(over, "ms"), **summary(host, "host_ms")}
         row["kernels"] = profiles[name][0] - profiles["noop"][0]
@@ -240,12 +271,16 @@ COLUMNS = {
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", choices=list(BATCH["small"]), default=["blocks", "resnet50", "gpt2"])
+    arguments.add_argument(
+        "--models", nargs="+", choices=list(BATCH["small"]), default=["blocks", "resnet50", "gpt2"]
+    )
     arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
     arguments.add_argument("--rounds", type=int, default=30)
     arguments.add_argument("--buckets", nargs="+", choices=list(BUCKETS), default=list(BUCKETS))
     arguments.add_argument("--batches", nargs="+", choices=list(BATCH), default=list(BATCH))
-    arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only shows that it works")
+    arguments.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only shows that it works"
+    )
     args = parse(arguments, models=["tiny", "tiny_gpt2"], ranks=[1, 4], rounds=3)
     on = Cuda() if args.device == "cuda" else Cpu()
     problem = no_device() if args.device == "cuda" else ""
@@ -254,8 +289,13 @@ def main() -> int:
         return 1
     at = machine()
     rows: list[Row] = []
-    with steady(pinned=False), one_rank("nccl" if args.device == "cuda" and dist.is_nccl_available() else "gloo"):
-        for setup in itertools.starmap(Setup, itertools.product(args.models, args.ranks, args.buckets, args.batches)):
+    with (
+        steady(pinned=False),
+        one_rank("nccl" if args.device == "cuda" and dist.is_nccl_available() else "gloo"),
+    ):
+        for setup in itertools.starmap(
+            Setup, itertools.product(args.models, args.ranks, args.buckets, args.batches)
+        ):
             print(setup, file=sys.stderr)
             rows += measure(setup, args.rounds, on)
             gc.collect()  # hooks are part of reference cycles that hold the models

@@ -1,14 +1,15 @@
 """The candidates of the benchmarks, by label.
 
-`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `native-4` and
-`same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`; "same" is
-batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and `native-int4` are the quantised hooks. `auto` and
-`auto-close` choose one of them (quality "same" and "close"). Only labels with "native", and hooks that auto chooses,
-use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the exchange
-may take 10 steps. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q. For benchmarks
-with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node
-(`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients reduced
-in float32 or bfloat16.
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank
+4), `native-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
+`torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and
+`native-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same"
+and "close"). Only labels with "native", and hooks that auto chooses, use the native kernel.
+`diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the exchange
+may take 10 steps. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all
+Q. For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2`
+shards the model inside the node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on
+both dimensions without a hook, with gradients reduced in float32 or bfloat16.
 """
 
 import functools
@@ -27,9 +28,9 @@ import commhooks
 
 ONE_BUCKET_MB = 10_000
 LABELS = (
-    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, same-RANK, batched-RANK, diloco-STEPS, "
-    "diloco-STEPS-DELAY, local-STEPS, auto, auto-close, int8, int4, native-int8, native-int4, torch-RANK, "
-    "torch-same-RANK; with :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, same-RANK, batched-RANK,"
+    " diloco-STEPS, diloco-STEPS-DELAY, local-STEPS, auto, auto-close, int8, int4, native-int8,"
+    " native-int4, torch-RANK, torch-same-RANK; with :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -51,7 +52,11 @@ OPTIONS = {
 def _local_steps(label: str) -> Any:
     """Return the config of a hook that communicates once in several steps, or None."""
     name, *numbers = label.split("-")
-    return LOCAL[name](**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False))) if name in LOCAL else None
+    return (
+        LOCAL[name](**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False)))
+        if name in LOCAL
+        else None
+    )
 
 
 def starts_late(label: str) -> bool:
@@ -74,9 +79,11 @@ def wrap(
     ranks_per_node: int | None = None,
     **ddp: Any,
 ) -> tuple[Any, commhooks.CommHook | None]:
-    """Wrap `model` in DDP, or shard it, with this hook, and also return the CommHook (None for torch's hooks and
-    without a hook). On gloo torch's PowerSGD always gets one bucket, because it hangs with several. `start`: the step
-    at which PowerSGD and quantising begin; torch requires at least 2."""
+    """Wrap `model` in DDP, or shard it, with this hook, and also return the CommHook (None for
+    torch's hooks and without a hook). On gloo torch's PowerSGD always gets one bucket, because it
+    hangs with several. `start`: the step at which PowerSGD and quantising begin; torch requires at
+    least 2.
+    """
     label, _, suffix = label.partition(":")
     if label.startswith("hsdp"):
         return shard(model, ranks_per_node, both=True, low="bf16" in label), None
@@ -107,9 +114,13 @@ def wrap(
         config = QUANTISED[label.removeprefix("native-")](start_iter=start)
     elif kind in OPTIONS:
         options: dict[str, Any] = dict.fromkeys(OPTIONS[kind], True)
-        config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
+        config = commhooks.PowerSGD(
+            matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options
+        )
     elif kind == "batched":
-        config = commhooks.BatchedPowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
+        config = commhooks.BatchedPowerSGD(
+            matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start
+        )
     # The kernel is chosen when the hook is attached.
     with_torch = label in QUANTISED or kind == "batched" or (kind in OPTIONS and kind != "native")
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": "0" if with_torch else "1"}):
@@ -127,11 +138,17 @@ def mesh_of(ranks_per_node: int) -> DeviceMesh:
     return init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: torch.nn.Module, ranks_per_node: int | None, *, both: bool, low: bool = False) -> torch.nn.Module:
-    """Shard each transformer layer and the rest. `both`: replicate over the nodes, too; `low`: reduce in bfloat16."""
+def shard(
+    model: torch.nn.Module, ranks_per_node: int | None, *, both: bool, low: bool = False
+) -> torch.nn.Module:
+    """Shard each transformer layer and the rest. `both`: replicate over the nodes, too; `low`:
+    reduce in bfloat16.
+    """
     assert ranks_per_node is not None
     mesh = mesh_of(ranks_per_node) if both else mesh_of(ranks_per_node)["shard"]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if low else None)
-    for layer in [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]:
+    for layer in [
+        module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)
+    ]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -2,14 +2,15 @@
 
     python benchmarks/language_model.py [--hooks ...] [--seeds 0 1 2 3 4] [--ranks 2 4] [--plot PNG]
 
-A byte-level transformer with 2.8 M parameters trains on the source of Python's standard library (every tenth file is
-held out) by AdamW with a one-cycle schedule. All hooks have the same settings, and nothing is tuned. The batch of a
-step is divided among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins after 10 % of the steps,
-as by default; the other hooks begin at once. A seed determines weights and batches, so hooks are compared seed by seed.
+A byte-level transformer with 2.8 M parameters trains on the source of Python's standard library
+(every tenth file is held out) by AdamW with a one-cycle schedule. All hooks have the same settings,
+and nothing is tuned. The batch of a step is divided among the ranks, so runs with 2 and 4 ranks see
+the same data. PowerSGD begins after 10 % of the steps, as by default; the other hooks begin at
+once. A seed determines weights and batches, so hooks are compared seed by seed.
 
-The ranks are simulated in one process per run (tests.support.simulation, bit-equal to real ranks in the tests), with
-one torch thread each and as many runs at once as there are cores. Finished runs are appended to --results and not
-repeated: the whole table takes hours, and can be interrupted.
+The ranks are simulated in one process per run (tests.support.simulation, bit-equal to real ranks in
+the tests), with one torch thread each and as many runs at once as there are cores. Finished runs
+are appended to --results and not repeated: the whole table takes hours, and can be interrupted.
 
   loss         validation loss at the end, nats per byte: mean over the seeds and standard deviation
   difference   to all-reduce with the same seed: mean, and standard error of the mean
@@ -59,10 +60,16 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(CONTEXT, width)
-        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.output = nn.Linear(width, 256)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False
+        )
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         x = self.bytes(text) + self.places.weight
@@ -71,24 +78,35 @@ class ByteTransformer(nn.Module):
 
 @functools.cache
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return training and validation bytes: the modules of the standard library in alphabetical order, without its
-    tests."""
+    """Return training and validation bytes: the modules of the standard library in alphabetical
+    order, without its tests.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     outside = {"test", "tests", "site-packages"}
-    tops = (top for top in root.iterdir() if top.name not in outside)  # there may be much in site-packages
-    files = sorted(f for top in tops for f in (top.rglob("*.py") if top.is_dir() else [top]) if f.suffix == ".py")
+    # there may be much in site-packages
+    tops = (top for top in root.iterdir() if top.name not in outside)
+    files = sorted(
+        f
+        for top in tops
+        for f in (top.rglob("*.py") if top.is_dir() else [top])
+        if f.suffix == ".py"
+    )
     files = [f for f in files if not outside & set(f.parts)]
     for i, file in enumerate(files):
         parts[i % 10 == 9].append(file.read_bytes())
-    train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).long() for part in parts)
+    train, held_out = (
+        torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).long() for part in parts
+    )
     return train[:TEXT_BYTES], held_out[: TEXT_BYTES // 10]
 
 
 @functools.cache
 def text_sum() -> str:
     """Hash the text for the results, because every version of Python has a different library."""
-    return hashlib.sha256(b"".join(part.to(torch.uint8).numpy().tobytes() for part in text())).hexdigest()[:12]
+    return hashlib.sha256(
+        b"".join(part.to(torch.uint8).numpy().tobytes() for part in text())
+    ).hexdigest()[:12]
 
 
 def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -105,9 +123,15 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def recipe(
     model: nn.Module, steps: int, faster: float = 1.0
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return optimizer and schedule of a training with that many steps. `faster`: factor of the learning rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * faster, weight_decay=0.01, fused=True)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3 * faster, steps, pct_start=0.1)
+    """Return optimizer and schedule of a training with that many steps. `faster`: factor of the
+    learning rate.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3 * faster, weight_decay=0.01, fused=True
+    )
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-3 * faster, steps, pct_start=0.1
+    )
 
 
 def rank_of(label: str) -> int | None:
@@ -130,7 +154,9 @@ def compressor_of(label: str) -> Compressor[Any]:
 
 
 def validation_loss(model: nn.Module, batches: int) -> float:
-    """Compute the mean loss of at most `ALL` batches of held-out text; the same batches at each call."""
+    """Compute the mean loss of at most `ALL` batches of held-out text; the same batches at each
+    call.
+    """
     held_out = windows(text()[1], ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
     with torch.no_grad():
         return statistics.fmean(loss_of(model, batch).item() for batch in held_out[:batches])
@@ -153,9 +179,13 @@ def train(job: Job) -> Row:
         for part in windows(text()[0], BATCH, batches).chunk(world_size):
             model.zero_grad()
             loss_of(model, part).backward()
-            flats.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
+            flats.append(
+                torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None])
+            )
         if step == start + 1:
-            used.append(SimulatedRanks(functools.partial(compressor_of, label), world_size, parameters))
+            used.append(
+                SimulatedRanks(functools.partial(compressor_of, label), world_size, parameters)
+            )
         if not used[-1].step(flats):
             raise RuntimeError(f"{label}: the gradients of step {step} are not finite")
         for parameter, mean in zip(parameters.values(), flats[0].split(sizes), strict=True):
@@ -181,7 +211,9 @@ def train(job: Job) -> Row:
 
 def on_all_cores(train: Callable[[Job], Row], jobs: list[Job]) -> Iterator[Row]:
     """Yield the rows of `jobs`, a process per core; without processes if there are few."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if len(jobs) <= cores:
         yield from map(train, jobs)
         return
@@ -189,7 +221,8 @@ def on_all_cores(train: Callable[[Job], Row], jobs: list[Job]) -> Iterator[Row]:
         yield from pool.imap_unordered(train, jobs)
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def job_of(row: Row) -> Job:
@@ -199,7 +232,9 @@ def job_of(row: Row) -> Job:
 def row_of(hook: str, ranks: int, runs: list[Row]) -> Row:
     """Make a row from the runs of a hook, one for each seed, compared with all-reduce."""
     by_seed = {run["seed"]: run for run in runs if (run["hook"], run["ranks"]) == (hook, ranks)}
-    exact = {run["seed"]: run for run in runs if (run["hook"], run["ranks"]) == ("allreduce", ranks)}
+    exact = {
+        run["seed"]: run for run in runs if (run["hook"], run["ranks"]) == ("allreduce", ranks)
+    }
     losses = [run["loss"] for run in by_seed.values()]
     differences = [run["loss"] - exact[seed]["loss"] for seed, run in by_seed.items()]
     difference = statistics.fmean(differences)
@@ -229,8 +264,14 @@ def draw(rows: list[Row], file: Path) -> None:
     axes = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for axis, count in zip(axes, counts, strict=True):
         for row in [row for row in rows if row["ranks"] == count]:
-            style = {"fmt": "x" if "/" in row["hook"] else "o", "color": f"C{hooks.index(row['hook'])}", "capsize": 3}
-            axis.errorbar(row["megabytes"], row["loss"], yerr=row["deviation"], label=row["hook"], **style)
+            style = {
+                "fmt": "x" if "/" in row["hook"] else "o",
+                "color": f"C{hooks.index(row['hook'])}",
+                "capsize": 3,
+            }
+            axis.errorbar(
+                row["megabytes"], row["loss"], yerr=row["deviation"], label=row["hook"], **style
+            )
         axis.set(xscale="log", xlabel="MB sent per rank in the whole run", title=f"{count} ranks")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss, nats per byte")
@@ -240,13 +281,23 @@ def draw(rows: list[Row], file: Path) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help="; ".join(HOOKS))
+    arguments.add_argument(
+        "--hooks", nargs="+", default=HOOKS, metavar="HOOK", help="; ".join(HOOKS)
+    )
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--steps", type=int, default=1500)
-    arguments.add_argument("--results", type=Path, default=Path("language_model.jsonl"), help="finished runs")
+    arguments.add_argument(
+        "--results", type=Path, default=Path("language_model.jsonl"), help="finished runs"
+    )
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against bytes")
-    quick = {"seeds": [0], "ranks": [2], "steps": 2, "hooks": ["powersgd-4"], "results": Path(os.devnull)}
+    quick = {
+        "seeds": [0],
+        "ranks": [2],
+        "steps": 2,
+        "hooks": ["powersgd-4"],
+        "results": Path(os.devnull),
+    }
     args = parse(arguments, **quick)
     if "allreduce" not in args.hooks:
         args.hooks.insert(0, "allreduce")

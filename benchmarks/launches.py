@@ -1,11 +1,14 @@
-"""The operators that PowerSGD, int8 and int4 dispatch per step on an accelerator, counted on tensors without memory.
+"""The operators that PowerSGD, int8 and int4 dispatch per step on an accelerator, counted on
+tensors without memory.
 
-    python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16] [--world-sizes 2 16 64]
+    python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16] [--world-sizes
+    2 16 64]
 
-On an accelerator the host issues every operator of a step, one or more kernels each. For models with many small
-matrices this takes longer than the arithmetic. The device "meta" runs the code for accelerators on shapes alone, so
-counting needs neither a GPU nor the memory of the model. Buckets are estimated, with DDP's default sizes. Collectives,
-and a few operators per step that combine the verdicts, are not counted.
+On an accelerator the host issues every operator of a step, one or more kernels each. For models
+with many small matrices this takes longer than the arithmetic. The device "meta" runs the code for
+accelerators on shapes alone, so counting needs neither a GPU nor the memory of the model. Buckets
+are estimated, with DDP's default sizes. Collectives, and a few operators per step that combine the
+verdicts, are not counted.
 
   operators   compute or copy: one or more kernels each
   views       only describe memory: no kernel, but time on the host
@@ -44,12 +47,19 @@ QUANTISED: Mapping[str, float | None] = {"int8": None, "int4": None, "int8, one 
 """DDP's bucket_cap_mb."""
 
 
-def cut(parameters: Mapping[str, torch.Tensor], cap_mb: float | None) -> list[dict[str, torch.Tensor]]:
-    """Cut the parameters into buckets like DDP's: from the last parameter on, by default 1 MiB and then 25 MiB each."""
+def cut(
+    parameters: Mapping[str, torch.Tensor], cap_mb: float | None
+) -> list[dict[str, torch.Tensor]]:
+    """Cut the parameters into buckets like DDP's: from the last parameter on, by default 1 MiB and
+    then 25 MiB each.
+    """
     caps = [2**20, 25 * 2**20] if cap_mb is None else [cap_mb * 2**20]
     buckets: list[dict[str, torch.Tensor]] = [{}]
     for name, parameter in reversed(parameters.items()):
-        if sum(parameter.nbytes for parameter in buckets[-1].values()) >= caps[min(len(buckets), len(caps)) - 1]:
+        if (
+            sum(parameter.nbytes for parameter in buckets[-1].values())
+            >= caps[min(len(buckets), len(caps)) - 1]
+        ):
             buckets.append({})
         buckets[-1][name] = parameter
     return buckets
@@ -66,7 +76,9 @@ def count(
     """Count one warm step."""
     parameters = {str(i): torch.empty(shape, device=META) for i, shape in enumerate(shapes)}
     buckets = cut(parameters, cap_mb)
-    compressor = HookRequest.parse(hook, hook_options=dict(options), wrapper=wrapper).new_compressor(None)
+    compressor = HookRequest.parse(
+        hook, hook_options=dict(options), wrapper=wrapper
+    ).new_compressor(None)
     assert compressor is not None
     loopback = LocalDriver(compressor, buckets, META, world_size)
     loopback.step()
@@ -79,16 +91,26 @@ def count(
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=["resnet50", "gpt2", "gpt-1.3b"])
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16], help="of the factors")
-    arguments.add_argument("--world-sizes", type=int, nargs="+", default=[2, 16, 64], help="for int8 and int4")
+    arguments.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=["resnet50", "gpt2", "gpt-1.3b"]
+    )
+    arguments.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 4, 16], help="of the factors"
+    )
+    arguments.add_argument(
+        "--world-sizes", type=int, nargs="+", default=[2, 16, 64], help="for int8 and int4"
+    )
     args = parse(arguments, models=["tiny"], ranks=[1, 4])
     at = machine()
     rows: list[Row] = []
     for model in args.models:
         with META:
             shapes = [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]
-        common = {"section": model, "model": model, "matrices": sum(len(shape) > 1 for shape in shapes)}
+        common = {
+            "section": model,
+            "model": model,
+            "matrices": sum(len(shape) > 1 for shape in shapes),
+        }
         for variant, (wrapper, options, cap_mb) in VARIANTS.items():
             for rank in args.ranks:
                 given = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 0, **options}

@@ -1,12 +1,14 @@
-"""Two nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks on both sides.
+"""Two nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks
+on both sides.
 
     with Link() as link, Ranks(link, Path(__file__), model_name="tiny") as ranks:
         link.limit("100mbit")
         answer = ranks.job(timeout_s=60, steps=5)
 
-`tc tbf` limits the rate in both directions. `LongLink` also delays the packets. Needs Linux, root, `ip` and `tc`
-(LongLink: /dev/net/tun); if something is missing, it exits with a message. The namespaces have names that no other run
-uses, and are removed at the end, also after Ctrl-C and SIGTERM.
+`tc tbf` limits the rate in both directions. `LongLink` also delays the packets. Needs Linux, root,
+`ip` and `tc` (LongLink: /dev/net/tun); if something is missing, it exits with a message. The
+namespaces have names that no other run uses, and are removed at the end, also after Ctrl-C and
+SIGTERM.
 """
 
 import contextlib
@@ -42,7 +44,8 @@ MTU = 9000
 QUEUE_S = 0.2
 """Seconds of data that wait at the end of a `LongLink`, at least; what comes on top is dropped."""
 
-# ---- the link --------------------------------------------------------------------------------------------------------
+# ---- the link
+# --------------------------------------------------------------------------------------------------
 
 
 class Link:
@@ -70,7 +73,8 @@ class Link:
         return self
 
     def __exit__(self, *error: object) -> None:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
+        # a second Ctrl-C must not interrupt the removal
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for namespace in self.namespaces:  # and with it its end of the link
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
         signal.signal(signal.SIGINT, before)
@@ -84,19 +88,33 @@ class Link:
         return zip(self.namespaces, self.interfaces, strict=True)
 
     def limit(self, rate: str) -> None:
-        """Limit what each node sends. The token bucket holds 1 ms of the rate, so that short messages are limited,
-        too."""
+        """Limit what each node sends. The token bucket holds 1 ms of the rate, so that short
+        messages are limited, too.
+        """
         for namespace, interface in self.ends():
-            subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"], capture_output=True)
+            subprocess.run(
+                ["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"],
+                capture_output=True,
+            )
             if rate != "unlimited":
                 burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
-                shape = ("tbf", "rate", rate, "burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
+                shape = (
+                    "tbf",
+                    "rate",
+                    rate,
+                    "burst",
+                    str(burst),
+                    "limit",
+                    str(max(10_000_000, 2 * burst)),
+                )
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
 
 
 class LongLink(Link):
-    """Two namespaces with a TUN device each, and a process that forwards their packets late. (`tc netem` would do the
-    same, but not every kernel has it.) The process uses an eighth of a core at 100 Mbit/s."""
+    """Two namespaces with a TUN device each, and a process that forwards their packets late. (`tc
+    netem` would do the same, but not every kernel has it.) The process uses an eighth of a core at
+    100 Mbit/s.
+    """
 
     def __init__(self, rtt_ms: float) -> None:
         super().__init__()
@@ -107,9 +125,22 @@ class LongLink(Link):
         devices = []
         for namespace, interface in self.ends():
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", interface.encode(), IFF_TUN | IFF_NO_PI))
+            fcntl.ioctl(
+                device, TUNSETIFF, struct.pack("16sH", interface.encode(), IFF_TUN | IFF_NO_PI)
+            )
             _run("ip", "link", "set", interface, "netns", namespace)
-            _run("ip", "-n", namespace, "link", "set", interface, "mtu", str(MTU), "txqueuelen", "5000")
+            _run(
+                "ip",
+                "-n",
+                namespace,
+                "link",
+                "set",
+                interface,
+                "mtu",
+                str(MTU),
+                "txqueuelen",
+                "5000",
+            )
             devices.append(device)
         fork = multiprocessing.get_context("fork")
         self._rates, rates = fork.Pipe()
@@ -128,16 +159,23 @@ class LongLink(Link):
 
 
 def _relay(devices: list[int], rates: Connection, rtt_s: float) -> NoReturn:
-    """Forward the packets of each of two devices to the other, half a round trip late. `rates` sends new rates, in
-    bytes per second."""
+    """Forward the packets of each of two devices to the other, half a round trip late. `rates`
+    sends new rates, in bytes per second.
+    """
     bytes_per_s = math.inf
-    arriving: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # for each device: when they are due, and packets
+    # for each device: when they are due, and packets
+    arriving: list[deque[tuple[float, bytes]]] = [
+        deque(),
+        deque(),
+    ]
     sent_until = [0.0, 0.0]
     poll = select.poll()
     for file in (*devices, rates.fileno()):
         poll.register(file, select.POLLIN)
     while True:
-        next_due = min((packets[0][0] for packets in arriving if packets), default=time.monotonic() + 1)
+        next_due = min(
+            (packets[0][0] for packets in arriving if packets), default=time.monotonic() + 1
+        )
         poll.poll(max(0.0, 1000 * (next_due - time.monotonic())))
         if rates.poll():
             bytes_per_s = rates.recv()
@@ -165,7 +203,10 @@ def bits_per_second(rate: str) -> float:
     for unit, factor in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
-    raise SystemExit(f"--rates {rate}: expected a number of kbit, mbit or gbit, for example 100mbit, or unlimited")
+    raise SystemExit(
+        f"--rates {rate}: expected a number of kbit, mbit or gbit, for example 100mbit, or"
+        " unlimited"
+    )
 
 
 def _run(*command: str) -> None:
@@ -186,7 +227,8 @@ def _missing() -> str:
     return ""
 
 
-# ---- the ranks -------------------------------------------------------------------------------------------------------
+# ---- the ranks
+# --------------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -202,11 +244,26 @@ class Ranks:
         world_size = len(link.namespaces) * ranks_per_node
         self._folder = tempfile.TemporaryDirectory()
         self.errors = [Path(self._folder.name, f"rank_{rank}.txt") for rank in range(world_size)]
-        for rank, (namespace, interface) in enumerate(end for end in link.ends() for _ in range(ranks_per_node)):
-            place = {"rank": rank, "world_size": world_size, "ranks_per_node": ranks_per_node, "interface": interface}
+        for rank, (namespace, interface) in enumerate(
+            end for end in link.ends() for _ in range(ranks_per_node)
+        ):
+            place = {
+                "rank": rank,
+                "world_size": world_size,
+                "ranks_per_node": ranks_per_node,
+                "interface": interface,
+            }
             self.processes.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", namespace, sys.executable, str(script), json.dumps(place | order)],
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        namespace,
+                        sys.executable,
+                        str(script),
+                        json.dumps(place | order),
+                    ],
                     env={**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
@@ -233,10 +290,14 @@ class Ranks:
         while True:
             with contextlib.suppress(queue.Empty):
                 return json.loads(self._answers.get(timeout=0.5))
-            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            ended = [
+                rank for rank, process in enumerate(self.processes) if process.poll() is not None
+            ]
             if ended or time.monotonic() > deadline:
                 what = f"rank {ended[0]} has ended" if ended else f"no answer in {timeout_s:.0f} s"
-                tail = "\n".join(self.errors[ended[0] if ended else 0].read_text().splitlines()[-15:])
+                tail = "\n".join(
+                    self.errors[ended[0] if ended else 0].read_text().splitlines()[-15:]
+                )
                 raise RuntimeError(f"{what}; the last that it said:\n{tail}")
 
     def __enter__(self) -> "Ranks":
@@ -255,10 +316,15 @@ def is_rank() -> bool:
 
 
 def serve(worker: Callable[..., Callable[..., Row]]) -> NoReturn:
-    """Connect to the other ranks over the link, and run the jobs of `Ranks.job`. `worker`: given this rank's place and
-    the order of `Ranks`, makes the function that does a job."""
+    """Connect to the other ranks over the link, and run the jobs of `Ranks.job`. `worker`: given
+    this rank's place and the order of `Ranks`, makes the function that does a job.
+    """
     place = json.loads(sys.argv[1])
-    group = {"rank": place["rank"], "world_size": place["world_size"], "timeout": datetime.timedelta(minutes=30)}
+    group = {
+        "rank": place["rank"],
+        "world_size": place["world_size"],
+        "timeout": datetime.timedelta(minutes=30),
+    }
     with steady(place["rank"]):
         dist.init_process_group("gloo", init_method=f"tcp://{SUBNET}.1:{PORT}", **group)
         job = worker(**place)

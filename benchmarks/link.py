@@ -1,30 +1,33 @@
 """Step time of real DDP training over a slow link, and the bytes that travelled.
 
-    sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models transformer]
-                                   [--compute light heavy] [--steps 5] [--ranks-per-node 1] [--rtt 50]
-                                   [--json FILE] [--plot PNG]
+    sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models
+                                   transformer] [--compute light heavy] [--steps 5]
+                                   [--ranks-per-node 1] [--rtt 50] [--json FILE] [--plot PNG]
     python benchmarks/link.py --from FILE --plot PNG
 
-The link is that of limited_link.py, with --rtt (a round trip, ms) a long one, and each of its two nodes has
---ranks-per-node ranks. The processes of a model, its data and one DDP model per hook are kept for all rates. The first
-steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run without a limit. Then the hooks take turns. A
-step is forward, backward and SGD on one torch thread per rank, from a common start to the end of the slowest rank. For
-hooks that communicate once in a round of several steps (diloco-30) it is the mean over a round.
+The link is that of limited_link.py, with --rtt (a round trip, ms) a long one, and each of its two
+nodes has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook are
+kept for all rates. The first steps, in which DDP rebuilds its buckets and PowerSGD has not begun,
+run without a limit. Then the hooks take turns. A step is forward, backward and SGD on one torch
+thread per rank, from a common start to the end of the slowest rank. For hooks that communicate once
+in a round of several steps (diloco-30) it is the mean over a round.
 
   light, heavy   64 and 512 tokens per rank
-  cost removed   the share of the network's cost that the hook removes: 1 - (hook - noop) / (ddp - noop), of medians.
-                 100 % is a step as fast as without communication
-  MB sent        what the interface of rank 0's node sent in a step (/sys/class/net/*/statistics), including headers
-                 and less than 1 kB with which the ranks compare their times
+  cost removed   the share of the network's cost that the hook removes: 1 - (hook - noop) / (ddp -
+                 noop), of medians. 100 % is a step as fast as without communication
+  MB sent        what the interface of rank 0's node sent in a step (/sys/class/net/*/statistics),
+                 including headers and less than 1 kB with which the ranks compare their times
   codec          the hook's own time in a step, without waiting: the mean over the ranks
   state          residuals and factors of the rank that has most of them
-  chosen         by auto and auto-close, which begin anew at each rate and decide before they are measured
+  chosen         by auto and auto-close, which begin anew at each rate and decide before they are
+  measured
 
-Hooks have DDP's usual buckets (25 MB). torch's PowerSGD (torch-RANK) has one bucket, because it hangs on gloo with
-more. A hook that has used --seconds at one rate is not measured further there: plain DDP needs 94 s for a step of the
-transformer at 10mbit. A subset that takes about 3 minutes is
+Hooks have DDP's usual buckets (25 MB). torch's PowerSGD (torch-RANK) has one bucket, because it
+hangs on gloo with more. A hook that has used --seconds at one rate is not measured further there:
+plain DDP needs 94 s for a step of the transformer at 10mbit. A subset that takes about 3 minutes is
 
-    sudo python benchmarks/link.py --models transformer --rates 100mbit 1gbit --compute light --steps 5 --seconds 12
+    sudo python benchmarks/link.py --models transformer --rates 100mbit 1gbit --compute light
+    --steps 5 --seconds 12
 """
 
 import argparse
@@ -44,7 +47,17 @@ from machine import machine
 from models import forward_loss, make, numel
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
-HOOKS = ["noop", "ddp", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "torch-1", "torch-4"]
+HOOKS = [
+    "noop",
+    "ddp",
+    "fp16",
+    "bf16",
+    "powersgd-1",
+    "powersgd-2",
+    "powersgd-4",
+    "torch-1",
+    "torch-4",
+]
 SIZES = {
     "transformer": {"light": 64, "heavy": 512},
     "tiny_transformer": {"light": 64, "heavy": 128},
@@ -54,7 +67,8 @@ DECIDED_WITHIN = 500
 """Steps in which auto has decided. Steps of a few milliseconds need more trials than long ones."""
 LONG_STEPS_TO_DECIDE = 60
 
-# ---- on each rank ----------------------------------------------------------------------------------------------------
+# ---- on each rank
+# --------------------------------------------------------------------------------------------------
 
 
 class Candidate:
@@ -68,8 +82,9 @@ class Candidate:
         self._interface = interface
 
     def step(self, batch: Any) -> tuple[float, int]:
-        """Return (seconds on the slowest rank, bytes sent by this node) of one step: the mean over a round, within
-        which the ranks do not wait for each other."""
+        """Return (seconds on the slowest rank, bytes sent by this node) of one step: the mean over
+        a round, within which the ranks do not wait for each other.
+        """
         steps = steps_of_round(self.label)
         dist.barrier()
         before, started = bytes_sent(self._interface), time.perf_counter()
@@ -80,7 +95,8 @@ class Candidate:
         passed = torch.tensor([(time.perf_counter() - started) / steps], dtype=torch.float64)
         self._optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(passed, dist.ReduceOp.MAX)
-        # Read the counter after that message: until then data of the hook may be in the queue of the link.
+        # Read the counter after that message: until then data of the hook may be in the queue of
+        # the link.
         return passed.item(), (bytes_sent(self._interface) - before) // steps
 
     def decide(self, batch: Any) -> str:
@@ -105,7 +121,12 @@ class Candidate:
 
 
 def worker(
-    rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]
+    rank: int,
+    world_size: int,
+    ranks_per_node: int,
+    interface: str,
+    model_name: str,
+    hooks: list[str],
 ) -> Callable[..., Row]:
     def new(label: str) -> Candidate:
         return Candidate(label, model_name, ranks_per_node, interface)
@@ -128,7 +149,9 @@ def worker(
             for (label, candidate), earlier in zip(candidates.items(), before, strict=True)
         ]
         total_s = torch.tensor(codec_s, dtype=torch.float64)
-        state = torch.tensor([candidate.state_bytes() for candidate in candidates.values()], dtype=torch.float64)
+        state = torch.tensor(
+            [candidate.state_bytes() for candidate in candidates.values()], dtype=torch.float64
+        )
         dist.all_reduce(total_s)
         dist.all_reduce(state, dist.ReduceOp.MAX)
         answer = {}
@@ -136,7 +159,9 @@ def worker(
             times, sent = zip(*samples[label], strict=True)
             row = {"times_s": times, "sent": sent, "codec_s": total_s[place].item() / world_size}
             row |= {"state_bytes": state[place].item(), "chosen": chosen.get(label)}
-            row["compressed_steps"] = candidate.hook.stats()["compressed_steps"] if candidate.hook else None
+            row["compressed_steps"] = (
+                candidate.hook.stats()["compressed_steps"] if candidate.hook else None
+            )
             answer[label] = row
         return answer
 
@@ -146,8 +171,10 @@ def worker(
 def take_turns_for(
     candidates: dict[str, Candidate], batch: Any, steps: int, seconds: float
 ) -> dict[str, list[tuple[float, int]]]:
-    """Like `common.take_turns`; each candidate takes at most `steps` steps, and none after `seconds`. All ranks have
-    the same times, those of the slowest rank, so they make the same decisions."""
+    """Like `common.take_turns`; each candidate takes at most `steps` steps, and none after
+    `seconds`. All ranks have the same times, those of the slowest rank, so they make the same
+    decisions.
+    """
     samples: dict[str, list[tuple[float, int]]] = {label: [] for label in candidates}
     labels = list(candidates)
     for turn in range(steps):
@@ -162,7 +189,8 @@ def chooses(label: str) -> bool:
     return label.partition(":")[0] in CHOOSING
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -173,21 +201,42 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
-            order = {"ranks_per_node": args.ranks_per_node, "model_name": model, "hooks": args.hooks}
+            order = {
+                "ranks_per_node": args.ranks_per_node,
+                "model_name": model,
+                "hooks": args.hooks,
+            }
             with Ranks(link, Path(__file__), **order) as ranks:
-                ranks.job(600, size=SIZES[model]["light"], steps=WARM_UP, seconds=3600, decide=False)
+                ranks.job(
+                    600, size=SIZES[model]["light"], steps=WARM_UP, seconds=3600, decide=False
+                )
                 for compute in args.compute:
                     for rate in args.rates:
                         link.limit(rate)
-                        # Four times the duration of a plain all-reduce of all gradients per step, at most one hour.
+                        # Four times the duration of a plain all-reduce of all gradients per step,
+                        # at most one hour.
                         wire_s = 8 * gradient / bits[rate] if rate in bits else 0
                         limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
-                        limit_s += sum(map(chooses, args.hooks)) * LONG_STEPS_TO_DECIDE * (4 * wire_s + 5)
+                        limit_s += (
+                            sum(map(chooses, args.hooks)) * LONG_STEPS_TO_DECIDE * (4 * wire_s + 5)
+                        )
                         size = SIZES[model][compute]
-                        answer = ranks.job(limit_s, size=size, steps=args.steps, seconds=args.seconds)
+                        answer = ranks.job(
+                            limit_s, size=size, steps=args.steps, seconds=args.seconds
+                        )
                         section = f"{model} {compute} {rate}"
-                        common = {"section": section, "model": model, "compute": compute, "batch": size, "rate": rate}
-                        common |= {"rtt_ms": args.rtt, "nodes": 2, "ranks_per_node": args.ranks_per_node}
+                        common = {
+                            "section": section,
+                            "model": model,
+                            "compute": compute,
+                            "batch": size,
+                            "rate": rate,
+                        }
+                        common |= {
+                            "rtt_ms": args.rtt,
+                            "nodes": 2,
+                            "ranks_per_node": args.ranks_per_node,
+                        }
                         rows += rows_of(answer, common | {"gradient_mb": gradient / 1e6})
                         print(f"{section}: done", file=sys.stderr, flush=True)
     return rows
@@ -199,7 +248,13 @@ def rows_of(answer: Row, common: Row) -> list[Row]:
         if label.startswith("powersgd") and not measured["compressed_steps"]:
             raise RuntimeError(f"{label} compressed no step")
         times_ms = [1000 * passed for passed in measured["times_s"]]
-        row = {**common, "hook": label, **summary(times_ms, "ms"), "steps": len(times_ms), "samples_ms": times_ms}
+        row = {
+            **common,
+            "hook": label,
+            **summary(times_ms, "ms"),
+            "steps": len(times_ms),
+            "samples_ms": times_ms,
+        }
         row |= {"chosen": measured["chosen"], "codec_ms": 1000 * measured["codec_s"]}
         row |= {
             "state_mb": measured["state_bytes"] / 1e6,
@@ -212,11 +267,14 @@ def rows_of(answer: Row, common: Row) -> list[Row]:
         row["faster_than_ddp"] = medians["ddp"] / row["median_ms"] if "ddp" in medians else None
         row["cost_removed"] = None
         if medians.get("ddp", 0) > medians.get("noop", float("inf")):
-            row["cost_removed"] = 1 - (row["median_ms"] - medians["noop"]) / (medians["ddp"] - medians["noop"])
+            row["cost_removed"] = 1 - (row["median_ms"] - medians["noop"]) / (
+                medians["ddp"] - medians["noop"]
+            )
     return rows
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- the picture
+# --------------------------------------------------------------------------------------------------
 
 DRAWN = {
     "noop": ("no communication", "#8c8c8c", ":"),
@@ -230,16 +288,24 @@ DRAWN = {
     "native-4": ("commhooks PowerSGD, rank 4", "#6d8df0", "-"),
 }
 """Name, colour and line of the hooks that are drawn."""
-TITLES = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+TITLES = {
+    "10mbit": "10 Mbit/s",
+    "100mbit": "100 Mbit/s",
+    "1gbit": "1 Gbit/s",
+    "10gbit": "10 Gbit/s",
+}
 
 
 def draw(rows: list[Row], at: Row, file: Path) -> None:
-    """Draw step time against bandwidth, for the first model and amount of computation in `rows`. `at`: the machine
-    that measured them."""
+    """Draw step time against bandwidth, for the first model and amount of computation in `rows`.
+    `at`: the machine that measured them.
+    """
     from matplotlib.figure import Figure
 
     first = rows[0]
-    rows = [row for row in rows if (row["model"], row["compute"]) == (first["model"], first["compute"])]
+    rows = [
+        row for row in rows if (row["model"], row["compute"]) == (first["model"], first["compute"])
+    ]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     by_hook = {hook: [row for row in rows if row["hook"] == hook] for hook in DRAWN}
     drawn = {hook: of_hook for hook, of_hook in by_hook.items() if of_hook}
@@ -250,14 +316,28 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
         places = [rates.index(row["rate"]) for row in drawn[hook]]
         seconds = [row["median_ms"] / 1000 for row in drawn[hook]]
         slowest = f"{seconds[0]:.0f} s" if seconds[0] >= 10 else f"{seconds[0]:.2g} s"
-        axis.plot(places, seconds, color=color, ls=style, marker="o", ms=4, lw=2, label=f"{name}: {slowest}")
+        axis.plot(
+            places,
+            seconds,
+            color=color,
+            ls=style,
+            marker="o",
+            ms=4,
+            lw=2,
+            label=f"{name}: {slowest}",
+        )
     axis.set(yscale="log")
     axis.yaxis.set_major_formatter("{x:g} s")
     axis.set_xticks(range(len(rates)), [TITLES.get(rate, rate) for rate in rates])
     axis.grid(axis="y", alpha=0.4)
     axis.spines[:].set_visible(False)
-    figure.legend(loc="outside left center", frameon=False, title=f"at {TITLES.get(rates[0], rates[0])}")
-    model = f"{first['model']}, {first['gradient_mb']:.0f} MB of gradients, {first['batch']} tokens per rank"
+    figure.legend(
+        loc="outside left center", frameon=False, title=f"at {TITLES.get(rates[0], rates[0])}"
+    )
+    model = (
+        f"{first['model']}, {first['gradient_mb']:.0f} MB of gradients, {first['batch']} tokens per"
+        " rank"
+    )
     ranks = f"{first['nodes'] * first['ranks_per_node']} ranks with a core each, {at['cpu']}"
     figure.suptitle("Time of a training step against the bandwidth between two ranks")
     figure.supxlabel(f"{model}; {ranks}; torch {at['torch']}, gloo", fontsize=9, color="#555555")
@@ -269,18 +349,28 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--rates", nargs="+", default=RATES, help="as tc writes them, or unlimited")
     made.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
     made.add_argument("--models", nargs="+", choices=list(SIZES), default=["transformer"])
-    made.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
+    made.add_argument(
+        "--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"]
+    )
     made.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
-    made.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
+    made.add_argument(
+        "--seconds", type=float, default=30, help="per hook and rate; one step at least"
+    )
     made.add_argument("--ranks-per-node", type=int, default=1)
     made.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
-    made.add_argument("--from", dest="file", type=Path, metavar="FILE", help="print what --json has written")
+    made.add_argument(
+        "--from", dest="file", type=Path, metavar="FILE", help="print what --json has written"
+    )
     made.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
     return made
 
 
 def main() -> None:
-    quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "native-1"], "models": ["tiny_transformer"]}
+    quick = {
+        "rates": ["100mbit"],
+        "hooks": ["noop", "ddp", "native-1"],
+        "models": ["tiny_transformer"],
+    }
     args = parse(arguments(), **quick, compute=["light"], steps=3)
     if args.file is not None:
         measured = json.loads(args.file.read_text())

@@ -1,20 +1,24 @@
-"""Communicating every H steps (local SGD, DiLoCo): what does it cost in loss, and what makes that small?
+"""Communicating every H steps (local SGD, DiLoCo): what does it cost in loss, and what makes that
+small?
 
-    python benchmarks/local_steps.py [--settings every=5 "every=30 momentum=0.9" ...] [--seeds 0] [--ranks 2 4]
+    python benchmarks/local_steps.py [--settings every=5 "every=30 momentum=0.9" ...] [--seeds 0]
+    [--ranks 2 4]
 
-The language model of language_model.py or a small network on scikit-learn's digits is trained by ranks that are
-simulated in one process. Each has weights and an optimizer of its own, and a share of the batch of a step. Every
-`every` steps their weights become
+The language model of language_model.py or a small network on scikit-learn's digits is trained by
+ranks that are simulated in one process. Each has weights and an optimizer of its own, and a share
+of the batch of a step. Every `every` steps their weights become
 
-    g = mean over the ranks of (anchor - weights);  v = momentum v + g;  anchor -= outer_lr (g + momentum v)
+    g = mean over the ranks of (anchor - weights)
+    v = momentum v + g
+    anchor -= outer_lr (g + momentum v)
 
-A setting is a list of `name=value`; `Setting` has the defaults. `every=1 momentum=0 outer_lr=1` is not plain DDP,
-because the optimizer runs on each rank's own gradients; `exact=1` (an exact mean of the gradients in every step) is.
-Finished runs are appended to --results and not repeated.
+A setting is a list of `name=value`; `Setting` has the defaults. `every=1 momentum=0 outer_lr=1` is
+not plain DDP, because the optimizer runs on each rank's own gradients; `exact=1` (an exact mean of
+the gradients in every step) is. Finished runs are appended to --results and not repeated.
 
-  loss      validation or test loss at the end (nats per byte for the language model): mean over the seeds
-  to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and learning rate
-  accuracy  of the digits: mean over the seeds
+  loss      validation or test loss at the end (nats per byte for the language model): mean over the
+  seeds to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer
+  and learning rate accuracy  of the digits: mean over the seeds
   bytes     sent per rank and step on average, as a share of what an all-reduce in float32 sends
 """
 
@@ -59,15 +63,16 @@ class Setting:
 
     Attributes:
         task: "language", or "digits": an MLP, batches of 64 images.
-        optimizer: each rank's: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on matrices, with 20 times the
-            learning rate; AdamW on the rest).
+        optimizer: each rank's: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on matrices, with
+            20 times the learning rate; AdamW on the rest).
         lr: the learning rate; 0: 1e-3, with SGD 0.05.
         exact: an all-reduce of the gradients in every step, and no local steps.
         every: H, steps between two outer steps.
         outer_lr: a number, or a rule in the number of ranks W: a name in `RULES`.
-        wire: how the weight differences, with `exact` the gradients, are sent: a hook of language_model.py.
-        inner: factor of every optimizer's learning rate, or a rule of `RULES`, which applies to AdamW only: "sqrt" is
-            the default of commhooks.
+        wire: how the weight differences, with `exact` the gradients, are sent: a hook of
+            language_model.py.
+        inner: factor of every optimizer's learning rate, or a rule of `RULES`, which applies to
+            AdamW only: "sqrt" is the default of commhooks.
         clip: maximum norm of a rank's gradient; 0: no limit.
     """
 
@@ -88,7 +93,9 @@ class Setting:
         given = dict(word.split("=", 1) for word in words.split())
         if unknown := given.keys() - kinds.keys():
             raise SystemExit(f"--settings: no {sorted(unknown)[0]!r}; there are {', '.join(kinds)}")
-        return cls(**{name: kinds[name](int(v) if kinds[name] is bool else v) for name, v in given.items()})
+        return cls(
+            **{name: kinds[name](int(v) if kinds[name] is bool else v) for name, v in given.items()}
+        )
 
 
 RULES = {
@@ -141,7 +148,9 @@ class Digits:
         self.images, self.test_images = images.flatten(1), test_images.flatten(1)
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+        return nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(len(self.labels), (64,), generator=generator)
@@ -152,13 +161,18 @@ class Digits:
     def result(self, model: nn.Module, steps: int) -> Row:
         output = model(self.test_images)
         right = (output.argmax(1) == self.test_labels).float().mean().item()
-        return {"loss": functional.cross_entropy(output, self.test_labels).item(), "accuracy": right}
+        return {
+            "loss": functional.cross_entropy(output, self.test_labels).item(),
+            "accuracy": right,
+        }
 
 
 TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
 
 
-def optimizers_of(model: nn.Module, setting: Setting, steps: int, count: int) -> list[tuple[Any, Any]]:
+def optimizers_of(
+    model: nn.Module, setting: Setting, steps: int, count: int
+) -> list[tuple[Any, Any]]:
     """Return the optimizers of one rank, each with its schedule."""
     lr = setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)
     factor = RULES[setting.inner](count) if setting.inner in RULES else float(setting.inner)
@@ -178,7 +192,12 @@ def optimizers_of(model: nn.Module, setting: Setting, steps: int, count: int) ->
     if matrices:
         made.append((torch.optim.Muon(matrices, lr=20 * lr, weight_decay=0.01), 20 * lr))
     return [
-        (each, torch.optim.lr_scheduler.OneCycleLR(each, peak, steps, pct_start=0.1, cycle_momentum=False))
+        (
+            each,
+            torch.optim.lr_scheduler.OneCycleLR(
+                each, peak, steps, pct_start=0.1, cycle_momentum=False
+            ),
+        )
         for each, peak in made
     ]
 
@@ -194,21 +213,27 @@ class Ranks:
         made = [optimizers_of(model, setting, steps, count) for model in self.models]
         self.optimizers = [[optimizer for optimizer, _ in of_model] for of_model in made]
         self.schedules = [schedule for of_model in made for _, schedule in of_model]
-        self.named = dict(reversed(list(self.models[0].named_parameters())))  # the order of DDP's buckets
+        # the order of DDP's buckets
+        self.named = dict(reversed(list(self.models[0].named_parameters())))
         names = list(self.named)
-        self.parameters = [[dict(model.named_parameters())[name] for name in names] for model in self.models]
+        self.parameters = [
+            [dict(model.named_parameters())[name] for name in names] for model in self.models
+        ]
 
     def gradients(self, batch: torch.Tensor) -> list[torch.Tensor]:
         for model, part in zip(self.models, batch.chunk(len(self.models)), strict=True):
             model.zero_grad()
             self.task.loss(model, part).backward()
         return [
-            torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]) for parameters in self.parameters
+            torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+            for parameters in self.parameters
         ]
 
     def set_gradients(self, flats: list[torch.Tensor]) -> None:
         for parameters, flat in zip(self.parameters, flats, strict=True):
-            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            for parameter, part in zip(
+                parameters, flat.split([p.numel() for p in parameters]), strict=True
+            ):
                 parameter.grad = part.view_as(parameter)
 
     def step(self) -> None:
@@ -221,12 +246,16 @@ class Ranks:
             schedule.step()
 
     def weights(self) -> list[torch.Tensor]:
-        return [torch.cat([p.detach().flatten() for p in parameters]) for parameters in self.parameters]
+        return [
+            torch.cat([p.detach().flatten() for p in parameters]) for parameters in self.parameters
+        ]
 
     @torch.no_grad()
     def set_weights(self, flat: torch.Tensor) -> None:
         for parameters in self.parameters:
-            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            for parameter, part in zip(
+                parameters, flat.split([p.numel() for p in parameters]), strict=True
+            ):
                 parameter.copy_(part.view_as(parameter))
 
 
@@ -241,7 +270,9 @@ def train(job: Job) -> Row:
     batches = torch.Generator().manual_seed(seed)
     anchor = ranks.weights()[0]
     velocity = torch.zeros_like(anchor)
-    outer_lr = RULES[setting.outer_lr](count) if setting.outer_lr in RULES else float(setting.outer_lr)
+    outer_lr = (
+        RULES[setting.outer_lr](count) if setting.outer_lr in RULES else float(setting.outer_lr)
+    )
     rounds = 0
     for step in range(1, steps + 1):
         gradients = ranks.gradients(task.batch(batches))
@@ -264,20 +295,28 @@ def train(job: Job) -> Row:
     return row | result | {"share": sent, "rounds": rounds}
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 EXACT = "exact=1"
 
 
 def baseline(words: str) -> str:
     """Return the all-reduce with which a setting is compared."""
-    kept = [word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr", "clip")]
+    kept = [
+        word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr", "clip")
+    ]
     return " ".join([*kept, EXACT])
 
 
 SETTINGS = [EXACT, f"{EXACT} wire=int4"]
 SETTINGS += [f"every={h}{wire}" for h in (5, 10, 20, 30) for wire in ("", " wire=int4")]
-SETTINGS += [f"every={h} momentum={m} outer_lr={lr}" for h in (5, 30) for m in (0.5, 0.9) for lr in (0.7, 1.0)]
+SETTINGS += [
+    f"every={h} momentum={m} outer_lr={lr}"
+    for h in (5, 30)
+    for m in (0.5, 0.9)
+    for lr in (0.7, 1.0)
+]
 # AdamW takes shorter steps on noisier gradients: which learning rate is best differs.
 SETTINGS += [
     f"{words} inner={lr}"
@@ -285,8 +324,19 @@ SETTINGS += [
     for lr in (1.4, 2.0, 2.8)
 ]
 # Which outer learning rate needs no other inner one?
-KINDS = ["", "task=digits ", "task=digits lr=0.003 ", "task=digits optimizer=sgd ", "task=digits optimizer=muon "]
-SETTINGS += [f"{k}every={h} outer_lr={r} wire=int4" for k in KINDS for h in (5, 10, 16, 30) for r in ("1", *RULES)]
+KINDS = [
+    "",
+    "task=digits ",
+    "task=digits lr=0.003 ",
+    "task=digits optimizer=sgd ",
+    "task=digits optimizer=muon ",
+]
+SETTINGS += [
+    f"{k}every={h} outer_lr={r} wire=int4"
+    for k in KINDS
+    for h in (5, 10, 16, 30)
+    for r in ("1", *RULES)
+]
 # Which inner one does the default of commhooks have? SGD without a limit of the norm needs none.
 KINDS = [*(kind for kind in KINDS if "sgd" not in kind), "task=digits optimizer=sgd clip=0 "]
 SETTINGS += [f"{k}every={h} inner=sqrt wire=int4" for k in KINDS for h in (5, 10, 20, 30)]
@@ -297,7 +347,9 @@ def job_of(row: Row) -> Job:
 
 
 def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
-    """Make a row from the runs of a setting, one for each seed, compared with its baseline; None without runs."""
+    """Make a row from the runs of a setting, one for each seed, compared with its baseline; None
+    without runs.
+    """
     of_setting = [run for run in runs if (run["setting"], run["ranks"]) == (words, count)]
     exact = {run["seed"]: run["loss"] for run in runs if run["setting"] == baseline(words)}
     if not of_setting:
@@ -318,12 +370,18 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
 
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
-    made.add_argument("--settings", nargs="+", default=SETTINGS, metavar="SETTING", help="see Setting")
+    made.add_argument(
+        "--settings", nargs="+", default=SETTINGS, metavar="SETTING", help="see Setting"
+    )
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     made.add_argument("--steps", type=int, default=1500)
-    made.add_argument("--results", type=Path, default=Path("local_steps.jsonl"), help="finished runs")
-    made.add_argument("--finished", action="store_true", help="show all runs in --results, and run nothing")
+    made.add_argument(
+        "--results", type=Path, default=Path("local_steps.jsonl"), help="finished runs"
+    )
+    made.add_argument(
+        "--finished", action="store_true", help="show all runs in --results, and run nothing"
+    )
     return made
 
 
@@ -337,7 +395,11 @@ def main() -> None:
         settings = list(dict.fromkeys(run["setting"] for run in runs))
         args.ranks = sorted({run["ranks"] for run in runs})
     else:
-        settings = list(dict.fromkeys(setting for words in args.settings for setting in (baseline(words), words)))
+        settings = list(
+            dict.fromkeys(
+                setting for words in args.settings for setting in (baseline(words), words)
+            )
+        )
         for words in settings:
             Setting.parse(words)
         # An all-reduce sees the same batches with any number of ranks.
@@ -348,13 +410,17 @@ def main() -> None:
         ]
         done = run_missing(jobs, args.results, job_of, functools.partial(on_all_cores, train))
         runs = [done[job] for job in jobs]
-    rows = [row for count in args.ranks for words in settings if (row := row_of(words, count, runs))]
+    rows = [
+        row for count in args.ranks for words in settings if (row := row_of(words, count, runs))
+    ]
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),
         "seeds": number("seeds"),
         "loss": number("loss", "{:.4f}"),
-        "to exact": lambda row: f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else ""),
+        "to exact": lambda row: (
+            f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
+        ),
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),
     }

@@ -18,12 +18,16 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
     on_cuda = torch.cuda.is_available()
     found: dict[str, Any] = {
         "cpu": cpu,
         "caches": _caches(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "gpu": torch.cuda.get_device_name() if on_cuda else None,
         "cuda": torch.version.cuda if on_cuda else None,
         "driver": driver() if on_cuda else None,
@@ -38,11 +42,15 @@ def machine() -> dict[str, Any]:
 
 
 def _caches() -> str | None:
-    """Return the caches of one core on Linux, such as "L1d 48K, L2 1024K, L3 32768K" (other cores may share them)."""
+    """Return the caches of one core on Linux, such as "L1d 48K, L2 1024K, L3 32768K" (other cores
+    may share them).
+    """
     found = []
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError):
-            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+            level, kind, size = (
+                (folder / name).read_text().strip() for name in ("level", "type", "size")
+            )
             if kind != "Instruction":
                 found.append(f"L{level}{'d' if kind == 'Data' else ''} {size}")
     return ", ".join(found) or None
@@ -70,7 +78,10 @@ def in_words(at: dict[str, Any]) -> str:
 def no_device() -> str:
     """Return why nothing can run on CUDA here, in one sentence; "" if a device works."""
     if torch.version.cuda is None:
-        return f"This torch ({torch.__version__}) was built without CUDA: install one with it, or name its Python."
+        return (
+            f"This torch ({torch.__version__}) was built without CUDA: install one with it, or name"
+            " its Python."
+        )
     if not torch.cuda.is_available():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else ""
@@ -78,5 +89,8 @@ def no_device() -> str:
     try:
         torch.zeros(1, device="cuda").item()
     except RuntimeError as error:
-        return f"torch {torch.__version__} cannot use {torch.cuda.get_device_name()}: {str(error).splitlines()[0]}"
+        return (
+            f"torch {torch.__version__} cannot use {torch.cuda.get_device_name()}:"
+            f" {str(error).splitlines()[0]}"
+        )
     return ""

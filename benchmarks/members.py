@@ -1,19 +1,24 @@
-"""Machines that die and come back: which share of their time is training, with live membership and with restarts?
+"""Machines that die and come back: which share of their time is training, with live membership and
+with restarts?
 
-    python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200] [--plot members.png]
+    python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200]
+    [--plot members.png]
 
-Three machines of one process on this host train a small model with DiLoCo every 10 steps. A step takes --step-ms, most
-of which is sleep, so that the host can play three machines. Every --kill-every seconds one of them is killed; 0: none.
+Three machines of one process on this host train a small model with DiLoCo every 10 steps. A step
+takes --step-ms, most of which is sleep, so that the host can play three machines. Every
+--kill-every seconds one of them is killed; 0: none.
 
   members   with `members="torchft"` and a lighthouse; a killed machine is started again at once
-  torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0 saves every
+  torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0
+  saves every
             --save-every steps, and all begin from the newest checkpoint
 
---results writes what happened in the last run with members, a line of JSON for each outer step of each machine, each
-death and each new start; --plot draws it, and with --from FILE what an earlier run has written.
+--results writes what happened in the last run with members, a line of JSON for each outer step of
+each machine, each death and each new start; --plot draws it, and with --from FILE what an earlier
+run has written.
 
-  trained   steps of all machines that are in the weights at the end, as a share of the steps of three machines that
-            never die or wait: seconds / step
+  trained   steps of all machines that are in the weights at the end, as a share of the steps of
+            three machines that never die or wait: seconds / step
 """
 
 import argparse
@@ -48,10 +53,16 @@ def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.add_argument("--seconds", type=float, default=120)
     made.add_argument("--kill-every", type=float, nargs="+", default=[0, 30])
-    made.add_argument("--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun")
+    made.add_argument(
+        "--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun"
+    )
     made.add_argument("--step-ms", type=float, default=100)
-    made.add_argument("--results", type=Path, metavar="FILE", help="the last run with members, over time")
-    made.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="draw what --results has written")
+    made.add_argument(
+        "--results", type=Path, metavar="FILE", help="the last run with members, over time"
+    )
+    made.add_argument(
+        "--from", dest="stored", type=Path, metavar="FILE", help="draw what --results has written"
+    )
     made.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     return made
@@ -73,13 +84,20 @@ def main() -> None:
             continue  # what is saved does not matter
         with tempfile.TemporaryDirectory() as name:
             folder, step_s = Path(name), args.step_ms / 1e3
-            job = Members(folder, step_s) if save_every is None else Torchrun(folder, step_s, save_every)
+            job = (
+                Members(folder, step_s)
+                if save_every is None
+                else Torchrun(folder, step_s, save_every)
+            )
             try:
                 kills, steps = job.measure(args.seconds, kill_every)
             finally:
                 job.close()
             if save_every is None:
-                happened = [{"conditions": in_words(at), "seconds": args.seconds, "step_s": step_s}, *job.happened()]
+                happened = [
+                    {"conditions": in_words(at), "seconds": args.seconds, "step_s": step_s},
+                    *job.happened(),
+                ]
         share = 100 * steps * step_s / (MACHINES * args.seconds)
         row = {"job": job.name, "save_every": save_every, "kill_every": kill_every, "kills": kills}
         rows.append(row | {"steps": steps, "share": share})
@@ -125,19 +143,28 @@ class Job:
         raise NotImplementedError
 
     def happened(self) -> list[Row]:
-        """Return the outer steps of all machines and the events, in order; "time": seconds since the measurement
-        began."""
-        lines = [line for file in self.folder.glob("*.rounds") for line in file.read_text().split("\n")[:-1]]
+        """Return the outer steps of all machines and the events, in order; "time": seconds since
+        the measurement began.
+        """
+        lines = [
+            line
+            for file in self.folder.glob("*.rounds")
+            for line in file.read_text().split("\n")[:-1]
+        ]
         found = sorted([*map(json.loads, lines), *self.events], key=lambda row: row["time"])
         return [row | {"time": round(row["time"] - self.began, 3)} for row in found]
 
     def measure(self, seconds: float, kill_every: float) -> tuple[int, int]:
-        """Return how often a machine was killed, and the steps of all machines that have got into the weights."""
+        """Return how often a machine was killed, and the steps of all machines that have got into
+        the weights.
+        """
         deadline = time.time() + 120
         kills = 0
         while not self.begun():  # the start is not measured
             if time.time() > deadline:
-                raise RuntimeError("".join(log.read_text()[-2000:] for log in self.folder.glob("*.log")))
+                raise RuntimeError(
+                    "".join(log.read_text()[-2000:] for log in self.folder.glob("*.log"))
+                )
             time.sleep(0.1)
         self.began = time.time()
         before = self.trained()
@@ -149,7 +176,9 @@ class Job:
         time.sleep(max(0.0, deadline - time.time()))
         return kills, self.trained() - before
 
-    def started(self, words: Sequence[str], log: str, given: Mapping[str, object], **environment: str) -> Any:
+    def started(
+        self, words: Sequence[str], log: str, given: Mapping[str, object], **environment: str
+    ) -> Any:
         text = json.dumps({"folder": str(self.folder), "step_s": self.step_s} | given)
         command = [sys.executable, *words, __file__, "--worker", text]
         with (self.folder / log).open("ab") as file:
@@ -170,7 +199,11 @@ class Members(Job):
 
     def start(self, place: int) -> Any:
         address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
-        given = {"steps": f"{next(self.lives)}.steps", "lighthouse": address, "name": f"machine-{place}"}
+        given = {
+            "steps": f"{next(self.lives)}.steps",
+            "lighthouse": address,
+            "name": f"machine-{place}",
+        }
         self.events.append({"time": time.time(), "machine": given["name"], "event": "started"})
         return self.started([], f"{place}.log", given)
 
@@ -199,11 +232,20 @@ class Torchrun(Job):
 
     def __init__(self, folder: Path, step_s: float, save_every: int) -> None:
         super().__init__(folder, step_s)
-        words = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=1000"]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            "--max-restarts=1000",
+        ]
         words += [f"--nproc-per-node={MACHINES}", "--monitor-interval=0.1"]
-        # Torch 2.13: otherwise all attempts share one store, where gloo finds the addresses of dead processes.
+        # Torch 2.13: otherwise all attempts share one store, where gloo finds the addresses of dead
+        # processes.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        self.process = self.started(words, "all.log", {"steps": "all.steps", "save_every": save_every}, **environment)
+        self.process = self.started(
+            words, "all.log", {"steps": "all.steps", "save_every": save_every}, **environment
+        )
 
     def begun(self) -> bool:
         return _last(self.folder / "all.steps") > 0
@@ -227,10 +269,16 @@ def _last(file: Path) -> int:
 
 
 def work(
-    folder: str, steps: str, step_s: float, lighthouse: str = "", name: str = "", save_every: int | None = None
+    folder: str,
+    steps: str,
+    step_s: float,
+    lighthouse: str = "",
+    name: str = "",
+    save_every: int | None = None,
 ) -> None:
-    """Train until killed. After each outer step, append to the file `steps` how many of this machine's steps are in the
-    weights."""
+    """Train until killed. After each outer step, append to the file `steps` how many of this
+    machine's steps are in the weights.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -251,13 +299,20 @@ def work(
     checkpoint = Path(folder, "checkpoint.pt")
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        for part, content in ((model, saved["model"]), (optimizer, saved["optimizer"]), (hook, saved["hook"])):
+        for part, content in (
+            (model, saved["model"]),
+            (optimizer, saved["optimizer"]),
+            (hook, saved["hook"]),
+        ):
             part.load_state_dict(content)
         count = saved["count"]
     generator = torch.Generator().manual_seed(os.getpid())
     first = save_every is None
     losses: list[float] = []
-    with open(Path(folder, steps), "a") as file, open(Path(folder, f"{steps}.rounds"), "a") as rounds:
+    with (
+        open(Path(folder, steps), "a") as file,
+        open(Path(folder, f"{steps}.rounds"), "a") as rounds,
+    ):
         if count and writes:
             print(count, file=file, flush=True)
         while True:
@@ -276,7 +331,12 @@ def work(
                     count, losses = 0, []  # this machine has just come: its first step is lost
                 if writes:
                     print(count, file=file, flush=True)
-                row = {"time": time.time(), "machine": name, "members": stats["members"], "step": stats["step"]}
+                row = {
+                    "time": time.time(),
+                    "machine": name,
+                    "members": stats["members"],
+                    "step": stats["step"],
+                }
                 row["loss"] = sum(losses) / len(losses) if losses else None
                 print(json.dumps(row), file=rounds, flush=True)
                 losses = []
@@ -284,7 +344,11 @@ def work(
             if save_every is not None and count % save_every == 0:
                 content = {"hook": hook.state_dict(), "count": count}
                 if writes:
-                    replace(checkpoint, content | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+                    replace(
+                        checkpoint,
+                        content
+                        | {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                    )
 
 
 def replace(checkpoint: Path, content: Row) -> None:
@@ -294,24 +358,34 @@ def replace(checkpoint: Path, content: Row) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Above, the number of machines that train together; below, the loss of each machine in each of its rounds."""
+    """Above, the number of machines that train together; below, the loss of each machine in each of
+    its rounds.
+    """
     from matplotlib.figure import Figure
 
     (head, *rows), end = rows, rows[0]["seconds"]
     rows = [row for row in rows if 0 <= row["time"] <= end]
-    steps, names = [row for row in rows if "members" in row], sorted({row["machine"] for row in rows})
+    steps, names = (
+        [row for row in rows if "members" in row],
+        sorted({row["machine"] for row in rows}),
+    )
     figure = Figure(figsize=(8.4, 4.2), facecolor="white")
     above, below = figure.subplots(2, sharex=True, height_ratios=(1, 2))
     times, counts = [row["time"] for row in steps], [row["members"] for row in steps]
     above.step([0.0, *times, end], [counts[0], *counts, counts[-1]], where="post", color=COLORS[0])
     above.set(ylabel="machines", ylim=(0, len(names) + 0.5), yticks=range(len(names) + 1))
     for name, color in zip(names, COLORS, strict=True):
-        own = [row for row in rows if row["machine"] == name]  # a death has no loss, and interrupts the line
+        # a death has no loss, and interrupts the line
+        own = [row for row in rows if row["machine"] == name]
         losses = [float("nan") if row.get("loss") is None else row["loss"] for row in own]
         style = {"markersize": 3, "linewidth": 0.8, "color": color, "label": name.replace("-", " ")}
         below.plot([row["time"] for row in own], losses, ".-", **style)
     for death in (row for row in rows if row.get("event") == "killed"):
-        back = [row["time"] for row in steps if row["machine"] == death["machine"] and row["time"] > death["time"]]
+        back = [
+            row["time"]
+            for row in steps
+            if row["machine"] == death["machine"] and row["time"] > death["time"]
+        ]
         marks = [(death["time"], "#b91c1c", "--", "is killed")]
         marks += [(when, "#15803d", ":", "is back") for when in back[:1]]
         for when, color, line, label in marks:
@@ -320,7 +394,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     legend = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
     above.legend(legend.values(), legend.keys(), frameon=False, fontsize=8, loc="lower left")
     below.set(
-        xlabel=f"seconds; a step takes {head['step_s'] * 1e3:.0f} ms", ylabel="loss, mean of the round", xlim=(0, end)
+        xlabel=f"seconds; a step takes {head['step_s'] * 1e3:.0f} ms",
+        ylabel="loss, mean of the round",
+        xlim=(0, end),
     )
     below.legend(frameon=False, fontsize=8)
     for axis in (above, below):

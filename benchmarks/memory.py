@@ -1,24 +1,26 @@
-"""Memory that a hook holds and needs, over that of the same training with `noop`, and what it allocates per step.
+"""Memory that a hook holds and needs, over that of the same training with `noop`, and what it
+allocates per step.
 
     python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25] [--weights-mb 64]
 
-Each hook trains for some steps (forward, backward, SGD), on one rank and in a process of its own, with several buckets.
-Every step runs under torch.profiler with profile_memory, whose events contain each allocation and each release of
-torch's allocator, including DDP's C++ code. So the figures are sums of bytes and not samples. They do not include
-gloo's own buffers. Memory that gloo's threads release is only seen when it is allocated again, so fp16 and bf16 may
-seem to hold up to a bucket.
+Each hook trains for some steps (forward, backward, SGD), on one rank and in a process of its own,
+with several buckets. Every step runs under torch.profiler with profile_memory, whose events contain
+each allocation and each release of torch's allocator, including DDP's C++ code. So the figures are
+sums of bytes and not samples. They do not include gloo's own buffers. Memory that gloo's threads
+release is only seen when it is allocated again, so fp16 and bf16 may seem to hold up to a bucket.
 
 `diloco-2` (int4) and `local-2` take an outer step every second step, in buffers of --weights-mb.
 
   held        bytes that are allocated after the last step and were not before DDP was made
-  peak        the maximum over all steps; the second step, in which DDP rebuilds its buckets and a hook may hold the
-              plans of both layouts, has a column of its own
+  peak        the maximum over all steps; the second step, in which DDP rebuilds its buckets and a
+              hook may hold the plans of both layouts, has a column of its own
   per parameter   both in bytes per parameter of the model
   allocations of the last step, more than `noop` makes there: their number and bytes
 
-Our and torch's PowerSGD compress from the third step on (torch needs two plain steps), and `powersgd-R from 0` from the
-first, so that it compresses in both layouts. The *formula* is the residual (float32 bytes of all compressed gradients),
-2 (P + Q) and the packed bytes (uncompressed gradients, P, Q and a flag per matrix).
+Our and torch's PowerSGD compress from the third step on (torch needs two plain steps), and
+`powersgd-R from 0` from the first, so that it compresses in both layouts. The *formula* is the
+residual (float32 bytes of all compressed gradients), 2 (P + Q) and the packed bytes (uncompressed
+gradients, P, Q and a flag per matrix).
 """
 
 import argparse
@@ -29,7 +31,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Suppress messages of torch 2.13's profiler, such as warnings about memory that was allocated before it started.
+# Suppress messages of torch 2.13's profiler, such as warnings about memory that was allocated
+# before it started.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -63,7 +66,8 @@ class Ledger:
         self.last = []
         self.peaks.append(self.level)
         for address, size in _changes(function):
-            # The profiler does not see releases in gloo's threads; they show when the address is allocated again.
+            # The profiler does not see releases in gloo's threads; they show when the address is
+            # allocated again.
             self.level -= self._live.pop(address, 0)
             if size > 0:
                 self.last.append(size)
@@ -73,28 +77,40 @@ class Ledger:
 
 
 def _changes(function: Callable[[], object]) -> list[tuple[int, int]]:
-    """Return (address, bytes) of each allocation and, with negative bytes, of each release while `function` runs, in
-    order."""
+    """Return (address, bytes) of each allocation and, with negative bytes, of each release while
+    `function` runs, in order.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     # The exported trace is the only public form that lists single events.
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
-        events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+        events = [
+            event
+            for event in json.loads(file.read_text())["traceEvents"]
+            if event.get("name") == "[memory]"
+        ]
     events.sort(key=lambda event: event["ts"])
     return [(int(event["args"]["Addr"]), int(event["args"]["Bytes"])) for event in events]
 
 
-def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size: int, weights_mb: float) -> Row:
+def measure(
+    model_name: str, label: str, start: int, bucket_cap_mb: float, size: int, weights_mb: float
+) -> Row:
     flat_weights.BUFFER_BYTES = int(weights_mb * 2**20)
     model, task = make(model_name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = [task.batch(size) for _ in range(STEPS)]
     ledger = Ledger()
     made = []
-    # Includes DDP's buckets. init_sync=True would make gloo's threads release a copy of the whole model.
-    ledger.trace(lambda: made.append(wrap(model, label, start=start, bucket_cap_mb=bucket_cap_mb, init_sync=False)))
+    # Includes DDP's buckets. init_sync=True would make gloo's threads release a copy of the whole
+    # model.
+    ledger.trace(
+        lambda: made.append(
+            wrap(model, label, start=start, bucket_cap_mb=bucket_cap_mb, init_sync=False)
+        )
+    )
     ddp_model, hook = made.pop()
 
     def step(at: int) -> None:
@@ -128,8 +144,12 @@ def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.add_argument("--model", choices=list(TASKS), default="blocks")
     made.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
-    made.add_argument("--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one")
-    made.add_argument("--weights-mb", type=float, default=64, help="MiB of weights that local steps send at once")
+    made.add_argument(
+        "--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one"
+    )
+    made.add_argument(
+        "--weights-mb", type=float, default=64, help="MiB of weights that local steps send at once"
+    )
     made.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
     return made
 
@@ -139,7 +159,11 @@ def row_of(hook: str, measured: Row, noop: Row, gradient: int) -> Row:
     formula = measured["formula"]
     sizes = {name: measured[name] - noop[name] for name in ("held", "peak", "peak_rebuild")}
     sizes |= {"allocated": sum(measured["last"]) - sum(noop["last"]), "formula": formula}
-    row = {"hook": hook, "gradient_bytes": gradient, "compressed_steps": measured["compressed_steps"]}
+    row = {
+        "hook": hook,
+        "gradient_bytes": gradient,
+        "compressed_steps": measured["compressed_steps"],
+    }
     row["allocations_last_step"] = len(measured["last"]) - len(noop["last"])
     for name, size in sizes.items():
         row[f"{name}_bytes"] = size
@@ -155,14 +179,33 @@ def main() -> None:
     at = machine()
     candidates = [("noop", "noop", 2), ("ddp", "ddp", 2), ("fp16", "fp16", 2), ("bf16", "bf16", 2)]
     for rank in args.ranks:
-        candidates += [(f"powersgd-{rank}", f"powersgd-{rank}", 2), (f"powersgd-{rank} from 0", f"powersgd-{rank}", 0)]
-        candidates += [(f"batched-{rank}", f"batched-{rank}", 2), (f"torch-{rank}", f"torch-{rank}", 2)]
+        candidates += [
+            (f"powersgd-{rank}", f"powersgd-{rank}", 2),
+            (f"powersgd-{rank} from 0", f"powersgd-{rank}", 0),
+        ]
+        candidates += [
+            (f"batched-{rank}", f"batched-{rank}", 2),
+            (f"torch-{rank}", f"torch-{rank}", 2),
+        ]
     candidates += [("diloco-2", "diloco-2", 0), ("local-2", "local-2", 0)]
     if args.quick:
-        candidates = [candidate for candidate in candidates if candidate[1] in ("noop", f"powersgd-{args.ranks[0]}")]
+        candidates = [
+            candidate
+            for candidate in candidates
+            if candidate[1] in ("noop", f"powersgd-{args.ranks[0]}")
+        ]
     gradient = 4 * numel(make(args.model)[0])
     measured = {
-        name: run_ranks(measure, args.model, label, start, args.buckets_mb, args.batch, args.weights_mb, world_size=1)
+        name: run_ranks(
+            measure,
+            args.model,
+            label,
+            start,
+            args.buckets_mb,
+            args.batch,
+            args.weights_mb,
+            world_size=1,
+        )
         for name, label, start in candidates
     }
     rows = [row_of(name, of_hook, measured["noop"], gradient) for name, of_hook in measured.items()]

@@ -1,4 +1,5 @@
-"""The models of the benchmarks, defined here so that nothing has to be downloaded. All have random weights.
+"""The models of the benchmarks, defined here so that nothing has to be downloaded. All have random
+weights.
 
 `make` returns a model and its task, which makes batches and computes the loss.
 """
@@ -24,11 +25,14 @@ class Task:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# ---- transformers ----------------------------------------------------------------------------------------------------
+# ---- transformers
+# --------------------------------------------------------------------------------------------------
 
 
 def transformer_blocks(width: int = 512, blocks: int = 8) -> nn.Module:
-    """Transformer blocks. 8 blocks of width 512 have 101 MB of gradients and 25.2 M parameters in matrices."""
+    """Transformer blocks. 8 blocks of width 512 have 101 MB of gradients and 25.2 M parameters in
+    matrices.
+    """
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
 
@@ -55,7 +59,10 @@ class Attention(nn.Module):
         self.inputs, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        apart = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.inputs(x).chunk(3, dim=-1)]
+        apart = [
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in self.inputs(x).chunk(3, dim=-1)
+        ]
         mixed = functional.scaled_dot_product_attention(*apart, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -65,7 +72,10 @@ class GPTBlock(nn.Module):
         super().__init__()
         self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
         self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,10 +84,17 @@ class GPTBlock(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The shapes of GPT-2 small (Radford et al. 2019): 124,439,808 parameters, embedding and output layer tied."""
+    """The shapes of GPT-2 small (Radford et al. 2019): 124,439,808 parameters, embedding and output
+    layer tied.
+    """
 
     def __init__(
-        self, words: int = 50_257, context: int = 1024, width: int = 768, blocks: int = 12, heads: int = 12
+        self,
+        words: int = 50_257,
+        context: int = 1024,
+        width: int = 768,
+        blocks: int = 12,
+        heads: int = 12,
     ) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
@@ -94,7 +111,8 @@ class GPT2(nn.Module):
         return self.output(self.norm(self.blocks(x)))
 
 
-# ---- a residual network ----------------------------------------------------------------------------------------------
+# ---- a residual network
+# ----------------------------------------------------------------------------------------------
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
@@ -111,7 +129,9 @@ class Bottleneck(nn.Module):
         layers = [*_conv(inputs, width, 1), nn.ReLU(), *_conv(width, width, 3, stride), nn.ReLU()]
         self.body = nn.Sequential(*layers, *_conv(width, 4 * width, 1))
         same = stride == 1 and inputs == 4 * width
-        self.shortcut: nn.Module = nn.Identity() if same else nn.Sequential(*_conv(inputs, 4 * width, 1, stride))
+        self.shortcut: nn.Module = (
+            nn.Identity() if same else nn.Sequential(*_conv(inputs, 4 * width, 1, stride))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.relu(self.body(x) + self.shortcut(x))
@@ -129,7 +149,8 @@ def resnet50() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
-# ---- as tasks --------------------------------------------------------------------------------------------------------
+# ---- as tasks
+# --------------------------------------------------------------------------------------------------
 
 
 def _images(side: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
@@ -153,7 +174,9 @@ def _vectors(width: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _project(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Compute a linear loss. The mean square would be constant and have no gradient, because of the last layer norm."""
+    """Compute a linear loss. The mean square would be constant and have no gradient, because of the
+    last layer norm.
+    """
     return (output * target).mean()
 
 

@@ -1,16 +1,17 @@
-"""How much code one training step and an import run, and how much there is: what a reader has to follow.
+"""How much code one training step and an import run, and how much there is: what a reader has to
+follow.
 
     python benchmarks/size.py [--hooks powerSGD int8 allreduce bf16 diloco]
 
-A model of six linear layers runs in one process. `sys.setprofile` records every function of the packages that one
-steady backward pass enters, in the thread that runs it. For diloco these are the functions of a round of three whole
-steps.
+A model of six linear layers runs in one process. `sys.setprofile` records every function of the
+packages that one steady backward pass enters, in the thread that runs it. For diloco these are the
+functions of a round of three whole steps.
 
     files, functions    files and functions of the packages that the step or round enters
     changes of file     how often a call or a return leads into another file
 
-Below the table: how many modules of the packages each import runs, in a process of its own, and its milliseconds once
-the framework is imported.
+Below the table: how many modules of the packages each import runs, in a process of its own, and its
+milliseconds once the framework is imported.
 """
 
 import logging
@@ -125,9 +126,13 @@ def _step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def lines(package: str) -> tuple[int, int]:
-    """Return the number of files of a package, and of their lines: Python and C, as tracked by git."""
+    """Return the number of files of a package, and of their lines: Python and C, as tracked by
+    git.
+    """
     command = ["git", "ls-files", f"{package}/*.py", f"{package}/*.c", f"{package}/*.h"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     return len(names), sum(len((ROOT / name).read_text().splitlines()) for name in names)
 
 
@@ -135,14 +140,20 @@ def of_import(name: str) -> str:
     """Measure one of `IMPORTS`, and return a line about it."""
     before, statement = IMPORTS[name]
     script = _MEASURE_IMPORT.format(before=before, statement=statement, packages=PACKAGES)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     modules, milliseconds = result.stdout.split()
-    return f"{statement}: {modules} modules, {float(milliseconds):.0f} ms" + (f" after `{before}`" if before else "")
+    return f"{statement}: {modules} modules, {float(milliseconds):.0f} ms" + (
+        f" after `{before}`" if before else ""
+    )
 
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--hooks", nargs="+", default=["powerSGD", "int8", "allreduce", "bf16", "diloco"])
+    made.add_argument(
+        "--hooks", nargs="+", default=["powerSGD", "int8", "allreduce", "bf16", "diloco"]
+    )
     made.add_argument("--imports", nargs="+", default=list(IMPORTS), choices=IMPORTS)
     args = parse(made, hooks=["powerSGD"], imports=["commhooks"])
     logging.disable(logging.WARNING)
@@ -152,7 +163,15 @@ def main() -> None:
     columns = {name: number(name) for name in ("hook", "files", "functions", "changes of file")}
     notes = ["{}: {} files, {} lines".format(package, *lines(package)) for package in PACKAGES]
     notes += [of_import(name) for name in args.imports]
-    report("size", "size: what a steady step or a round enters, CPU, DDP", args, machine(), rows, columns, notes)
+    report(
+        "size",
+        "size: what a steady step or a round enters, CPU, DDP",
+        args,
+        machine(),
+        rows,
+        columns,
+        notes,
+    )
 
 
 if __name__ == "__main__":

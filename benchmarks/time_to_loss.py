@@ -1,23 +1,26 @@
 """How soon does a training over a limited link reach the loss that plain DDP reaches at its end?
 
-    sudo python benchmarks/time_to_loss.py [--rates 100mbit 1gbit unlimited] [--hooks ...] [--seeds 0] [--timed 60]
-                                           [--results FILE] [--plot PNG]
+    sudo python benchmarks/time_to_loss.py [--rates 100mbit 1gbit unlimited] [--hooks ...] [--seeds
+                                           0] [--timed 60] [--results FILE] [--plot PNG]
 
-The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of limited_link.py. Every
-hook has the same data and schedule, and nothing is tuned; in `int8@2` the learning rate is doubled. PowerSGD begins
-after 10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and auto-close choose
-during training.
+The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of
+limited_link.py. Every hook has the same data and schedule, and nothing is tuned; in `int8@2` the
+learning rate is doubled. PowerSGD begins after 10 % of the steps. Labels with "native" are the
+defaults on a CPU with a C compiler; auto and auto-close choose during training.
 
-With --timed N the trainings run only without a limit, which does not change their losses, and at each rate the seconds
-of a step are the mean of N steps. Use it for hooks whose steps all cost the same, not for PowerSGD or auto.
+With --timed N the trainings run only without a limit, which does not change their losses, and at
+each rate the seconds of a step are the mean of N steps. Use it for hooks whose steps all cost the
+same, not for PowerSGD or auto.
 
   seconds    of all steps from the first one on, without the validations, by rank 0's clock
   MB sent    by the interface of rank 0, including headers
-  reached    seconds until the loss was at most --within above plain DDP's last loss with the same seed and rate,
-             interpolated linearly between two validations. "no": not within these steps
+  reached    seconds until the loss was at most --within above plain DDP's last loss with the same
+             seed and rate, interpolated linearly between two validations. "no": not within these
+             steps
   sooner     the seconds until plain DDP has reached it, divided by the seconds in `reached`
 
-Finished trainings are appended to --results and not repeated. When none is missing, neither root nor a link is needed.
+Finished trainings are appended to --results and not repeated. When none is missing, neither root
+nor a link is needed.
 """
 
 import argparse
@@ -61,13 +64,15 @@ class Job(NamedTuple):
         return self._replace(rate="unlimited", timed=0) if self.timed else self
 
 
-# ---- on each rank ----------------------------------------------------------------------------------------------------
+# ---- on each rank
+# --------------------------------------------------------------------------------------------------
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> Callable[..., Row]:
     def train(rate: str, seed: int, label: str, steps: int, timed: int, points: int) -> Row:
-        """Run one training from its first step on; or, with `timed`, only that many steps, after a warm-up. Times are
-        from rank 0's clock, which stops during validations."""
+        """Run one training from its first step on; or, with `timed`, only that many steps, after a
+        warm-up. Times are from rank 0's clock, which stops during validations.
+        """
         torch.manual_seed(seed)
         label, _, faster = label.partition("@")
         model = language_model.ByteTransformer()
@@ -75,7 +80,11 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> C
         batches = parts(torch.Generator().manual_seed(seed), rank, world_size)
         wrapped, hook = wrap(model, label, start=steps // 10 if starts_late(label) else 0)
         seconds, megabytes, curve = 0.0, 0.0, []
-        ends = [WARM_UP, WARM_UP + timed] if timed else [steps * (point + 1) // points for point in range(points)]
+        ends = (
+            [WARM_UP, WARM_UP + timed]
+            if timed
+            else [steps * (point + 1) // points for point in range(points)]
+        )
         for begin, end in itertools.pairwise([0, *ends]):
             dist.barrier()
             before, started = bytes_sent(interface), time.perf_counter()
@@ -106,7 +115,8 @@ def parts(generator: torch.Generator, rank: int, world_size: int) -> Iterator[to
         yield batch.chunk(world_size)[rank]
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def run(jobs: list[Job], points: int) -> Iterator[Row]:
@@ -125,7 +135,10 @@ def curve_of(job: Job, done: dict[Job, Row]) -> Curve:
         return curve
     (first, begun, sent, _), (last, ended, sent_then, _) = curve
     seconds, megabytes = (ended - begun) / (last - first), (sent_then - sent) / (last - first)
-    return [[step, step * seconds, step * megabytes, loss] for step, _, _, loss in done[job.learns]["curve"]]
+    return [
+        [step, step * seconds, step * megabytes, loss]
+        for step, _, _, loss in done[job.learns]["curve"]
+    ]
 
 
 def reached_after(curve: Curve, loss: float) -> float | None:
@@ -146,8 +159,17 @@ def row_of(rate: str, label: str, done: dict[Job, Row], args: argparse.Namespace
     plain = [curve_of(job._replace(label="ddp"), done) for job in jobs]
     goals = [curve[-1][3] * (1 + args.within) for curve in plain]
     reached = [reached_after(curve, goal) for curve, goal in zip(curves, goals, strict=True)]
-    of_plain = [reached_after(curve, goal) or math.nan for curve, goal in zip(plain, goals, strict=True)]
-    row = {"section": rate, "rate": rate, "hook": label, "curves": curves, "reached_s": None, "sooner": None}
+    of_plain = [
+        reached_after(curve, goal) or math.nan for curve, goal in zip(plain, goals, strict=True)
+    ]
+    row = {
+        "section": rate,
+        "rate": rate,
+        "hook": label,
+        "curves": curves,
+        "reached_s": None,
+        "sooner": None,
+    }
     row["chosen"] = ", ".join(sorted({done[job]["chosen"] for job in jobs} - {None}))
     for place, name in ((1, "seconds"), (2, "megabytes"), (3, "loss")):
         row[name] = statistics.fmean(curve[-1][place] for curve in curves)
@@ -168,8 +190,9 @@ DRAWN = {
 
 
 def draw(rows: list[Row], within: float, file: Path) -> None:
-    """Draw loss against time at the first rate, for the first seed, with a dot where plain DDP's last loss is reached
-    but for a share of `within`."""
+    """Draw loss against time at the first rate, for the first seed, with a dot where plain DDP's
+    last loss is reached but for a share of `within`.
+    """
     from matplotlib.figure import Figure
 
     by_hook = {row["hook"]: row for row in rows if row["rate"] == rows[0]["rate"]}
@@ -190,7 +213,13 @@ def draw(rows: list[Row], within: float, file: Path) -> None:
             time_s = seconds / unit_s
             name += f": {time_s:.0f} {unit}" if time_s >= 10 else f": {time_s:.2g} {unit}"
             axis.plot(time_s, goal, color=color, marker="o", ms=7)
-        axis.plot([point[1] / unit_s for point in curve], [point[3] for point in curve], color=color, lw=2, label=name)
+        axis.plot(
+            [point[1] / unit_s for point in curve],
+            [point[3] for point in curve],
+            color=color,
+            lw=2,
+            label=name,
+        )
     axis.set(
         xlabel=f"{unit} of {plain[-1][0]:,} steps on two ranks, {rate} between them",
         ylabel="validation loss, nats per byte",
@@ -203,19 +232,31 @@ def draw(rows: list[Row], within: float, file: Path) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
-    made.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"], help="as tc writes them")
+    made.add_argument(
+        "--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"], help="as tc writes them"
+    )
     made.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
-    made.add_argument("--steps", type=int, default=1500, help="curves are comparable only as a whole")
-    made.add_argument("--timed", type=int, default=0, help="steps that are timed at each rate; 0: all run there")
+    made.add_argument(
+        "--steps", type=int, default=1500, help="curves are comparable only as a whole"
+    )
+    made.add_argument(
+        "--timed", type=int, default=0, help="steps that are timed at each rate; 0: all run there"
+    )
     made.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
-    made.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
+    made.add_argument(
+        "--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings"
+    )
     made.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
     return made
 
 
 def main() -> None:
-    quick: dict[str, Any] = {"rates": ["1gbit"], "hooks": ["ddp", "native-2"], "results": Path(os.devnull)}
+    quick: dict[str, Any] = {
+        "rates": ["1gbit"],
+        "hooks": ["ddp", "native-2"],
+        "results": Path(os.devnull),
+    }
     args = parse(arguments(), **quick, steps=2)
     if "ddp" not in args.hooks:
         args.hooks.insert(0, "ddp")
@@ -229,7 +270,9 @@ def main() -> None:
     at = machine()
     points = 1 if args.quick else POINTS
     jobs += [job.learns for job in jobs]
-    done = run_missing(jobs, args.results, lambda row: Job(*row["job"]), lambda missing: run(missing, points))
+    done = run_missing(
+        jobs, args.results, lambda row: Job(*row["job"]), lambda missing: run(missing, points)
+    )
     rows = [row_of(rate, label, done, args) for rate in args.rates for label in args.hooks]
     columns = {
         "rate": number("rate"),
@@ -241,7 +284,9 @@ def main() -> None:
         "reached, s": lambda row: "no" if row["reached_s"] is None else f"{row['reached_s']:.0f}",
         "x sooner": lambda row: "no" if row["sooner"] is None else f"{row['sooner']:.2f}",
     }
-    report("time_to_loss", f"time to loss: 2 ranks, {len(args.seeds)} seeds", args, at, rows, columns)
+    report(
+        "time_to_loss", f"time to loss: 2 ranks, {len(args.seeds)} seeds", args, at, rows, columns
+    )
     if args.plot is not None:
         draw(rows, args.within, args.plot)
 

@@ -1,8 +1,10 @@
-"""Communication hooks for DistributedDataParallel: compressed gradients, saved and resumed with your checkpoints.
+"""Communication hooks for DistributedDataParallel: compressed gradients, saved and resumed with
+your checkpoints.
 
     hook = commhooks.attach(ddp_model, commhooks.PowerSGD(matrix_approximation_rank=4))
 
-The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_comm_hooks`, function by function.
+The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_comm_hooks`, function
+by function.
 """
 
 import sys
@@ -20,7 +22,8 @@ else:
         if not (name.startswith("__") and name != "__all__"):
             import commhooks.public  # noqa: F401
 
-            public = sys.modules["commhooks.public"]  # during a circular import it is not yet an attribute of commhooks
+            # during a circular import it is not yet an attribute of commhooks
+            public = sys.modules["commhooks.public"]
             globals().update((each, getattr(public, each)) for each in ("__all__", *public.__all__))
             if name in globals():  # the import also sets subpackages
                 return globals()[name]

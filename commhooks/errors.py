@@ -1,4 +1,6 @@
-"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; versions of the frameworks."""
+"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; versions
+of the frameworks.
+"""
 
 import atexit
 import contextlib
@@ -32,8 +34,9 @@ class HookRunError(CommHookError, RuntimeError):
 
 
 class PayloadError(CommHookError, ValueError):
-    """Raised if a checkpoint payload does not fit the model; nothing was changed. The message lists the mismatched
-    names."""
+    """Raised if a checkpoint payload does not fit the model; nothing was changed. The message lists
+    the mismatched names.
+    """
 
 
 class CommandError(CommHookError, RuntimeError):
@@ -41,9 +44,12 @@ class CommandError(CommHookError, RuntimeError):
 
 
 @contextlib.contextmanager
-def errors_begin_with(place: object, kind: type[CommHookError] = PayloadError, *, remedy: str = "") -> Iterator[None]:
-    """Context manager: prefix the messages of `kind` errors in the body with `place`, a file or setting. If the error
-    means that a saved state is damaged, append `remedy`."""
+def errors_begin_with(
+    place: object, kind: type[CommHookError] = PayloadError, *, remedy: str = ""
+) -> Iterator[None]:
+    """Context manager: prefix the messages of `kind` errors in the body with `place`, a file or
+    setting. If the error means that a saved state is damaged, append `remedy`.
+    """
     try:
         yield
     except kind as error:
@@ -56,8 +62,9 @@ MOST_LISTED = 8
 
 
 def shown(value: object) -> str:
-    """Return a `repr` of at most about 100 characters, or the type's name if `repr` raises (an int of 5,000 digits, a
-    list 100,000 levels deep)."""
+    """Return a `repr` of at most about 100 characters, or the type's name if `repr` raises (an int
+    of 5,000 digits, a list 100,000 levels deep).
+    """
     try:
         text = repr(value)
     except Exception:
@@ -66,15 +73,18 @@ def shown(value: object) -> str:
 
 
 def listed(values: Iterable[object], separator: str = ", ") -> str:
-    """Join the first eight values for a message, which names the number of the others: a run may have 1,000 ranks."""
+    """Join the first eight values for a message, which names the number of the others: a run may
+    have 1,000 ranks.
+    """
     texts = [str(value) for value in values]
     more = f" and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
     return separator.join(texts[:MOST_LISTED]) + more
 
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
-    """Return the error about the `value` of an argument, option or setting. `where`: its name or key path; `near`:
-    valid values, to suggest the closest."""
+    """Return the error about the `value` of an argument, option or setting. `where`: its name or
+    key path; `near`: valid values, to suggest the closest.
+    """
     hint = did_you_mean(value, near) if isinstance(value, str) else ""
     return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 
@@ -83,14 +93,22 @@ def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookCon
     """Return the error about an unknown `name`. `kind`: "argument", "option" or "setting"."""
     if not known:
         return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
-    options = "; options of the hook go into hook_options" if kind == "argument" and "hook_options" in known else ""
+    options = (
+        "; options of the hook go into hook_options"
+        if kind == "argument" and "hook_options" in known
+        else ""
+    )
     meant = did_you_mean(name, known)
-    return HookConfigError(f"{whose} has no {kind} {name!r}{meant}; known are {', '.join(known)}{options}")
+    return HookConfigError(
+        f"{whose} has no {kind} {name!r}{meant}; known are {', '.join(known)}{options}"
+    )
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return `" (did you mean 'x'?)"`, or "" if no candidate begins with `name` ("start" for "start_iter"), is spelt
-    similarly, or contains `name` ("rank" for "matrix_approximation_rank", but not for "ranks_per_node")."""
+    """Return `" (did you mean 'x'?)"`, or "" if no candidate begins with `name` ("start" for
+    "start_iter"), is spelt similarly, or contains `name` ("rank" for "matrix_approximation_rank",
+    but not for "ranks_per_node").
+    """
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     given, long = name.lower(), len(name) > 2
     contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
@@ -115,8 +133,9 @@ class _Logger(_Adapter):
 
 
 def logger_of(module: str) -> _Logger:
-    """Return the logger of a module. It prefixes warnings with "commhooks:". Other records are unchanged, because
-    torch's hooks log the same lines."""
+    """Return the logger of a module. It prefixes warnings with "commhooks:". Other records are
+    unchanged, because torch's hooks log the same lines.
+    """
     return _Logger(logging.getLogger(module), None)
 
 
@@ -134,9 +153,11 @@ def log_summary(line: str) -> None:
 
 @contextlib.contextmanager
 def print_error_on_rank_zero() -> Iterator[None]:
-    """Context manager: rank 0 prints the message of a CommHookError that the body raises. All ranks raise such errors,
-    and their interleaved tracebacks would hide the message. A single process prints it as its last line if it ends by
-    an error of another library that holds the message somewhere in the middle."""
+    """Context manager: rank 0 prints the message of a CommHookError that the body raises. All ranks
+    raise such errors, and their interleaved tracebacks would hide the message. A single process
+    prints it as its last line if it ends by an error of another library that holds the message
+    somewhere in the middle.
+    """
     try:
         yield
     except CommHookError as error:
@@ -145,7 +166,10 @@ def print_error_on_rank_zero() -> Iterator[None]:
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
         else:  # set by launchers
-            rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+            rank, ranks = (
+                int(os.environ.get(name) or default)
+                for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+            )
         if rank == 0:
             atexit.unregister(_repeat_if_buried)
             atexit.register(_repeat_if_buried, str(error))
@@ -160,8 +184,9 @@ def _print_error(message: str) -> None:
 
 
 def _repeat_if_buried(message: str) -> None:
-    """Print `message` if the error that ends the process was raised by somebody who has caught ours: jsonargparse puts
-    its values below our sentence, and Hydra the name of a key."""
+    """Print `message` if the error that ends the process was raised by somebody who has caught
+    ours: jsonargparse puts its values below our sentence, and Hydra the name of a key.
+    """
     last = getattr(sys, "last_value", None)  # set by Python for the traceback that it has printed
     if isinstance(last, CommHookError):
         return
@@ -173,7 +198,8 @@ def _repeat_if_buried(message: str) -> None:
         _print_error(message)
 
 
-# ---- versions --------------------------------------------------------------------------------------------------------
+# ---- versions
+# --------------------------------------------------------------------------------------------------
 
 OLDEST = {
     "accelerate": "1.10.0",
@@ -196,8 +222,9 @@ def check_version(framework: ModuleType) -> None:
 
 @contextlib.contextmanager
 def needed(*packages: str, sentence: str) -> Iterator[None]:
-    """Context manager for importing `packages`, which are keys of `OLDEST`. Raises ImportError if a package is too old,
-    or with the message `sentence` if one is not installed."""
+    """Context manager for importing `packages`, which are keys of `OLDEST`. Raises ImportError if a
+    package is too old, or with the message `sentence` if one is not installed.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

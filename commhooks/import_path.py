@@ -1,4 +1,6 @@
-"""Import an object by the path that a user has written: "package.module:name" or "folder/file.py:name"."""
+"""Import an object by the path that a user has written: "package.module:name" or
+"folder/file.py:name".
+"""
 
 import importlib
 import os
@@ -10,16 +12,19 @@ from commhooks.errors import HookConfigError, did_you_mean
 
 
 def import_path(path: str, said: str, *, kind: str = "function") -> Any:
-    """Import the object at `path`: "package.module:name" or "folder/file.py:name", where `name` may contain dots.
-    Raises HookConfigError if the path is malformed, or the file, module or name does not exist; other errors of the
-    import propagate. `said`, `kind`: the path and the expected kind of object in messages.
+    """Import the object at `path`: "package.module:name" or "folder/file.py:name", where `name` may
+    contain dots. Raises HookConfigError if the path is malformed, or the file, module or name does
+    not exist; other errors of the import propagate. `said`, `kind`: the path and the expected kind
+    of object in messages.
 
-    The path of a file is relative to the current folder, or absolute, or begins with "~". "folder/file.py" is imported
-    as `folder.file`; a file outside of the current folder as by `python file.py`, with its own folder in `sys.path` (of
-    a file in a package: the folder around the package). What is put into `sys.path` stays there, because the file's
-    functions may import more.
+    The path of a file is relative to the current folder, or absolute, or begins with "~".
+    "folder/file.py" is imported as `folder.file`; a file outside of the current folder as by
+    `python file.py`, with its own folder in `sys.path` (of a file in a package: the folder around
+    the package). What is put into `sys.path` stays there, because the file's functions may import
+    more.
 
-    Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
+    Security: pass only paths from the user's arguments, configuration or command line, never from a
+    checkpoint.
     """
     module_name, _, name = path.partition(":")
     file = None
@@ -29,29 +34,39 @@ def import_path(path: str, said: str, *, kind: str = "function") -> Any:
     # A path from a YAML file or a flag has no base package, so it cannot be relative.
     if not all((*module_name.split("."), *name.split("."))):
         raise HookConfigError(
-            f"{said} is not a path: expected 'package.module:{kind}' with the full name of the module, or "
-            f"'folder/file.py:{kind}'"
+            f"{said} is not a path: expected 'package.module:{kind}' with the full name of the"
+            f" module, or 'folder/file.py:{kind}'"
         )
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
+            f"{error.name}."
+        )
         hint = f"; start where `import {module_name}` works" if missing else ""
         raise HookConfigError(f"{said}: cannot import {module_name!r}: {error}{hint}") from error
     if file is not None and not _is_of(found, file):
         other = getattr(found, "__file__", None) or "a built-in module"
-        raise HookConfigError(f"{said}: `import {module_name}` finds {other} instead of {file}: rename one of them")
+        raise HookConfigError(
+            f"{said}: `import {module_name}` finds {other} instead of {file}: rename one of them"
+        )
     return _attribute(found, module_name, name, said)
 
 
 def _module_name(file: Path, said: str) -> str:
-    """Return the name by which `file` is imported, and put the folder from which it is imported into `sys.path`."""
+    """Return the name by which `file` is imported, and put the folder from which it is imported
+    into `sys.path`.
+    """
     if not file.is_file():
         raise HookConfigError(f"{said}: there is no file {str(file)!r}")
     if "." in file.stem:
-        raise HookConfigError(f"{said}: Python cannot import a file with a '.' in its name: rename it")
+        raise HookConfigError(
+            f"{said}: Python cannot import a file with a '.' in its name: rename it"
+        )
     root = Path.cwd()
-    if not file.is_relative_to(root) or any("." in folder for folder in file.relative_to(root).parts[:-1]):
+    if not file.is_relative_to(root) or any(
+        "." in folder for folder in file.relative_to(root).parts[:-1]
+    ):
         root = file.parent
         while (root / "__init__.py").is_file():
             root = root.parent
@@ -71,6 +86,8 @@ def _attribute(module: Any, module_name: str, name: str, said: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise HookConfigError(f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}") from None
+            raise HookConfigError(
+                f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}"
+            ) from None
         where = f"{where}.{part}"
     return found

@@ -1,5 +1,7 @@
-"""The options of hooks: one frozen dataclass per hook for Python, YAML, the environment, flags and checkpoints.
-OmegaConf checks and converts each value. Options have the names that torch's hooks use for their arguments."""
+"""The options of hooks: one frozen dataclass per hook for Python, YAML, the environment, flags and
+checkpoints. OmegaConf checks and converts each value. Options have the names that torch's hooks use
+for their arguments.
+"""
 
 import dataclasses
 import functools
@@ -44,36 +46,46 @@ DROP_INS: dict[Callable[..., Any], DropIn] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class HookConfig:
-    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
+    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of
+    these with None.
 
-    With a field `exclude: list[str]`, the compressor does not see parameters whose names match one of its globs.
+    With a field `exclude: list[str]`, the compressor does not see parameters whose names match one
+    of its globs.
     """
 
     hook_name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     """Alternative names of the hook."""
     own_wire: ClassVar[str | None] = None
-    """The dtype to which the hook itself casts gradients, as in the option `wrapper`: "fp16" or "bf16"."""
+    """The dtype to which the hook itself casts gradients, as in the option `wrapper`: "fp16" or
+    "bf16".
+    """
     sends: ClassVar[bool] = True
     """False for a hook that communicates nothing. The replicas then drift apart."""
     averages_weights: ClassVar[bool] = False
-    """True for a hook that averages weights once in several steps, in place of gradients. It needs no wrapper around
-    the model."""
+    """True for a hook that averages weights once in several steps, in place of gradients. It needs
+    no wrapper around the model.
+    """
     kind: ClassVar[str] = "compressor"
     """What runs the hook: a key of `hook.kinds.KINDS`."""
     start_option: ClassVar[str | None] = None
-    """Name of the field that holds the first compressed step. The field's value is an int for a number of steps, a
-    float for a fraction of the run, or None for 10 % of the run (at most 1000 steps; 100 steps if the run's length is
-    unknown). Before this step gradients are averaged uncompressed."""
+    """Name of the field that holds the first compressed step. The field's value is an int for a
+    number of steps, a float for a fraction of the run, or None for 10 % of the run (at most 1000
+    steps; 100 steps if the run's length is unknown). Before this step gradients are averaged
+    uncompressed.
+    """
     without_use: ClassVar[tuple[str, ...]] = ()
     """Inherited options that this hook rejects or does not need. Lists of options omit them."""
 
     def __new__(cls: type[ConfigT], **options: Any) -> ConfigT:
-        # The TypeError that `__init__` raises for an unknown keyword would not suggest a similar name.
+        # The TypeError that `__init__` raises for an unknown keyword would not suggest a similar
+        # name.
         names = [each.name for each in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
-                raise no_such(f"hook {getattr(cls, 'hook_name', cls.__name__)!r}", "option", name, names)
+                raise no_such(
+                    f"hook {getattr(cls, 'hook_name', cls.__name__)!r}", "option", name, names
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -97,7 +109,11 @@ class HookConfig:
         return 0 if self.start_option is None else getattr(self, self.start_option)
 
     def with_start(self: ConfigT, start: int) -> ConfigT:
-        return self if self.start_option is None else dataclasses.replace(self, **{self.start_option: start})
+        return (
+            self
+            if self.start_option is None
+            else dataclasses.replace(self, **{self.start_option: start})
+        )
 
     def resolved(self: ConfigT, total_steps: int | None) -> ConfigT:
         """Return a copy whose start is a number of steps.
@@ -113,12 +129,15 @@ class HookConfig:
             return self
         if start is None:
             return self.with_start(
-                START_IF_UNKNOWN if total_steps is None else min(LATEST_DEFAULT_START, math.ceil(0.1 * total_steps))
+                START_IF_UNKNOWN
+                if total_steps is None
+                else min(LATEST_DEFAULT_START, math.ceil(0.1 * total_steps))
             )
         if total_steps is None:
             raise HookConfigError(
-                f"{self.start_option}={start!r} is a fraction of the run, whose length is unknown here: "
-                f"pass total_steps=N, or give {self.start_option} as an int, a number of steps"
+                f"{self.start_option}={start!r} is a fraction of the run, whose length is unknown"
+                f" here: pass total_steps=N, or give {self.start_option} as an int, a number of"
+                " steps"
             )
         return self.with_start(math.ceil(start * total_steps))
 
@@ -129,7 +148,9 @@ class HookConfig:
             self._require(start <= LARGEST_STEP, name, f"a number of steps, {LARGEST_STEP} at most")
         elif start is not None:
             self._require(
-                0 < start < 1, name, "a fraction of the run strictly between 0 and 1, or an int for a number of steps"
+                0 < start < 1,
+                name,
+                "a fraction of the run strictly between 0 and 1, or an int for a number of steps",
             )
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
@@ -138,9 +159,10 @@ class HookConfig:
 
 
 def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
-    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a number or bool is
-    parsed as YAML, because the environment and flags pass text. Numbers and bools of numpy are taken as Python's. An
-    int for a bool is an error, although OmegaConf would convert it.
+    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a
+    number or bool is parsed as YAML, because the environment and flags pass text. Numbers and bools
+    of numpy are taken as Python's. An int for a bool is an error, although OmegaConf would convert
+    it.
 
     Args:
         where: argument, key path or option, for the message.
@@ -164,7 +186,9 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
 
 
 def as_python(value: Any) -> Any:
-    """Return a scalar of numpy, such as `np.int64(2)` or `np.bool_(True)`, as Python's; anything else as it is."""
+    """Return a scalar of numpy, such as `np.int64(2)` or `np.bool_(True)`, as Python's; anything
+    else as it is.
+    """
     numpy = sys.modules.get("numpy")  # if nobody has imported it, `value` is not of it
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
@@ -176,8 +200,10 @@ def check_choice(where: str, value: object, choices: Collection[object]) -> None
 
 
 def plain(where: str, value: Any) -> Any:
-    """Convert an OmegaConf container, such as Hydra passes, to a dict or list. Raises HookConfigError if a value is
-    missing ("???") or an interpolation cannot be resolved. `where`: argument, key path or file, for the message."""
+    """Convert an OmegaConf container, such as Hydra passes, to a dict or list. Raises
+    HookConfigError if a value is missing ("???") or an interpolation cannot be resolved. `where`:
+    argument, key path or file, for the message.
+    """
     if not OmegaConf.is_config(value):
         return value
     try:
@@ -188,7 +214,9 @@ def plain(where: str, value: Any) -> Any:
 
 @functools.cache
 def _holder(hint: Any) -> type[Any]:
-    """Make a dataclass with one field of this type. OmegaConf (2.4) cannot convert to `int | float | None` itself."""
+    """Make a dataclass with one field of this type. OmegaConf (2.4) cannot convert to `int | float
+    | None` itself.
+    """
     return dataclasses.make_dataclass("Value", [("value", Union[_members(hint)])])  # noqa: UP007
 
 
@@ -197,5 +225,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _in_words(kind: Any) -> str:
-    words = {bool: "True or False", type(None): "None", list[str]: "a list of text", dict[str, Any]: "a dict"}
+    words = {
+        bool: "True or False",
+        type(None): "None",
+        list[str]: "a list of text",
+        dict[str, Any]: "a dict",
+    }
     return words.get(kind) or str(kind.__name__)

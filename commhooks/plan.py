@@ -35,20 +35,28 @@ class ModelPlan:
     hook: str
     parameters: tuple[UnitPlan, ...]
     wire_dtype: torch.dtype | None = None
-    """The dtype to which the hook or its wrapper casts what it sends; None: the gradients' dtype."""
+    """The dtype to which the hook or its wrapper casts what it sends; None: the gradients' dtype.
+    """
     start_step: int = 0
     """The first compressed step."""
     selective: bool = True
     """Whether the hook decides for each parameter whether to compress it."""
     memory: MemoryPlan = MemoryPlan()
-    """Bytes that the hook needs on each rank. With `ranks_per_node`, on this rank, which keeps a share of the
-    residuals. `packed` and `copies` are upper bounds while the buckets are unknown."""
+    """Bytes that the hook needs on each rank. With `ranks_per_node`, on this rank, which keeps a
+    share of the residuals. `packed` and `copies` are upper bounds while the buckets are unknown.
+    """
     arrangement: str = ""
-    """With `ranks_per_node`: the nodes between which the bytes are sent. A node sends them as if it were one rank."""
+    """With `ranks_per_node`: the nodes between which the bytes are sent. A node sends them as if it
+    were one rank.
+    """
     bucket_names: tuple[tuple[str, ...], ...] = ()
-    """The parameters in each bucket; empty if the buckets are unknown, or if the rows of the plan are buckets."""
+    """The parameters in each bucket; empty if the buckets are unknown, or if the rows of the plan
+    are buckets.
+    """
     bytes_per_save: int = 0
-    """With local steps: bytes that a joint save sends for an optimizer with two numbers per weight, such as Adam."""
+    """With local steps: bytes that a joint save sends for an optimizer with two numbers per weight,
+    such as Adam.
+    """
     saved_residuals: int = 0
     """Bytes of residuals in a checkpoint, summed over all ranks; 0 before the hook is attached."""
     sends: bool | None = True
@@ -61,7 +69,9 @@ class ModelPlan:
 
     @property
     def bytes_after(self) -> int:
-        """Bytes that the hook passes to collectives per rank and step once it compresses, without `flag_bytes`."""
+        """Bytes that the hook passes to collectives per rank and step once it compresses, without
+        `flag_bytes`.
+        """
         return sum(self.sent_bytes(p) for p in self.parameters)
 
     @property
@@ -87,7 +97,9 @@ class ModelPlan:
         before = {p.name: p.size_bytes() for p in self.parameters}
         after = {p.name: self.sent_bytes(p) for p in self.parameters}
         return tuple(
-            BucketPlan(names, sum(before[name] for name in names), sum(after[name] for name in names))
+            BucketPlan(
+                names, sum(before[name] for name in names), sum(after[name] for name in names)
+            )
             for names in self.bucket_names
         )
 
@@ -95,7 +107,9 @@ class ModelPlan:
         """Return the plan as plain types, for JSON. Bytes are per rank and step."""
         sent = None if self.sends is None else self.bytes_after
         # All rows have the same keys, and "matrix" and "rank" for every hook.
-        details = dict.fromkeys(["matrix", "rank", *(key for p in self.parameters for key in p.details)])
+        details = dict.fromkeys(
+            ["matrix", "rank", *(key for p in self.parameters for key in p.details)]
+        )
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
@@ -126,31 +140,44 @@ class ModelPlan:
                 }
                 for p in self.parameters
             ],
-            "buckets": [dataclasses.asdict(each) | {"parameters": list(each.parameters)} for each in self.buckets],
+            "buckets": [
+                dataclasses.asdict(each) | {"parameters": list(each.parameters)}
+                for each in self.buckets
+            ],
         }
 
     @property
     def _unknown(self) -> bool:
-        """Whether the plan is unknown before the first backward pass. An empty plan means that: every DDP model has
-        parameters."""
+        """Whether the plan is unknown before the first backward pass. An empty plan means that:
+        every DDP model has parameters.
+        """
         return self.selective and not self.parameters
 
     def sent_bytes(self, parameter: UnitPlan) -> int:
-        """Return the bytes sent for one parameter per step. For a user's function, whose traffic is unknown, return the
-        uncompressed size."""
+        """Return the bytes sent for one parameter per step. For a user's function, whose traffic is
+        unknown, return the uncompressed size.
+        """
         return 0 if self.sends is False else parameter.sent_bytes(self.wire_dtype)
 
     def summary(self) -> str:
         """Return one line: what is compressed, and the bytes per step and rank."""
         if self._unknown:
-            return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
+            return (
+                f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward"
+                " pass"
+            )
         unit = self.unit
         after = "what the hook sends" if self.sends is None else unit.text(self.bytes_after)
         sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
         if self.bytes_per_save:
-            sent += f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such as Adam"
+            sent += (
+                f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such"
+                " as Adam"
+            )
         if self.saved_residuals >= NAMED_SAVE_BYTES:
-            sent += f", {self.saved_residuals / 1e9:.1f} GB of residuals in a checkpoint of all ranks"
+            sent += (
+                f", {self.saved_residuals / 1e9:.1f} GB of residuals in a checkpoint of all ranks"
+            )
         if not self.selective:
             return f"{len(self.parameters)} parameters, {sent}"
         return (
@@ -169,25 +196,40 @@ class ModelPlan:
         memory = self.memory
         if self.sends is None or not memory.total:
             return ""
-        parts = {"residuals": memory.residual, memory.factors_are: memory.factors, "packed to send": memory.packed}
+        parts = {
+            "residuals": memory.residual,
+            memory.factors_are: memory.factors,
+            "packed to send": memory.packed,
+        }
         parts |= {"copies of gradients": memory.copies}
-        shown = ", ".join(f"{self.unit.number(size)} {name}" for name, size in parts.items() if size)
+        shown = ", ".join(
+            f"{self.unit.number(size)} {name}" for name, size in parts.items() if size
+        )
         whose = "of this rank" if self.arrangement else "per rank"
         host = f", and {self.unit.text(memory.host)} of host memory" if memory.host else ""
         saved = ""
         if self.saved_residuals:
-            saved = f"Residuals in a checkpoint of all ranks: {self.unit.text(self.saved_residuals)}\n"
+            saved = (
+                f"Residuals in a checkpoint of all ranks: {self.unit.text(self.saved_residuals)}\n"
+            )
         return f"Memory {whose}: {self.unit.text(memory.total)} ({shown}){host}\n{saved}"
 
 
-# ---- making one ------------------------------------------------------------------------------------------------------
+# ---- making one
+# --------------------------------------------------------------------------------------------------
 
 
-def parameter_plans(compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()) -> list[UnitPlan]:
-    """Plan each parameter; [] if the compressor works on whole buckets. `sparse`: ids of parameters with sparse
-    gradients."""
+def parameter_plans(
+    compressor: Compressor[Any], names: ParameterNames, sparse: Collection[int] = ()
+) -> list[UnitPlan]:
+    """Plan each parameter; [] if the compressor works on whole buckets. `sparse`: ids of parameters
+    with sparse gradients.
+    """
     config = compressor.config
-    infos = [ParameterInfo.of(n, p, names, config, id(p) in sparse) for n, p in names.named_parameters().items()]
+    infos = [
+        ParameterInfo.of(n, p, names, config, id(p) in sparse)
+        for n, p in names.named_parameters().items()
+    ]
     return [plan for plan in (compressor.plan(infos) if infos else ()) if not plan.state_name]
 
 
@@ -209,15 +251,19 @@ def whole_plan(
         memory=reduction.memory_plan(compressor, rows, known or [rows]),
         arrangement=reduction.description,
         bucket_names=tuple(map(tuple, buckets)),
-        bytes_per_save=sum(row.numel * 4 for row in rows) if compressor.config.averages_weights else 0,
+        bytes_per_save=(
+            sum(row.numel * 4 for row in rows) if compressor.config.averages_weights else 0
+        ),
         sends=compressor.config.sends,
     )
 
 
 @dataclass(frozen=True)
 class SavedBy:
-    """Says how a hook's residuals are saved: `form` ("mean", "per_rank" or "drop"), the number of ranks that save
-    together (with a sharded model, that hold the same shard), and the number of shards of the model."""
+    """Says how a hook's residuals are saved: `form` ("mean", "per_rank" or "drop"), the number of
+    ranks that save together (with a sharded model, that hold the same shard), and the number of
+    shards of the model.
+    """
 
     form: str
     ranks: int
@@ -226,10 +272,14 @@ class SavedBy:
     @classmethod
     def of(cls, request: HookRequest, source: GradientSource) -> "SavedBy":
         sharded = source.shard_group is not None and request.save_residual == "per_rank"
-        return cls("mean" if sharded else request.save_residual, source.group.size(), source.place[1])
+        return cls(
+            "mean" if sharded else request.save_residual, source.group.size(), source.place[1]
+        )
 
 
-def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int], saved_by: SavedBy) -> ModelPlan:
+def session_plan(
+    hook: str, session: ExchangeDriver, sparse: Collection[int], saved_by: SavedBy
+) -> ModelPlan:
     compressor, consensus = session.compressor, session.consensus
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
     if rows:
@@ -246,15 +296,22 @@ def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int], sa
     return dataclasses.replace(plan, saved_residuals=saved * saved_by.shards)
 
 
-def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
-    """Plan what a hook will do to `module` in DDP. Parameters may be on the meta device, because their values are not
-    read. Raises HookConfigError if the request is for a user's function or for no hook, its start is a fraction and
-    `total_steps` is None, or no parameter is trained."""
+def plan_model(
+    module: torch.nn.Module, request: HookRequest, total_steps: int | None = None
+) -> ModelPlan:
+    """Plan what a hook will do to `module` in DDP. Parameters may be on the meta device, because
+    their values are not read. Raises HookConfigError if the request is for a user's function or for
+    no hook, its start is a fraction and `total_steps` is None, or no parameter is trained.
+    """
     compressor = request.new_compressor(total_steps)
     if request.off:
-        raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
+        raise HookConfigError(
+            "without a hook there is nothing to plan; hook 'allreduce' shows the plain average"
+        )
     if compressor is None:
-        raise HookConfigError(f"hook {request.name!r} is a function, whose traffic cannot be planned")
+        raise HookConfigError(
+            f"hook {request.name!r} is a function, whose traffic cannot be planned"
+        )
     names = all_names(module)
     trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
     if not trained:
@@ -263,7 +320,8 @@ def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int |
     return whole_plan(request.name, compressor, rows)
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def text_of(*parts: Any) -> str:
@@ -285,7 +343,9 @@ def new_table(title: str | None = None) -> Any:
 
 
 def _parameter_table(plan: ModelPlan) -> Any:
-    title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
+    title = (
+        f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
+    )
     title += f", {plan.arrangement}" if plan.arrangement else ""
     table = new_table(title)
     # Long names and reasons are wrapped, never truncated; numbers are not wrapped.

@@ -1,4 +1,6 @@
-"""The public names. The first access to one of them in `commhooks` imports this module, and with it torch."""
+"""The public names. The first access to one of them in `commhooks` imports this module, and with it
+torch.
+"""
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
 from commhooks.auto.options import Auto
@@ -25,8 +27,19 @@ from commhooks.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.errors import AttachError, CommandError, CommHookError, HookConfigError, HookRunError, PayloadError
+from commhooks.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
+from commhooks.errors import (
+    AttachError,
+    CommandError,
+    CommHookError,
+    HookConfigError,
+    HookRunError,
+    PayloadError,
+)
 from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook

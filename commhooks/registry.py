@@ -55,8 +55,12 @@ BUILT_IN = (
     BuiltIn(Noop, "compressors.cast", "NoopCompressor"),
     BuiltIn(Auto, "auto.compressor", "AutoCompressor"),
 )
-COMPRESSORS: dict[str, BuiltIn | type[Compressor[Any]]] = {hook.Config.hook_name: hook for hook in BUILT_IN}
-"""Built-in hooks and registered compressor classes by hook name. `register_compressor` adds to this dict."""
+COMPRESSORS: dict[str, BuiltIn | type[Compressor[Any]]] = {
+    hook.Config.hook_name: hook for hook in BUILT_IN
+}
+"""Built-in hooks and registered compressor classes by hook name. `register_compressor` adds to this
+dict.
+"""
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
 FACTORIES: dict[str, Factory] = {}
 """Factories of users' hooks by name. `register_hook` adds to this dict."""
@@ -68,22 +72,24 @@ CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
 
 
 def register_compressor(compressor: CompressorClass) -> CompressorClass:
-    """Register a compressor class as a hook, for all front ends, checkpoints, plans and statistics. Can be
-    used as a class decorator.
+    """Register a compressor class as a hook, for all front ends, checkpoints, plans and statistics.
+    Can be used as a class decorator.
 
-    Every process that uses the hook must import the module that calls this. Alternatively pass the path
-    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering the same class
-    again, for example from a reloaded module, replaces the earlier one.
+    Every process that uses the hook must import the module that calls this. Alternatively pass the
+    path `"package.module:Class"` as `hook`, which imports the module and registers the class.
+    Registering the same class again, for example from a reloaded module, replaces the earlier one.
 
     Args:
-        compressor: a subclass of `commhooks.Compressor`. Its `Config` is a frozen keyword-only dataclass derived from
-            `commhooks.HookConfig`, with a `hook_name`.
+        compressor: a subclass of `commhooks.Compressor`. Its `Config` is a frozen keyword-only
+            dataclass derived from `commhooks.HookConfig`, with a `hook_name`.
 
     Raises:
         HookConfigError: `compressor` is not such a class, or its name is taken.
     """
     if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
-        raise HookConfigError(f"register_compressor({compressor!r}): expected a subclass of commhooks.Compressor")
+        raise HookConfigError(
+            f"register_compressor({compressor!r}): expected a subclass of commhooks.Compressor"
+        )
     problem = _problem(compressor)
     if problem is not None:
         raise HookConfigError(f"register_compressor({compressor.__name__}): {problem}")
@@ -100,26 +106,31 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
 
 
 def register_hook(name: str, factory: Factory) -> None:
-    """Register a function as a hook by name, for all front ends. Plans, statistics and checkpoints of learned state
-    need a compressor: see `register_compressor`.
+    """Register a function as a hook by name, for all front ends. Plans, statistics and checkpoints
+    of learned state need a compressor: see `register_compressor`.
 
     Args:
-        factory: `factory(options: dict, process_group) -> (state, hook)`. `attach` calls it on every rank. `hook` has
-            the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved and restored if it
-            has `state_dict` and `load_state_dict` (plain types and tensors).
+        factory: `factory(options: dict, process_group) -> (state, hook)`. `attach` calls it on
+            every rank. `hook` has the signature `(state, bucket) ->
+            torch.futures.Future[torch.Tensor]`. `state` is saved and restored if it has
+            `state_dict` and `load_state_dict` (plain types and tensors).
 
     Raises:
         HookConfigError: the name is taken or invalid, or the factory is not callable.
     """
     _check_word("register_hook", name)
     if not callable(factory):
-        raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
+        raise HookConfigError(
+            f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable"
+        )
     _check_free("register_hook", name)
     FACTORIES[name] = factory
 
 
 def available_hooks() -> dict[str, dict[str, Any]]:
-    """Return {name: {"description": one line, "options": {option: default}}} for all registered hooks."""
+    """Return {name: {"description": one line, "options": {option: default}}} for all registered
+    hooks.
+    """
     hooks: dict[str, dict[str, Any]] = {}
     for name, hook in COMPRESSORS.items():
         hooks[name] = {
@@ -137,7 +148,10 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
     if not (isinstance(config, type) and issubclass(config, HookConfig)):
         return f"its Config is {config!r}; expected a dataclass derived from commhooks.HookConfig"
     if "__dataclass_fields__" not in vars(config):
-        return f"{config.__name__} is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)"
+        return (
+            f"{config.__name__} is not a dataclass: decorate it with @dataclass(frozen=True,"
+            " kw_only=True)"
+        )
     if not isinstance(getattr(config, "hook_name", None), str):
         return f"{config.__name__} has no hook_name, the name by which the hook is known"
     missing = sorted(getattr(compressor, "__abstractmethods__", ()))
@@ -150,14 +164,17 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
         return f"its state_fields are {fields!r}; expected a tuple, such as (commhooks.RESIDUAL,)"
     for each in () if isinstance(fields, property) else fields:
         if not isinstance(each, StateField):
-            return f"its state_fields hold {each!r}; expected commhooks.RESIDUAL or StateField('name')"
+            return (
+                f"its state_fields hold {each!r}; expected commhooks.RESIDUAL or StateField('name')"
+            )
     names = [each.name for each in dataclasses.fields(config)]
     if config.start_option is not None and config.start_option not in names:
         return f"start_option={config.start_option!r} is not one of the options {names}"
     ignored = [config.start_option or "", "exclude"]
     if not compressor.transactional and (compressor.state_fields or set(ignored) & set(names)):
         return (
-            "with transactional=False there is no learned state and no start step: remove state_fields, start, exclude"
+            "with transactional=False there is no learned state and no start step: remove"
+            " state_fields, start, exclude"
         )
     try:
         config()
@@ -168,8 +185,15 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
 
 def _check_word(caller: str, name: object) -> None:
     if isinstance(name, str) and means_no_hook(name):
-        raise HookConfigError(f"{caller}: name={name!r} means training without a hook; choose another name")
-    if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
+        raise HookConfigError(
+            f"{caller}: name={name!r} means training without a hook; choose another name"
+        )
+    if (
+        not isinstance(name, str)
+        or not name
+        or ":" in name
+        or any(letter.isspace() for letter in name)
+    ):
         raise HookConfigError(f"{caller}: name={name!r}; expected a word without ':' and spaces")
 
 
@@ -179,7 +203,9 @@ def _check_free(caller: str, name: str) -> None:
 
 
 def canonical_name(name: str) -> str | None:
-    """Return the registered hook that `name` stands for (a name or an alias), or None. Ignores case, `_` and `-`."""
+    """Return the registered hook that `name` stands for (a name or an alias), or None. Ignores
+    case, `_` and `-`.
+    """
 
     def plain(text: str) -> str:
         return text.lower().replace("_", "").replace("-", "")
@@ -190,8 +216,9 @@ def canonical_name(name: str) -> str | None:
 
 
 def means_no_hook(hook: object) -> bool:
-    """Return whether `hook` requests training without a hook: None, "none", "off", or False (YAML reads `off` as
-    False)."""
+    """Return whether `hook` requests training without a hook: None, "none", "off", or False (YAML
+    reads `off` as False).
+    """
     return hook is None or hook is False or (isinstance(hook, str) and hook.lower() in (OFF, "off"))
 
 
@@ -208,8 +235,9 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
     hook = COMPRESSORS.get(config.hook_name)
     if hook is None or not isinstance(config, hook.Config):
         raise HookConfigError(
-            f"{type(config).__module__}.{type(config).__name__} is the config of a compressor that is not registered "
-            "in this process: import the module that calls commhooks.register_compressor, on every rank"
+            f"{type(config).__module__}.{type(config).__name__} is the config of a compressor that"
+            " is not registered in this process: import the module that calls"
+            " commhooks.register_compressor, on every rank"
         )
     return hook.load() if isinstance(hook, BuiltIn) else hook
 

@@ -52,8 +52,10 @@ class Status:
 
 @dataclass(frozen=True)
 class Summary:
-    """Holds the parts of the line that rank 0 logs after the first backward pass. `details`: the main options, the
-    kernel, the nodes. `alone`: appended if a single rank sends nothing: what the hook does nevertheless."""
+    """Holds the parts of the line that rank 0 logs after the first backward pass. `details`: the
+    main options, the kernel, the nodes. `alone`: appended if a single rank sends nothing: what the
+    hook does nevertheless.
+    """
 
     details: Sequence[str] = ()
     effect: str = ""
@@ -63,11 +65,15 @@ class Summary:
 
 @torch.no_grad()
 def norms(
-    gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], factor: float
+    gradients: Mapping[str, torch.Tensor | None],
+    residuals: Mapping[str, torch.Tensor],
+    factor: float,
 ) -> dict[str, float | None]:
-    """Return the Euclidean norms over the parameters in `gradients`, and their ratio: about how many steps' worth of
-    gradient error feedback holds back. A value is None if there is nothing to measure. `factor`: the factor by which
-    `residuals` are scaled. Synchronises with the device once."""
+    """Return the Euclidean norms over the parameters in `gradients`, and their ratio: about how
+    many steps' worth of gradient error feedback holds back. A value is None if there is nothing to
+    measure. `factor`: the factor by which `residuals` are scaled. Synchronises with the device
+    once.
+    """
     held = [residuals[name] for name in gradients if name in residuals]
     tensors = held + [each for each in gradients.values() if each is not None]
     values = [each.coalesce().values() if each.is_sparse else each for each in tensors]

@@ -1,8 +1,9 @@
-"""Check a user's request for a hook: the arguments shared by all front ends, checked without a model or a process
-group.
+"""Check a user's request for a hook: the arguments shared by all front ends, checked without a
+model or a process group.
 
-The front ends are `attach`, the strategies for Lightning and Fabric, Accelerate's handler and YAML, and flags. Their
-signatures repeat names and defaults for editors and jsonargparse; the docstring of `attach` explains the arguments.
+The front ends are `attach`, the strategies for Lightning and Fabric, Accelerate's handler and YAML,
+and flags. Their signatures repeat names and defaults for editors and jsonargparse; the docstring of
+`attach` explains the arguments.
 """
 
 import dataclasses
@@ -19,7 +20,13 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
-from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, print_error_on_rank_zero
+from commhooks.errors import (
+    HookConfigError,
+    did_you_mean,
+    invalid,
+    no_such,
+    print_error_on_rank_zero,
+)
 from commhooks.import_path import import_path
 from commhooks.members.options import Torchft, torchft_of
 from commhooks.options import DROP_INS, HookConfig, check_choice, converted, plain
@@ -41,14 +48,16 @@ T = TypeVar("T")
 WRAPPERS = tuple(WIRE_DTYPES)
 SAVE_RESIDUAL = ("mean", "per_rank", "drop")
 
-# ---- the shared arguments --------------------------------------------------------------------------------------------
+# ---- the shared arguments
+# --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Argument:
-    """Describes an argument shared by all front ends. `kind`: the type in YAML; in Python, `hook` and `hook_state` may
-    be other objects. `choices`: the valid values; empty: all values of the type. `expected`: the valid values in words,
-    for messages."""
+    """Describes an argument shared by all front ends. `kind`: the type in YAML; in Python, `hook`
+    and `hook_state` may be other objects. `choices`: the valid values; empty: all values of the
+    type. `expected`: the valid values in words, for messages.
+    """
 
     kind: Any
     default: Any = None
@@ -66,14 +75,18 @@ ARGUMENTS = {
     "strict": Argument(bool, True),
     "total_steps": Argument(int | None, expected=_STEPS),
     "check_every": Argument(int | None, expected=_STEPS),
-    "ranks_per_node": Argument(int | str | None, expected="'auto', a number of ranks, 1 or more, or None"),
+    "ranks_per_node": Argument(
+        int | str | None, expected="'auto', a number of ranks, 1 or more, or None"
+    ),
     "members": Argument(str | None, choices=(None, "torchft")),
 }
 
 
 def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with the shared arguments converted to their types. Does not check `hook`, `hook_options` and
-    `hook_state`. Raises HookConfigError if a value has the wrong type or is out of range."""
+    """Return `given` with the shared arguments converted to their types. Does not check `hook`,
+    `hook_options` and `hook_state`. Raises HookConfigError if a value has the wrong type or is out
+    of range.
+    """
     checked = dict(given)
     for name, argument in ARGUMENTS.items():
         if name in given and argument.choices:
@@ -84,10 +97,15 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> Any:
-    """Return `value` converted to `kind`. Raises HookConfigError if it cannot be converted, is a number below 1, or is
-    text other than "auto"."""
+    """Return `value` converted to `kind`. Raises HookConfigError if it cannot be converted, is a
+    number below 1, or is text other than "auto".
+    """
     found = converted(where, value, kind, expected)
-    if not (found == "auto" if isinstance(found, str) else found is None or isinstance(found, bool) or found >= 1):
+    if not (
+        found == "auto"
+        if isinstance(found, str)
+        else found is None or isinstance(found, bool) or found >= 1
+    ):
         raise invalid(where, value, expected)
     return found
 
@@ -98,8 +116,9 @@ def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: raise HookConfigError for an unknown keyword argument, with the closest name. Rank 0 prints the
-    message of every CommHookError."""
+    """Decorator: raise HookConfigError for an unknown keyword argument, with the closest name. Rank
+    0 prints the message of every CommHookError.
+    """
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -109,20 +128,26 @@ def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
         with print_error_on_rank_zero():
             for name in kwargs:
                 if name not in known and not takes_all:
-                    caller = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+                    caller = (
+                        type(args[0]).__name__
+                        if function.__name__ == "__init__"
+                        else function.__name__
+                    )
                     raise no_such(caller, "argument", name, known)
             return function(*args, **kwargs)
 
     return checked
 
 
-# ---- the request -----------------------------------------------------------------------------------------------------
+# ---- the request
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HookRequest:
-    """Holds a checked request for a hook. At most one of `config`, `factory` and `function` is set. If none is, the
-    training runs without a hook."""
+    """Holds a checked request for a hook. At most one of `config`, `factory` and `function` is set.
+    If none is, the training runs without a hook.
+    """
 
     name: str
     config: HookConfig | None = None
@@ -138,27 +163,44 @@ class HookRequest:
     ranks_per_node: RanksPerNode = None
     members: Torchft | None = None
     distributed: bool = False
-    """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models always have this
-    form."""
+    """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models
+    always have this form.
+    """
     ignored: tuple[str, ...] = ()
     """Arguments that the user passed but that have no effect without a hook."""
 
     @classmethod
     def parse(
-        cls, hook: object, *, hook_options: Mapping[str, Any] | None = None, hook_state: Any = None, **common: Any
+        cls,
+        hook: object,
+        *,
+        hook_options: Mapping[str, Any] | None = None,
+        hook_state: Any = None,
+        **common: Any,
     ) -> "HookRequest":
-        """Make a request from the user's arguments; see `attach`. `common`: the other shared arguments. Raises
-        HookConfigError for an unknown hook or option, a wrong type, or an invalid combination."""
+        """Make a request from the user's arguments; see `attach`. `common`: the other shared
+        arguments. Raises HookConfigError for an unknown hook or option, a wrong type, or an invalid
+        combination.
+        """
         members = torchft_of(common.pop("members", None))
         common = check_arguments(common) | {"members": members}
         given = plain("hook_options", hook_options)
         if not isinstance(given, Mapping | None):
             raise invalid("hook_options", given, "a dict of options")
-        options = {str(name): plain(f"hook_options: {name}", each) for name, each in (given or {}).items()}
+        options = {
+            str(name): plain(f"hook_options: {name}", each) for name, each in (given or {}).items()
+        }
         if means_no_hook(hook):
             unused = {"hook_options": given, "hook_state": hook_state}
-            unused |= {name: common.pop(name, None) for name in ("wrapper", "check_every", "ranks_per_node", "members")}
-            return cls(OFF, ignored=tuple(name for name, value in unused.items() if value is not None), **common)
+            unused |= {
+                name: common.pop(name, None)
+                for name in ("wrapper", "check_every", "ranks_per_node", "members")
+            }
+            return cls(
+                OFF,
+                ignored=tuple(name for name, value in unused.items() if value is not None),
+                **common,
+            )
         found, common["hook_state"] = _found(hook), hook_state
         if isinstance(found, type):
             config = found(**options)
@@ -169,8 +211,15 @@ class HookRequest:
             said, remedy = f"{type(found).__name__}(...)", "put the options into it"
             request = cls(found.hook_name, config=found, **common)
         else:
-            name = hook if isinstance(hook, str) else getattr(found, "__qualname__", type(found).__qualname__)
-            said, remedy = f"the callable {name}", "put its options into hook_state, or use register_hook"
+            name = (
+                hook
+                if isinstance(hook, str)
+                else getattr(found, "__qualname__", type(found).__qualname__)
+            )
+            said, remedy = (
+                f"the callable {name}",
+                "put its options into hook_state, or use register_hook",
+            )
             drop_in = next((each for function, each in DROP_INS.items() if function is found), None)
             if drop_in is None:
                 request = cls(name, function=found, **common)
@@ -181,7 +230,8 @@ class HookRequest:
                 request = cls(drop_in.hook, function=found, **common)
         if options:
             raise HookConfigError(
-                f"hook_options={options!r} with {said}: hook_options is for hooks given by name; {remedy}"
+                f"hook_options={options!r} with {said}: hook_options is for hooks given by name;"
+                f" {remedy}"
             )
         return request
 
@@ -190,14 +240,17 @@ class HookRequest:
         hook = f"hook {self.name!r}" if self.function is None else f"the function {self.name}"
         if self.hook_state is not None and self.function is None:
             raise HookConfigError(
-                f"hook_state with {hook}, which makes its own state: hook_state is for a callable of your own"
+                f"hook_state with {hook}, which makes its own state: hook_state is for a callable"
+                " of your own"
             )
         if self.check_every is not None and self.config is not None and not self.config.sends:
-            raise HookConfigError(f"check_every with {hook}: without communication the replicas drift apart")
+            raise HookConfigError(
+                f"check_every with {hook}: without communication the replicas drift apart"
+            )
         if self.ranks_per_node is not None and compressor is None:
             raise HookConfigError(
-                f"ranks_per_node with the hook {self.name}, a function: write a compressor instead, which works "
-                "between nodes"
+                f"ranks_per_node with the hook {self.name}, a function: write a compressor instead,"
+                " which works between nodes"
             )
         alone = "" if compressor is None else _not_between_nodes(compressor)
         if self.ranks_per_node is not None and alone:
@@ -208,7 +261,8 @@ class HookRequest:
         if self.wrapper is not None and compressor is not None and not compressor.wrappers:
             wire = " and set its option wire" if hasattr(compressor.Config, "wire") else ""
             raise HookConfigError(
-                f"wrapper={self.wrapper!r} with {hook}, which itself chooses what it sends: omit wrapper{wire}"
+                f"wrapper={self.wrapper!r} with {hook}, which itself chooses what it sends: omit"
+                f" wrapper{wire}"
             )
 
         if self.members is not None:
@@ -218,16 +272,18 @@ class HookRequest:
         config = self.config
         if not self.averages_weights:
             raise HookConfigError(
-                f"members with {hook}, which averages gradients: machines can come and go only with hooks that average "
-                "weights, 'diloco' and 'local_sgd'"
+                f"members with {hook}, which averages gradients: machines can come and go only with"
+                " hooks that average weights, 'diloco' and 'local_sgd'"
             )
         if self.ranks_per_node is not None:
-            raise HookConfigError("members with ranks_per_node: the ranks of a machine are known; leave it out")
+            raise HookConfigError(
+                "members with ranks_per_node: the ranks of a machine are known; leave it out"
+            )
         for name, value in {"start_iter": 0, "fragments": 1, "delay": 0}.items():
             if getattr(config, name) != value:
                 raise HookConfigError(
-                    f"members with {name}={getattr(config, name)!r}; expected {value}, because all machines meet at "
-                    "the end of a round"
+                    f"members with {name}={getattr(config, name)!r}; expected {value}, because all"
+                    " machines meet at the end of a round"
                 )
 
     @property
@@ -248,14 +304,18 @@ class HookRequest:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype to which the hook or its wrapper casts what it sends; None: the gradients' dtype."""
+        """The dtype to which the hook or its wrapper casts what it sends; None: the gradients'
+        dtype.
+        """
         known = COMPRESSORS.get(self.name)
         wire = self.wrapper or (known.Config.own_wire if known is not None else None)
         return None if wire is None else WIRE_DTYPES.get(wire)
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
-        """Make the requested compressor, with its start as a number of steps. Returns None for a user's function and
-        without a hook. Raises HookConfigError if the start is a fraction and `total_steps` is None."""
+        """Make the requested compressor, with its start as a number of steps. Returns None for a
+        user's function and without a hook. Raises HookConfigError if the start is a fraction and
+        `total_steps` is None.
+        """
         if self.config is None:
             return None
         resolved = self.config.resolved(total_steps)
@@ -267,7 +327,8 @@ class HookRequest:
             made = FACTORIES[self.factory](dict(self.options), process_group)
             if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
                 raise HookConfigError(
-                    f"the factory of hook {self.name!r} returned {made!r}; expected a pair (state, callable hook)"
+                    f"the factory of hook {self.name!r} returned {made!r}; expected a pair (state,"
+                    " callable hook)"
                 )
             return made
         assert self.function is not None
@@ -276,7 +337,9 @@ class HookRequest:
 
 def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
     if isinstance(hook, type) and issubclass(hook, HookConfig):
-        raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
+        raise HookConfigError(
+            f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside"
+        )
     if isinstance(hook, HookConfig):
         compressor_of(hook)  # raises if there is none
         return hook
@@ -286,29 +349,35 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
     if callable(found):
         return found
     if found is not hook:
-        raise HookConfigError(f"hook {hook!r} is a {type(found).__name__}, not a callable (state, bucket)")
+        raise HookConfigError(
+            f"hook {hook!r} is a {type(found).__name__}, not a callable (state, bucket)"
+        )
     if not isinstance(hook, str):
         raise HookConfigError(
-            f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as commhooks.PowerSGD(), a name, "
-            "'package.module:function', or a callable (state, bucket); None trains without a hook"
+            f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as"
+            " commhooks.PowerSGD(), a name, 'package.module:function', or a callable (state,"
+            " bucket); None trains without a hook"
         )
     name = canonical_name(hook)
     if name is None:
         package, _, function = hook.rpartition(".")
         hint = f" (for a function of your own write '{package}:{function}')" if package else ""
         raise HookConfigError(
-            f"unknown hook {hook!r}{hint or did_you_mean(hook, [*names_to_offer(), *aliases()])}; known are "
-            f"{', '.join([*COMPRESSORS, *FACTORIES])}, and 'package.module:function' for one of your own; 'none' "
-            "trains without a hook"
+            f"unknown hook {hook!r}{hint or did_you_mean(hook, [*names_to_offer(), *aliases()])};"
+            f" known are {', '.join([*COMPRESSORS, *FACTORIES])}, and 'package.module:function' for"
+            " one of your own; 'none' trains without a hook"
         )
     return COMPRESSORS[name].Config if name in COMPRESSORS else name
 
 
-# ---- the user's own objects ------------------------------------------------------------------------------------------
+# ---- the user's own objects
+# ------------------------------------------------------------------------------------------
 
 
 def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
-    """Return why `function` cannot be called with these arguments; "" if it can, or if it has no signature."""
+    """Return why `function` cannot be called with these arguments; "" if it can, or if it has no
+    signature.
+    """
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -1,10 +1,12 @@
-"""Trains a small convolutional network on scikit-learn's digits, on two CPU processes that send compressed gradients.
+"""Trains a small convolutional network on scikit-learn's digits, on two CPU processes that send
+compressed gradients.
 
-    accelerate-commhooks launch --config_file examples/accelerate_config.yaml examples/accelerate_digits.py
+    accelerate-commhooks launch --config_file examples/accelerate_config.yaml
+    examples/accelerate_digits.py
 
-The line to copy is the one with `CommHookKwargs`; the rest is an ordinary Accelerate script. The YAML file selects the
-hook. Run again with the same `--folder`, also after a crash, the script resumes from the last checkpoint, including the
-learned state of the hook.
+The line to copy is the one with `CommHookKwargs`; the rest is an ordinary Accelerate script. The
+YAML file selects the hook. Run again with the same `--folder`, also after a crash, the script
+resumes from the last checkpoint, including the learned state of the hook.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from torch.utils.data import DataLoader
 
 from accelerate_commhooks import CommHookKwargs
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -34,8 +37,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def save(accelerator: Accelerator, folder: Path, epoch: int) -> None:
-    """Save on all ranks into a temporary folder. It is renamed when all ranks are done; then the previous checkpoint is
-    deleted."""
+    """Save on all ranks into a temporary folder. It is renamed when all ranks are done; then the
+    previous checkpoint is deleted.
+    """
     unfinished = folder / "unfinished"
     before = newest_checkpoint(folder)
     if accelerator.is_main_process and unfinished.exists():
@@ -50,14 +54,20 @@ def save(accelerator: Accelerator, folder: Path, epoch: int) -> None:
     accelerator.wait_for_everyone()
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# --------------------------------------------------------------------------------------------------
+# training
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("digits"), help="for checkpoints, the log and result.json")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("digits"),
+        help="for checkpoints, the log and result.json",
+    )
     return parser
 
 
@@ -73,15 +83,21 @@ def main() -> None:
     )
     if accelerator.num_processes != 2:
         raise SystemExit(
-            f"accelerate_digits.py is for 2 processes, and Accelerate has started {accelerator.num_processes} "
-            f"({accelerator.distributed_type}); use --config_file examples/accelerate_config.yaml. With `--cpu "
-            "--num_processes 2` Accelerate starts one, and one process has no gradients to send."
+            "accelerate_digits.py is for 2 processes, and Accelerate has started"
+            f" {accelerator.num_processes} ({accelerator.distributed_type}); use --config_file"
+            " examples/accelerate_config.yaml. With `--cpu --num_processes 2` Accelerate starts"
+            " one, and one process has no gradients to send."
         )
     train, test = digits()
     model = digits_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train_loader, test_loader = DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=180)
-    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    train_loader, test_loader = (
+        DataLoader(train, batch_size=32, shuffle=True),
+        DataLoader(test, batch_size=180),
+    )
+    model, optimizer, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, train_loader, test_loader
+    )
 
     args.folder.mkdir(parents=True, exist_ok=True)
     first_epoch = 0
@@ -116,7 +132,11 @@ def main() -> None:
     accelerator.print(f"test accuracy {accuracy:.2%}, {handler.attached.stats()}")
     if accelerator.is_main_process:
         torch.save(accelerator.unwrap_model(model).state_dict(), args.folder / "weights.pt")
-        result = {"test_accuracy": accuracy, "global_step": args.epochs * steps, "stats": handler.attached.stats()}
+        result = {
+            "test_accuracy": accuracy,
+            "global_step": args.epochs * steps,
+            "stats": handler.attached.stats(),
+        }
         (args.folder / "result.json").write_text(json.dumps(result, indent=2))
     accelerator.wait_for_everyone()
     dist.destroy_process_group()
@@ -124,6 +144,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Accelerate, DDP and gloo sometimes abort at interpreter shutdown, with or without a hook: exit here.
+    # Accelerate, DDP and gloo sometimes abort at interpreter shutdown, with or without a hook: exit
+    # here.
     sys.stdout.flush()
     os._exit(0)

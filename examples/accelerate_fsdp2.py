@@ -1,10 +1,12 @@
-"""Multi-node FSDP on a slow network, in small: four CPU processes that stand for two machines of two GPUs.
+"""Multi-node FSDP on a slow network, in small: four CPU processes that stand for two machines of
+two GPUs.
 
     torchrun --standalone --nproc-per-node 4 examples/accelerate_fsdp2.py
 
-Each machine holds one replica of the model, sharded over its GPUs by FSDP2 of Accelerate. Between the machines only
-gradients travel, and the hook compresses them. The lines to copy are marked. Run again with the same `--folder`, also
-after a crash, it goes on from the last checkpoint, with what the hook has learned.
+Each machine holds one replica of the model, sharded over its GPUs by FSDP2 of Accelerate. Between
+the machines only gradients travel, and the hook compresses them. The lines to copy are marked. Run
+again with the same `--folder`, also after a crash, it goes on from the last checkpoint, with what
+the hook has learned.
 """
 
 import argparse
@@ -35,9 +37,13 @@ from accelerate_commhooks import CommHookKwargs
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--hook", default="powerSGD", help='"none" averages uncompressed, for comparison')
+    parser.add_argument(
+        "--hook", default="powerSGD", help='"none" averages uncompressed, for comparison'
+    )
     parser.add_argument("--replicas", type=int, default=2, help="machines")
-    parser.add_argument("--folder", type=Path, default=Path("digits-fsdp2"), help="for checkpoints and result.json")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("digits-fsdp2"), help="for checkpoints and result.json"
+    )
     return parser
 
 
@@ -45,7 +51,8 @@ def main() -> None:
     args = arguments().parse_args()
     set_seed(0)
     if not torch.cuda.is_available():
-        # Accelerate 1.15 shards on accelerators only. On CPUs, for a trial like this one, pretend to have some.
+        # Accelerate 1.15 shards on accelerators only. On CPUs, for a trial like this one, pretend
+        # to have some.
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     options = {} if args.hook == "none" else {"total_steps": args.epochs * 12}
     handler = CommHookKwargs(hook=args.hook, **options)  # <--
@@ -59,14 +66,21 @@ def main() -> None:
             dp_replicate_size=args.replicas,  # <-- a replica on each machine ...
             dp_shard_size=world_size // args.replicas,  # ... sharded over its GPUs
         ),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # restores the order of batches
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True
+        ),  # restores the order of batches
     )
     handler.attach(accelerator)  # <-- before prepare
     train, test = digits()
     model = digits_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    train_loader, test_loader = DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=90)
-    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    train_loader, test_loader = (
+        DataLoader(train, batch_size=32, shuffle=True),
+        DataLoader(test, batch_size=90),
+    )
+    model, optimizer, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, train_loader, test_loader
+    )
 
     args.folder.mkdir(parents=True, exist_ok=True)
     first_epoch = 0
@@ -103,6 +117,7 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     dist.destroy_process_group()
-    # Accelerate and gloo sometimes abort at interpreter shutdown, with or without a hook: exit here.
+    # Accelerate and gloo sometimes abort at interpreter shutdown, with or without a hook: exit
+    # here.
     sys.stdout.flush()
     os._exit(0)

@@ -3,10 +3,11 @@
     python examples/clean_env.py script.py --its --arguments
     python examples/clean_env.py -m pytest
 
-Lightning, Accelerate and torch read the variables of batch systems and launchers and change what they do: inside a
-SLURM job a script that wants two processes of its own would wait for a cluster instead. So they are taken out, the CPU
-is chosen, threads are limited to one per process, and the Hugging Face folder, where a user's default Accelerate
-configuration lives, is a temporary one. Only the child process sees this. `tests/conftest.py` uses the same rule.
+Lightning, Accelerate and torch read the variables of batch systems and launchers and change what
+they do: inside a SLURM job a script that wants two processes of its own would wait for a cluster
+instead. So they are taken out, the CPU is chosen, threads are limited to one per process, and the
+Hugging Face folder, where a user's default Accelerate configuration lives, is a temporary one. Only
+the child process sees this. `tests/conftest.py` uses the same rule.
 """
 
 import os
@@ -26,7 +27,9 @@ def is_cleared(name: str) -> bool:
 
 
 def cleaned(environ: Mapping[str, str], hf_home: str, *, keep_cuda: bool = False) -> dict[str, str]:
-    """A copy of `environ` without the cleared variables, on the CPU (unless `keep_cuda`), one thread per process."""
+    """A copy of `environ` without the cleared variables, on the CPU (unless `keep_cuda`), one
+    thread per process.
+    """
     env = {name: value for name, value in environ.items() if not is_cleared(name)}
     env["HF_HOME"] = hf_home
     env["OMP_NUM_THREADS"] = "1"
@@ -36,13 +39,16 @@ def cleaned(environ: Mapping[str, str], hf_home: str, *, keep_cuda: bool = False
 
 
 def main(argv: list[str]) -> int:
-    """Run `python *argv` in a cleaned environment; returns its exit status as a shell would (128 + signal number)."""
+    """Run `python *argv` in a cleaned environment; returns its exit status as a shell would (128 +
+    signal number).
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         process = subprocess.Popen([sys.executable, *argv], env=cleaned(os.environ, hf_home))
-        # The terminal sends Ctrl-C to the child, too; ignore it here, so that this process does not end first.
+        # The terminal sends Ctrl-C to the child, too; ignore it here, so that this process does not
+        # end first.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda signum, frame: process.send_signal(signum))
         status = process.wait()

@@ -1,17 +1,19 @@
-"""Trains over a slow link with and without a hook, kills a training and resumes it. `make demo` runs it.
+"""Trains over a slow link with and without a hook, kills a training and resumes it. `make demo`
+runs it.
 
-Exits 1 if a hook is not faster, loses accuracy or does not send less, or if the resumed training ends with other bits.
+Exits 1 if a hook is not faster, loses accuracy or does not send less, or if the resumed training
+ends with other bits.
 
     python examples/clean_env.py examples/demo.py
 
-Runs four trainings by `lightning_digits.py`, one after the other, each on two processes, whose connection
-`slow_link.py` slows down (without root, on Linux):
+Runs four trainings by `lightning_digits.py`, one after the other, each on two processes, whose
+connection `slow_link.py` slows down (without root, on Linux):
 
     allreduce   plain averaging, the baseline
     auto        int8, bf16 or plain averaging, whichever is fastest
     diloco      the processes exchange weights every ten steps
-    killed      diloco again: all processes are killed within an epoch, and the same command is run again;
-                the final weights must be bit-equal to the uninterrupted run
+    killed      diloco again: all processes are killed within an epoch, and the same command is run
+                again; the final weights must be bit-equal to the uninterrupted run
 """
 
 import argparse
@@ -43,12 +45,15 @@ LESS = 20  # times less than all-reduce must diloco send
 console = Console(highlight=False, soft_wrap=True)
 
 
-# ----------------------------------------------------------------------------------------------- what the demo checks
+# -----------------------------------------------------------------------------------------------
+# what the demo checks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of the trainings. The dicts are the `result.json` files of `lightning_digits.py`."""
+    """The results of the trainings. The dicts are the `result.json` files of
+    `lightning_digits.py`.
+    """
 
     allreduce: dict[str, Any]
     auto: dict[str, Any]
@@ -64,37 +69,55 @@ def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
     """The failed checks, one sentence each.
 
     Args:
-        max_loss_points: by how many percentage points a hook's test accuracy may be below all-reduce's.
+        max_loss_points: by how many percentage points a hook's test accuracy may be below
+            all-reduce's.
     """
     found = []
     for name, result in (("auto", outcome.auto), ("diloco", outcome.diloco)):
         loss_points = 100 * (outcome.allreduce["test_accuracy"] - result["test_accuracy"])
         if not loss_points <= max_loss_points:
-            found.append(f"{name} is {loss_points:.2f} points below all-reduce, more than {max_loss_points:g}")
+            found.append(
+                f"{name} is {loss_points:.2f} points below all-reduce, more than"
+                f" {max_loss_points:g}"
+            )
     less = outcome.allreduce["stats"]["bytes_sent"] / outcome.diloco["stats"]["bytes_sent"]
     if less < LESS:
         found.append(f"diloco sent {less:.1f} times less, not {LESS} times")
-    if outcome.allreduce["slow_connections"] and outcome.diloco["seconds"] > outcome.allreduce["seconds"]:
+    if (
+        outcome.allreduce["slow_connections"]
+        and outcome.diloco["seconds"] > outcome.allreduce["seconds"]
+    ):
         found.append("diloco took longer than all-reduce")
-    return found + failures_after_the_kill(outcome.resumed, outcome.saved_steps, outcome.different_weights)
+    return found + failures_after_the_kill(
+        outcome.resumed, outcome.saved_steps, outcome.different_weights
+    )
 
 
-def failures_after_the_kill(resumed: dict[str, Any], saved_steps: int, differ: list[str]) -> list[str]:
+def failures_after_the_kill(
+    resumed: dict[str, Any], saved_steps: int, differ: list[str]
+) -> list[str]:
     """The failed checks of the resumed training; the arguments are as in `Outcome`."""
     found = []
-    # A run that restarts from the beginning reaches the same weights, so check separately that it has resumed.
+    # A run that restarts from the beginning reaches the same weights, so check separately that it
+    # has resumed.
     trained, missing = resumed["stats"]["backward_passes"], resumed["global_step"] - saved_steps
     if trained != missing:
-        found.append(f"it did not resume: after the kill it trained {trained} steps, where {missing} were missing")
+        found.append(
+            f"it did not resume: after the kill it trained {trained} steps, where {missing} were"
+            " missing"
+        )
     if differ:
         found.append(f"the weights differ after the kill: {', '.join(differ)}")
     return found
 
 
 def different_weights(folder: Path, other: Path) -> list[str]:
-    """Names of the weights in the last checkpoints of two trainings that are missing in one or differ in any bit."""
+    """Names of the weights in the last checkpoints of two trainings that are missing in one or
+    differ in any bit.
+    """
     ours, theirs = (
-        torch.load(path / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"] for path in (folder, other)
+        torch.load(path / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"]
+        for path in (folder, other)
     )
     return different_tensors(ours, theirs)
 
@@ -112,7 +135,8 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
 
 
-# --------------------------------------------------------------------------------------------------------- a training
+# --------------------------------------------------------------------------------------------------
+# a training
 
 
 class TrainingFailed(Exception):
@@ -139,35 +163,54 @@ class Training:
         return json.loads((self.folder / "result.json").read_text())
 
     def run_and_kill(self, after_steps: int, steps_per_epoch: int) -> int:
-        """Train, and kill all processes after at least `after_steps` steps, inside an epoch; returns the steps done."""
+        """Train, and kill all processes after at least `after_steps` steps, inside an epoch;
+        returns the steps done.
+        """
         with self._started() as process:
             for done in self._watched(process, every_s=0.01):
                 if done < after_steps:
                     continue
-                # Stop the processes and check again: the epoch could end between the check and the kill.
+                # Stop the processes and check again: the epoch could end between the check and the
+                # kill.
                 self._send(process, signal.SIGSTOP)
                 done = self._steps_done()
-                if done < self.epochs * steps_per_epoch and 0 < done % steps_per_epoch < steps_per_epoch - 1:
+                if (
+                    done < self.epochs * steps_per_epoch
+                    and 0 < done % steps_per_epoch < steps_per_epoch - 1
+                ):
                     self._send(process, signal.SIGKILL)
                     return done
                 self._send(process, signal.SIGCONT)
-        raise self._failed(f"it ended with exit status {process.returncode} before it could be killed")
+        raise self._failed(
+            f"it ended with exit status {process.returncode} before it could be killed"
+        )
 
     def run_kill_and_resume(self, steps_per_epoch: int) -> tuple[int, dict[str, Any]]:
-        """Kill it within an epoch and give the same command again; returns the steps in the newest checkpoint at the
-        kill, and the content of `result.json`."""
-        within = self.epochs // 2 * steps_per_epoch + steps_per_epoch // 4  # early, so that a slow look is not too late
+        """Kill it within an epoch and give the same command again; returns the steps in the newest
+        checkpoint at the kill, and the content of `result.json`.
+        """
+        # early, so that a slow look is not too late
+        within = self.epochs // 2 * steps_per_epoch + steps_per_epoch // 4
         epoch, step = divmod(self.run_and_kill(within, steps_per_epoch), steps_per_epoch)
-        console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
+        console.print(
+            f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch"
+            f" {epoch + 1}."
+        )
         return epoch * steps_per_epoch, replace(self, title="the same command again").run()
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Start the first process; the others are its children in the same process group. All are ended on exit."""
+        """Start the first process; the others are its children in the same process group. All are
+        ended on exit.
+        """
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / "output.txt", "ab") as output:
             process = subprocess.Popen(
-                self.command, env=self.env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                env=self.env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
             yield process
@@ -181,9 +224,16 @@ class Training:
             os.killpg(process.pid, signum)
 
     def _watched(self, process: subprocess.Popen[bytes], every_s: float) -> Iterator[int]:
-        """Yield the number of steps done every `every_s` seconds until the process has ended; shows a progress bar."""
+        """Yield the number of steps done every `every_s` seconds until the process has ended; shows
+        a progress bar.
+        """
         limit = time.monotonic() + TRAINING_LIMIT_S
-        columns = (TextColumn(f"{self.title:<22}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+        columns = (
+            TextColumn(f"{self.title:<22}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task(self.title, total=self.epochs, note="starting")
             while process.poll() is None:
@@ -201,18 +251,27 @@ class Training:
 
     def _last_row(self) -> dict[str, str]:
         """The last training step in the newest log; empty if there is none yet."""
-        logs = sorted(self.folder.glob("log/version_*/metrics.csv"), key=lambda log: int(log.parent.name[8:]))
+        logs = sorted(
+            self.folder.glob("log/version_*/metrics.csv"), key=lambda log: int(log.parent.name[8:])
+        )
         lines = logs[-1].read_text().splitlines(keepends=True) if logs else []
-        rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # the last line may be incomplete
+        # the last line may be incomplete
+        rows = csv.DictReader(line for line in lines if line.endswith("\n"))
         steps = [row for row in rows if row["loss"]]
         return steps[-1] if steps else {}
 
     def _failed(self, what: str) -> TrainingFailed:
-        output = (self.folder / "output.txt").read_text(errors="replace").replace("\r", "\n").splitlines()
+        output = (
+            (self.folder / "output.txt")
+            .read_text(errors="replace")
+            .replace("\r", "\n")
+            .splitlines()
+        )
         return TrainingFailed("\n".join([f"{self.title}: {what}; its last lines:", *output[-40:]]))
 
 
-# ----------------------------------------------------------------------------------------------------------- the demo
+# --------------------------------------------------------------------------------------------------
+# the demo
 
 
 def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:
@@ -229,7 +288,9 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
     auto = training("auto", "auto", "auto", None).run()
     diloco = training("diloco", "diloco", "diloco", options).run()
     chosen = auto["stats"]["chosen"] or "undecided"
-    show_table({"plain all-reduce": plain, f"auto ({chosen})": auto, "diloco, every 10 steps": diloco})
+    show_table(
+        {"plain all-reduce": plain, f"auto ({chosen})": auto, "diloco, every 10 steps": diloco}
+    )
     if not plain["slow_connections"]:
         console.print("The link was not limited: this system cannot do it without root; Linux can.")
 
@@ -237,16 +298,26 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
     saved_steps, resumed = killed.run_kill_and_resume(diloco["global_step"] // args.epochs)
     differ = different_weights(folder / "diloco", folder / "killed")
     console.print(
-        f"It trained the last {resumed['stats']['backward_passes']} of {resumed['global_step']} steps. Final weights "
-        f"bit-equal to those of the uninterrupted run: {'NO' if differ else 'yes'}\n"
+        f"It trained the last {resumed['stats']['backward_passes']} of {resumed['global_step']}"
+        " steps. Final weights bit-equal to those of the uninterrupted run:"
+        f" {'NO' if differ else 'yes'}\n"
     )
-    return failures(Outcome(plain, auto, diloco, resumed, saved_steps, differ), args.max_loss_points)
+    return failures(
+        Outcome(plain, auto, diloco, resumed, saved_steps, differ), args.max_loss_points
+    )
 
 
 def show_table(results: dict[str, dict[str, Any]]) -> None:
     table = Table(box=MARKDOWN)
     table.add_column("hook", no_wrap=True)
-    for column in ("seconds", "times faster", "test loss", "test accuracy", "MB sent per rank", "times less"):
+    for column in (
+        "seconds",
+        "times faster",
+        "test loss",
+        "test accuracy",
+        "MB sent per rank",
+        "times less",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     first = next(iter(results.values()))
     for name, result in results.items():
@@ -265,14 +336,20 @@ def show_table(results: dict[str, dict[str, Any]]) -> None:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=15, help="of each training (15)")
-    parser.add_argument("--mbit", type=float, default=40, help="speed of the slowed connection, Mbit/s (40)")
+    parser.add_argument(
+        "--mbit", type=float, default=40, help="speed of the slowed connection, Mbit/s (40)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all trainings (0)")
-    parser.add_argument("--max-loss-points", type=float, default=2, help="of accuracy, in percentage points (2)")
+    parser.add_argument(
+        "--max-loss-points", type=float, default=2, help="of accuracy, in percentage points (2)"
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_to_a_verdict(arguments(), argv, run_demo, "speed, accuracy, bytes sent, exact resume")
+    return run_to_a_verdict(
+        arguments(), argv, run_demo, "speed, accuracy, bytes sent, exact resume"
+    )
 
 
 def run_to_a_verdict(
@@ -281,12 +358,15 @@ def run_to_a_verdict(
     run: Callable[[argparse.Namespace, Path, dict[str, str]], list[str]],
     promises: str,
 ) -> int:
-    """Print the failed checks that `run` returns, or that all `promises` held; returns the exit status."""
+    """Print the failed checks that `run` returns, or that all `promises` held; returns the exit
+    status.
+    """
     args = parser.parse_args(argv)
     if args.epochs < 2:
         parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
 
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # end the trainings, too
+    # end the trainings, too
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         try:

@@ -1,4 +1,6 @@
-"""The network and the data of `lightning_digits.py`, `accelerate_digits.py` and `accelerate_fsdp2.py`."""
+"""The network and the data of `lightning_digits.py`, `accelerate_digits.py` and
+`accelerate_fsdp2.py`.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -30,5 +32,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
-    train, test = train_test_split(range(len(labels)), test_size=360, random_state=0, stratify=labels)
+    train, test = train_test_split(
+        range(len(labels)), test_size=360, random_state=0, stratify=labels
+    )
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])

@@ -1,13 +1,16 @@
-"""Plain DDP under torchrun: saves every ten steps, and goes on after a restart, with any number of ranks.
+"""Plain DDP under torchrun: saves every ten steps, and goes on after a restart, with any number of
+ranks.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic_training.py state.pt
 
-Elastic, with one or two machines (or terminals); one may leave and come back while the other trains:
+Elastic, with one or two machines (or terminals); one may leave and come back while the other
+trains:
 
-    torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        --rdzv-id run examples/elastic_training.py state.pt
+    torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint
+        HOST:29400 \\ --rdzv-id run examples/elastic_training.py state.pt
 
-PAUSE_S=0.5 in the environment makes each step last that long, so that there is time to kill something.
+PAUSE_S=0.5 in the environment makes each step last that long, so that there is time to kill
+something.
 """
 
 import argparse
@@ -51,7 +54,10 @@ def main(path: Path, pause_s: float) -> None:
         if (step + 1) % SAVE_EVERY == 0:
             state = hook.state_dict()  # on all ranks, because it is the mean of their residuals
             if dist.get_rank() == 0:
-                everything = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+                everything = {
+                    "model": model.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }
                 torch.save({**everything, "hook": state, "step": step + 1}, f"{path}.new")
                 os.replace(f"{path}.new", path)  # whole, or not at all
         time.sleep(pause_s)

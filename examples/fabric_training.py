@@ -2,7 +2,8 @@
 
     python examples/fabric_training.py
 
-The line to copy is the one with `CommHookDDP`. Run again, the script resumes from `fabric.ckpt`, with the hook.
+The line to copy is the one with `CommHookDDP`. Run again, the script resumes from `fabric.ckpt`,
+with the hook.
 """
 
 import argparse
@@ -17,19 +18,29 @@ from lightning_commhooks.fabric import CommHookDDP
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them")
+    parser.add_argument(
+        "--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them"
+    )
     parser.add_argument("--epochs", type=int, default=5, help="epochs of this run")
     parser.add_argument("--checkpoint", type=Path, default=Path("fabric.ckpt"))
     args = parser.parse_args()
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=CommHookDDP(hook=args.hook, total_steps=16 * args.epochs))
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=2,
+        strategy=CommHookDDP(hook=args.hook, total_steps=16 * args.epochs),
+    )
     fabric.launch()
     fabric.seed_everything(0)
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model, optimizer = fabric.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
     inputs = torch.randn(1024, 64)
-    batches = fabric.setup_dataloaders(DataLoader(TensorDataset(inputs, inputs.roll(1, 1)), batch_size=32))
+    batches = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(inputs, inputs.roll(1, 1)), batch_size=32)
+    )
 
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     if args.checkpoint.exists():

@@ -1,10 +1,13 @@
-"""Trains a small convolutional network on scikit-learn's digits, on two CPU processes that send compressed gradients.
+"""Trains a small convolutional network on scikit-learn's digits, on two CPU processes that send
+compressed gradients.
 
     python examples/lightning_digits.py
-    python examples/lightning_digits.py --hook powerSGD --hook-options '{"matrix_approximation_rank": 4}' --mbit 20
+    python examples/lightning_digits.py --hook powerSGD --hook-options
+    '{"matrix_approximation_rank": 4}' --mbit 20
 
-The line to copy is the one with `CommHookDDP`; the rest is an ordinary Lightning script. Run again with the same
-`--folder`, also after a crash, the script resumes from the last checkpoint, including the learned state of the hook.
+The line to copy is the one with `CommHookDDP`; the rest is an ordinary Lightning script. Run again
+with the same `--folder`, also after a crash, the script resumes from the last checkpoint, including
+the learned state of the hook.
 """
 
 import argparse
@@ -46,12 +49,18 @@ class DigitsNet(pl.LightningModule):
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them")
+    parser.add_argument(
+        "--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them"
+    )
     parser.add_argument("--hook-options", type=json.loads, help="options of the hook, as JSON")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mbit", type=float, help="slow their connection down to so many Mbit/s (Linux)")
-    parser.add_argument("--folder", type=Path, default=Path("digits"), help="for checkpoints, logs and result.json")
+    parser.add_argument(
+        "--mbit", type=float, help="slow their connection down to so many Mbit/s (Linux)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("digits"), help="for checkpoints, logs and result.json"
+    )
     return parser
 
 

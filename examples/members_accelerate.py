@@ -1,12 +1,14 @@
-"""Trains a small convolutional network on scikit-learn's digits with Accelerate, on machines that come and go.
+"""Trains a small convolutional network on scikit-learn's digits with Accelerate, on machines that
+come and go.
 
-    commhooks lighthouse            # prints the line to set in the other terminals: export TORCHFT_LIGHTHOUSE=...
-    python examples/members_accelerate.py --name a    # in a second terminal, or on a second machine
-    python examples/members_accelerate.py --name b    # in a third one
+    commhooks lighthouse            # prints the line to set in the other terminals: export
+    TORCHFT_LIGHTHOUSE=... python examples/members_accelerate.py --name a    # in a second terminal,
+    or on a second machine python examples/members_accelerate.py --name b    # in a third one
 
-Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the other, and trains
-with it from the next outer step on. The lines to copy are those with `CommHookKwargs`, `attach` and
-`members.register`; the rest is an ordinary Accelerate script, which each machine starts for itself.
+Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the
+other, and trains with it from the next outer step on. The lines to copy are those with
+`CommHookKwargs`, `attach` and `members.register`; the rest is an ordinary Accelerate script, which
+each machine starts for itself.
 """
 
 import argparse
@@ -23,7 +25,9 @@ from accelerate_commhooks import CommHookKwargs
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--name", help="of this machine, different on each; by default the host name")
+    parser.add_argument(
+        "--name", help="of this machine, different on each; by default the host name"
+    )
     parser.add_argument("--steps", type=int, default=10_000)
     return parser
 
@@ -39,12 +43,16 @@ def main() -> None:
     model = digits_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    train_loader, test_loader = DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=180)
+    train_loader, test_loader = (
+        DataLoader(train, batch_size=32, shuffle=True),
+        DataLoader(test, batch_size=180),
+    )
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, test_loader
     )
 
-    # What a machine that comes takes from another one, beside the weights, the optimizer and the scheduler.
+    # What a machine that comes takes from another one, beside the weights, the optimizer and the
+    # scheduler.
     done = {"steps": 0}
     handler.attached.members.register("steps", lambda: dict(done), done.update)
 
@@ -58,7 +66,10 @@ def main() -> None:
             scheduler.step()
             done["steps"] += 1
             if done["steps"] % 100 == 0:
-                accelerator.print(f"step {done['steps']}, loss {loss.item():.3f}, {handler.attached.members.names}")
+                accelerator.print(
+                    f"step {done['steps']}, loss {loss.item():.3f},"
+                    f" {handler.attached.members.names}"
+                )
             if done["steps"] >= args.steps:
                 break
 

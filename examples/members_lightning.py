@@ -1,12 +1,13 @@
-"""Trains a small convolutional network on scikit-learn's digits with Lightning, on machines that come and go.
+"""Trains a small convolutional network on scikit-learn's digits with Lightning, on machines that
+come and go.
 
-    commhooks lighthouse            # prints the line to set in the other terminals: export TORCHFT_LIGHTHOUSE=...
-    python examples/members_lightning.py --name a    # in a second terminal, or on a second machine
-    python examples/members_lightning.py --name b    # in a third one
+    commhooks lighthouse            # prints the line to set in the other terminals: export
+    TORCHFT_LIGHTHOUSE=... python examples/members_lightning.py --name a    # in a second terminal,
+    or on a second machine python examples/members_lightning.py --name b    # in a third one
 
-Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the other, and trains
-with it from the next outer step on. The line to copy is the one with `CommHookDDP`; the rest is an ordinary
-Lightning script, which each machine starts for itself.
+Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the
+other, and trains with it from the next outer step on. The line to copy is the one with
+`CommHookDDP`; the rest is an ordinary Lightning script, which each machine starts for itself.
 """
 
 import argparse
@@ -42,9 +43,13 @@ class DigitsNet(pl.LightningModule):
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--name", help="of this machine, different on each; by default the host name")
+    parser.add_argument(
+        "--name", help="of this machine, different on each; by default the host name"
+    )
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--folder", type=Path, default=Path("members"), help="for checkpoints and logs")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("members"), help="for checkpoints and logs"
+    )
     return parser
 
 

@@ -1,11 +1,12 @@
 """A compressor of your own, complete: random-k sparsification with error feedback.
 
-    commhooks.attach(ddp_model, RandomK(share=0.05))                     # or by name, once this module is imported:
-    commhooks.attach(ddp_model, "random_k", hook_options={"share": 0.05})
-    commhooks.attach(ddp_model, "examples.random_k:RandomKCompressor")   # imports it by itself: for YAML and flags
+    commhooks.attach(ddp_model, RandomK(share=0.05))                     # or by name, once this
+    module is imported: commhooks.attach(ddp_model, "random_k", hook_options={"share": 0.05})
+    commhooks.attach(ddp_model, "examples.random_k:RandomKCompressor")   # imports it by itself: for
+    YAML and flags
 
-In each step a random share of every gradient travels, the same elements on all ranks; the rest stays in the residual.
-Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
+In each step a random share of every gradient travels, the same elements on all ranks; the rest
+stays in the residual. Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ class RandomK(commhooks.HookConfig):
 
     Args:
         share: of the elements of each parameter that travel in a step.
-        start_iter: plain all-reduce for so many steps first (int), or for a fraction of the run (float).
+        start_iter: plain all-reduce for so many steps first (int), or for a fraction of the run
+            (float).
     """
 
     hook_name: ClassVar[str] = "random_k"
@@ -48,13 +50,22 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
     needs_exact_step = True  # the choice depends on it
 
     def plan_parameter(self, info):
-        plan, k = commhooks.UnitPlan.uncompressed(info, "too small"), int(self.config.share * info.numel)
-        return plan if k < 1 else dataclasses.replace(plan, compressed=True, reason="", numel_compressed=k, flags=1)
+        plan, k = (
+            commhooks.UnitPlan.uncompressed(info, "too small"),
+            int(self.config.share * info.numel),
+        )
+        return (
+            plan
+            if k < 1
+            else dataclasses.replace(plan, compressed=True, reason="", numel_compressed=k, flags=1)
+        )
 
     def choice(self, plan, step_number):
         """Indices of the elements to send: equal on all ranks and for every bucket layout."""
         seed = zlib.crc32(f"{self.config.random_seed} {plan.name} {step_number}".encode())
-        return torch.randperm(plan.numel, generator=torch.Generator().manual_seed(seed))[: plan.numel_compressed]
+        return torch.randperm(plan.numel, generator=torch.Generator().manual_seed(seed))[
+            : plan.numel_compressed
+        ]
 
     def exchange(self, flat, work, state, step):
         (layout, plans), wire = work, self.wire_dtype_for(flat.dtype)
@@ -70,7 +81,9 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
         own, sizes = torch.cat(parts), [len(part) for part in parts]
         mean = yield commhooks.Send(own.clone(), op="sum", last=True)
         good = yield commhooks.Verdict(mean.isfinite().all())
-        for slot, sent, arrived in zip(layout.slots, own.split(sizes), mean.split(sizes), strict=True):
+        for slot, sent, arrived in zip(
+            layout.slots, own.split(sizes), mean.split(sizes), strict=True
+        ):
             if slot.name not in deltas:
                 slot.of(flat).copy_(arrived)
                 continue

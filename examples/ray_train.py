@@ -1,4 +1,5 @@
-"""Ray Train with a communication hook: two CPU workers, a checkpoint per epoch with the hook's state, a resume from it.
+"""Ray Train with a communication hook: two CPU workers, a checkpoint per epoch with the hook's
+state, a resume from it.
 
     pip install "ray[train]" ".[lightning]"
     python examples/ray_train.py /tmp/ray-results
@@ -34,7 +35,9 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -44,20 +47,30 @@ class Model(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    """Gives Ray the checkpoint of each epoch. All ranks must save, because the mean of the residuals is in it."""
+    """Gives Ray the checkpoint of each epoch. All ranks must save, because the mean of the
+    residuals is in it.
+    """
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         hook = trainer.strategy.comm_hook.stats()
-        metrics = {"epoch": trainer.current_epoch, "hook_step": hook["step"], "compressed": hook["compressed_steps"]}
+        metrics = {
+            "epoch": trainer.current_epoch,
+            "hook_step": hook["step"],
+            "compressed": hook["compressed_steps"],
+        }
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder, "model.ckpt"))  # rank 0 writes
-            checkpoint = ray.train.Checkpoint.from_directory(folder) if trainer.is_global_zero else None
+            checkpoint = (
+                ray.train.Checkpoint.from_directory(folder) if trainer.is_global_zero else None
+            )
             ray.train.report(metrics, checkpoint=checkpoint)
 
 
 def train_on_each_worker(config: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(64, 64, generator=generator), torch.randn(64, 8, generator=generator))
+    data = TensorDataset(
+        torch.randn(64, 64, generator=generator), torch.randn(64, 8, generator=generator)
+    )
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -74,7 +87,11 @@ def train_on_each_worker(config: dict[str, Any]) -> None:
     with contextlib.ExitStack() as stack:
         last = ray.train.get_checkpoint()
         folder = stack.enter_context(last.as_directory()) if last is not None else None
-        trainer.fit(Model(), DataLoader(data, batch_size=8), ckpt_path=f"{folder}/model.ckpt" if folder else None)
+        trainer.fit(
+            Model(),
+            DataLoader(data, batch_size=8),
+            ckpt_path=f"{folder}/model.ckpt" if folder else None,
+        )
 
 
 def main(storage: str) -> None:

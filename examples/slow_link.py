@@ -1,10 +1,11 @@
-"""Slows the connections between the ranks on one machine, without root: Linux paces each TCP socket by itself.
+"""Slows the connections between the ranks on one machine, without root: Linux paces each TCP socket
+by itself.
 
     python examples/lightning_digits.py --hook int8_compress --mbit 20
 
-`SlowLink` is a callback for Lightning; in a loop of your own call `limit(mbit)` before each step. The limit holds for
-each connection and direction: with two ranks it is that of the link, with more each pair of ranks has such a link.
-Where the system cannot do it, `limit` returns 0.
+`SlowLink` is a callback for Lightning; in a loop of your own call `limit(mbit)` before each step.
+The limit holds for each connection and direction: with two ranks it is that of the link, with more
+each pair of ranks has such a link. Where the system cannot do it, `limit` returns 0.
 """
 
 import os
@@ -28,13 +29,18 @@ def limit(mbit: float) -> int:
         except OSError:  # the descriptor of the listing is closed by now
             continue
         with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            if (
+                connection.family not in (socket.AF_INET, socket.AF_INET6)
+                or connection.type != socket.SOCK_STREAM
+            ):
                 continue
             try:
                 connection.getpeername()
             except OSError:  # it listens
                 continue
-            connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", int(mbit * 1e6 / 8)))
+            connection.setsockopt(
+                socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", int(mbit * 1e6 / 8))
+            )
             limited += 1
     return limited
 

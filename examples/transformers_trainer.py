@@ -1,10 +1,12 @@
-"""Trains a tiny language model on Python's own manual, on two CPU processes that send compressed gradients.
+"""Trains a tiny language model on Python's own manual, on two CPU processes that send compressed
+gradients.
 
     torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py
 
-The lines to copy are those with `CommHookTrainer` and its `hook`; the rest is an ordinary script for the Trainer.
-Nothing is downloaded: the text comes with Python, tokens are bytes, and the weights are random. Run again with the same
-`--folder`, also after a crash, the script resumes from the last checkpoint, including the learned state of the hook.
+The lines to copy are those with `CommHookTrainer` and its `hook`; the rest is an ordinary script
+for the Trainer. Nothing is downloaded: the text comes with Python, tokens are bytes, and the
+weights are random. Run again with the same `--folder`, also after a crash, the script resumes from
+the last checkpoint, including the learned state of the hook.
 """
 
 import argparse
@@ -24,7 +26,9 @@ CONTEXT = 64  # context length in bytes
 
 
 def manual(context: int = CONTEXT) -> tuple[TensorDataset, TensorDataset]:
-    """The pages of `help("topics")`, about 460,000 bytes in pieces of `context`; every tenth piece is test data."""
+    """The pages of `help("topics")`, about 460,000 bytes in pieces of `context`; every tenth piece
+    is test data.
+    """
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     pieces = pieces[: len(pieces) // context * context].view(-1, context)
@@ -33,7 +37,9 @@ def manual(context: int = CONTEXT) -> tuple[TensorDataset, TensorDataset]:
 
 
 def batch(pieces: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Make a batch. The model shifts the labels itself: it predicts each byte from those before it."""
+    """Make a batch. The model shifts the labels itself: it predicts each byte from those before
+    it.
+    """
     stacked = torch.stack([piece for (piece,) in pieces])
     return {"input_ids": stacked, "labels": stacked}
 
@@ -56,17 +62,25 @@ def make_model(width: int = 128, layers: int = 2) -> LlamaForCausalLM:
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint: the Trainer writes trainer_state.json last."""
     finished = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(finished, key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")), default=None)
+    return max(
+        finished,
+        key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")),
+        default=None,
+    )
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them")
+    parser.add_argument(
+        "--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them"
+    )
     parser.add_argument("--hook-options", type=json.loads, help="options of the hook, as JSON")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--save-steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("trainer"), help="for checkpoints and result.json")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("trainer"), help="for checkpoints and result.json"
+    )
     return parser
 
 
@@ -109,15 +123,22 @@ def main() -> None:
         trainer.save_model(str(args.folder / "final"))
         result = {"test_loss": loss, "global_step": trainer.state.global_step, "stats": stats}
         (args.folder / "result.json").write_text(json.dumps(result, indent=2))
-        print(f"Test loss {loss:.3f} (a model that knows nothing: 5.545), step {trainer.state.global_step}")
+        print(
+            f"Test loss {loss:.3f} (a model that knows nothing: 5.545), step"
+            f" {trainer.state.global_step}"
+        )
         if stats is not None and stats["bytes_sent"]:
-            print(f"Since the start or the resume {stats['compression_rate']:.1f} times fewer bytes were sent")
+            print(
+                f"Since the start or the resume {stats['compression_rate']:.1f} times fewer bytes"
+                " were sent"
+            )
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     main()
-    # Accelerate, DDP and gloo sometimes abort at interpreter shutdown, with or without a hook: exit here.
+    # Accelerate, DDP and gloo sometimes abort at interpreter shutdown, with or without a hook: exit
+    # here.
     sys.stdout.flush()
     os._exit(0)

@@ -1,14 +1,16 @@
-"""commhooks for PyTorch Lightning: DDP and FSDP2 strategies with a communication hook, which checkpoints include.
+"""commhooks for PyTorch Lightning: DDP and FSDP2 strategies with a communication hook, which
+checkpoints include.
 
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
-These classes are for `lightning.pytorch`. `lightning_commhooks.pytorch_lightning` has the same classes for the package
-`pytorch_lightning`; `lightning_commhooks.fabric` and `lightning_commhooks.lightning_fabric` have a strategy for Fabric.
+These classes are for `lightning.pytorch`. `lightning_commhooks.pytorch_lightning` has the same
+classes for the package `pytorch_lightning`; `lightning_commhooks.fabric` and
+`lightning_commhooks.lightning_fabric` have a strategy for Fabric.
 
-Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
-"ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same names for notebooks
-("ddp_notebook_powersgd", ...), with `lightning.pytorch` or `pytorch_lightning`, whichever is imported already. If
-neither is, it imports the installed ones.
+Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd",
+"ddp_fp16_compress", "ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto",
+and the same names for notebooks ("ddp_notebook_powersgd", ...), with `lightning.pytorch` or
+`pytorch_lightning`, whichever is imported already. If neither is, it imports the installed ones.
 """
 
 import sys
@@ -20,7 +22,12 @@ from lightning_commhooks.callbacks import hook_stats
 from lightning_commhooks.packages import MODULES
 
 if TYPE_CHECKING:
-    from lightning_commhooks.lightning_pytorch import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, CommHookMonitor
+    from lightning_commhooks.lightning_pytorch import (
+        CommHookCheckpoint,
+        CommHookDDP,
+        CommHookFSDP2,
+        CommHookMonitor,
+    )
 
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 
@@ -37,8 +44,8 @@ _installed = [package for package, root in _roots.items() if _is_installed(root)
 if not _installed:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [each for each in _installed if _roots[each] in sys.modules] or _installed:
-    # A Lightning that is too old for commhooks may be installed for another library. So the error is raised only when a
-    # class is imported from here.
+    # A Lightning that is too old for commhooks may be installed for another library. So the error
+    # is raised only when a class is imported from here.
     with suppress(Exception):
         if _package == "pytorch_lightning":
             import lightning_commhooks.pytorch_lightning

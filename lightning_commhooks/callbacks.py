@@ -1,9 +1,18 @@
-"""What the callbacks for a Trainer whose strategy has a communication hook add to Lightning's `Callback`."""
+"""What the callbacks for a Trainer whose strategy has a communication hook add to Lightning's
+`Callback`.
+"""
 
 from typing import TYPE_CHECKING, Any, Optional
 
 from commhooks import CommHook
-from commhooks.hook.plugin_api import NAMES, PREFIX, Meter, check_arguments, check_choice, check_value
+from commhooks.hook.plugin_api import (
+    NAMES,
+    PREFIX,
+    Meter,
+    check_arguments,
+    check_choice,
+    check_value,
+)
 from lightning_commhooks.checkpoint import SaveResidual, with_defaults
 from lightning_commhooks.strategy import warn
 
@@ -18,7 +27,11 @@ class CheckpointMixin(Callback):
     """The mixin of `CommHookCheckpoint`."""
 
     # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
-    def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
+    def __init__(
+        self,
+        save_residual: Optional[SaveResidual] = None,  # noqa: UP045
+        strict: Optional[bool] = None,  # noqa: UP045
+    ) -> None:
         super().__init__()
         checked = check_arguments(with_defaults(save_residual, strict))
         self.save_residual = save_residual
@@ -26,7 +39,8 @@ class CheckpointMixin(Callback):
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         _warn_if_unhooked(
-            trainer, "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy"
+            trainer,
+            "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy",
         )
 
 
@@ -63,15 +77,19 @@ class MonitorMixin(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         if stage == "fit" and not self._warned:
             self._warned = _warn_if_unhooked(
-                trainer, "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does"
+                trainer,
+                "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP"
+                " strategy does",
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._last_step = -1
 
-    def on_before_optimizer_step(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any) -> None:
-        # Here the gradients are averaged and unscaled, but not clipped. With several optimizers, this logs at the first
-        # step of a batch.
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any
+    ) -> None:
+        # Here the gradients are averaged and unscaled, but not clipped. With several optimizers,
+        # this logs at the first step of a batch.
         hook = _hook_of(trainer)
         if hook is None or not trainer.is_global_zero:
             return
@@ -98,9 +116,10 @@ class MonitorMixin(Callback):
 
 
 def hook_stats(trainer: "pl.Trainer") -> dict[str, Any] | None:
-    """Return `trainer.strategy.comm_hook.stats()`; None without a hook. After a fit in forked or spawned processes, as
-    in notebooks, `comm_hook` is None in the main process; then return rank 0's statistics at the end of the
-    training."""
+    """Return `trainer.strategy.comm_hook.stats()`; None without a hook. After a fit in forked or
+    spawned processes, as in notebooks, `comm_hook` is None in the main process; then return rank
+    0's statistics at the end of the training.
+    """
     hook = _hook_of(trainer)
     return getattr(trainer.state, "comm_hook_stats", None) if hook is None else hook.stats()
 
@@ -119,11 +138,16 @@ def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
     if hasattr(trainer.strategy, "comm_hook"):
         return False
     strategy = type(trainer.strategy)
-    warn(f"{text}, and the strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}", stacklevel=6)
+    warn(
+        f"{text}, and the strategy of this Trainer is"
+        f" {strategy.__module__}.{strategy.__qualname__}",
+        stacklevel=6,
+    )
     return True
 
 
 def _x_axis(trainer: "pl.Trainer") -> int:
-    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6); without it the
-    number of optimizer steps, which is larger with several optimizers."""
+    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6);
+    without it the number of optimizer steps, which is larger with several optimizers.
+    """
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)

@@ -1,5 +1,6 @@
-"""Define the hook's part of Lightning's checkpoints: its key, the defaults, and whether all ranks take part in a
-save."""
+"""Define the hook's part of Lightning's checkpoints: its key, the defaults, and whether all ranks
+take part in a save.
+"""
 
 import inspect
 import sys
@@ -33,33 +34,42 @@ def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
 def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
     return errors_begin_with(
         f"{path}, key {CHECKPOINT_KEY!r}",
-        remedy="Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete "
-        "the key, and torch.save it",
+        remedy=(
+            "Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load"
+            " this one, delete the key, and torch.save it"
+        ),
     )
 
 
 def saves_alone(trainer: "pl.Trainer") -> bool:
     """Return whether some ranks might not join this save, so that it must not use collectives.
 
-    After an exception on one rank Lightning sets `trainer.interrupted` before it calls the callbacks that save
-    (`on_exception`). It has no public flag for a save in a signal handler (SLURM's, or a user's). In all other cases,
-    such as a save inside `if trainer.is_global_zero`, the joint save ends at its time limit and loses only the
-    residuals.
+    After an exception on one rank Lightning sets `trainer.interrupted` before it calls the
+    callbacks that save (`on_exception`). It has no public flag for a save in a signal handler
+    (SLURM's, or a user's). In all other cases, such as a save inside `if trainer.is_global_zero`,
+    the joint save ends at its time limit and loses only the residuals.
     """
     return trainer.interrupted or in_signal_handler()
 
 
 def in_signal_handler() -> bool:
-    """Return whether this thread runs a signal handler. Python calls `handler(number, frame)` with the interrupted
-    frame, which is also the caller's frame."""
+    """Return whether this thread runs a signal handler. Python calls `handler(number, frame)` with
+    the interrupted frame, which is also the caller's frame.
+    """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_back is None or not (frame.f_code.co_argcount >= 2 or frame.f_code.co_flags & inspect.CO_VARARGS):
+        if frame.f_back is None or not (
+            frame.f_code.co_argcount >= 2 or frame.f_code.co_flags & inspect.CO_VARARGS
+        ):
             continue
         names, rest, _, values = inspect.getargvalues(frame)
         others = values.get(rest or "")
-        given = [*(values.get(name) for name in names), *(others if isinstance(others, tuple) else ())]
+        given = [
+            *(values.get(name) for name in names),
+            *(others if isinstance(others, tuple) else ()),
+        ]
         if sys.version_info < (3, 13):
-            values.clear()  # this copy would keep the caller's variables alive after they were deleted
+            # this copy would keep the caller's variables alive after they were deleted
+            values.clear()
         if any(each is frame.f_back for each in given):
             return True
     return False

@@ -1,4 +1,6 @@
-"""What `CommHookDDP` adds to Fabric's DDP strategy: a communication hook for every model that is set up."""
+"""What `CommHookDDP` adds to Fabric's DDP strategy: a communication hook for every model that is
+set up.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -55,15 +57,27 @@ class HookedFabricDDP(DDPStrategy):
         check_ddp_arguments(ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(**arguments_in(locals()))
-        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = (
+            weakref.WeakKeyDictionary()
+        )
         self._warned_about_saving = False
 
-    # ---- what users call ---------------------------------------------------------------------------------------------
+    # ---- what users call
+    # ---------------------------------------------------------------------------------------------
 
     def hook_of(self, model: nn.Module) -> CommHook | None:
-        """Return the hook of `model`, which is from `fabric.setup` or the module inside it; None without a hook."""
+        """Return the hook of `model`, which is from `fabric.setup` or the module inside it; None
+        without a hook.
+        """
         inner = getattr(model, "module", model)
-        return next((hook for ddp, hook in self._hooks.items() if ddp in (model, inner) or ddp.module is inner), None)
+        return next(
+            (
+                hook
+                for ddp, hook in self._hooks.items()
+                if ddp in (model, inner) or ddp.module is inner
+            ),
+            None,
+        )
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -71,16 +85,19 @@ class HookedFabricDDP(DDPStrategy):
         return next(reversed(list(self._hooks.values())), None)
 
     def __repr__(self) -> str:
-        # With the module's name, because a Trainer that is given this strategy shows only the `repr` in its error.
+        # With the module's name, because a Trainer that is given this strategy shows only the
+        # `repr` in its error.
         return f"{type(self).__module__}.{type(self).__name__}(hook={self._request.name!r})"
 
-    # ---- what Fabric calls -------------------------------------------------------------------------------------------
+    # ---- what Fabric calls
+    # -------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if callable(getattr(self._request.hook_state, "state_dict", None)) and self._hooks:
             raise HookConfigError(
-                f"hook_state ({type(self._request.hook_state).__name__}) is one object, and is used by another model "
-                "already. Make a state for each model by a factory: commhooks.register_hook(name, factory)"
+                f"hook_state ({type(self._request.hook_state).__name__}) is one object, and is used"
+                " by another model already. Make a state for each model by a factory:"
+                " commhooks.register_hook(name, factory)"
             )
         model = super().setup_module(module)
         hook = attach_request(
@@ -100,64 +117,95 @@ class HookedFabricDDP(DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if CHECKPOINT_KEY in state:
-            raise HookConfigError(f"{CHECKPOINT_KEY!r} in the state: this key holds the states of the hooks")
+            raise HookConfigError(
+                f"{CHECKPOINT_KEY!r} in the state: this key holds the states of the hooks"
+            )
         hooks, joint = self._hooks_in(state), not in_signal_handler()
         for each in self._hooks.values() if joint else ():
             each.synchronize(optimizers=True)
         if hooks:
-            saved = {name: hook.state_dict(gather=True, joint=joint) for name, hook in hooks.items()}
+            saved = {
+                name: hook.state_dict(gather=True, joint=joint) for name, hook in hooks.items()
+            }
             state = {**state, CHECKPOINT_KEY: saved}
         elif self._hooks and not self._warned_about_saving:
             self._warned_about_saving = True
             warn(
-                "this checkpoint holds no state of a communication hook, because none of the models is in it: give "
-                "fabric.save the model itself, {'model': model}, not model.state_dict()"
+                "this checkpoint holds no state of a communication hook, because none of the models"
+                " is in it: give fabric.save the model itself, {'model': model}, not"
+                " model.state_dict()"
             )
-        super().save_checkpoint(path=path, state=state, storage_options=storage_options, filter=filter)
+        super().save_checkpoint(
+            path=path, state=state, storage_options=storage_options, filter=filter
+        )
 
     @print_error_on_rank_zero()
     def load_checkpoint(
-        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         # Fabric 2.6 would execute code in a checkpoint from the web by default.
         weights_only = True if weights_only is None else weights_only
         try:
-            rest = super().load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
+            rest = super().load_checkpoint(
+                path=path, state=state, strict=strict, weights_only=weights_only
+            )
         except Exception as error:  # torch raises many kinds of exceptions for truncated files
             if cut := cut_off(path, error):
                 raise PayloadError(f"{path} {cut}. Load another checkpoint") from error
             raise
         if isinstance(state, dict) and state:
             with errors_name_checkpoint(path):
-                self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict)
+                self._load_hooks(
+                    state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict
+                )
         elif not state and self._hooks and CHECKPOINT_KEY in rest:
             warn(
-                "the hooks were not restored: fabric.load restores the hook of a model that it is given, as in "
-                "fabric.load(path, {'model': model})"
+                "the hooks were not restored: fabric.load restores the hook of a model that it is"
+                " given, as in fabric.load(path, {'model': model})"
             )
         return rest
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
+    # ---- helpers
+    # ----------------------------------------------------------------------------------------------
 
     def _hooks_in(self, state: Mapping[str, Any]) -> dict[str, CommHook]:
         models = {name: each for name, each in state.items() if isinstance(each, nn.Module)}
-        return {name: hook for name, model in models.items() if (hook := self.hook_of(model)) is not None}
+        return {
+            name: hook
+            for name, model in models.items()
+            if (hook := self.hook_of(model)) is not None
+        }
 
     def _load_hooks(self, state: Mapping[str, Any], saved: object, *, strict: bool) -> None:
         if not isinstance(saved, dict):
-            raise PayloadError(f"the checkpoint's {CHECKPOINT_KEY!r} is a {type(saved).__name__}, not a dict by models")
+            raise PayloadError(
+                f"the checkpoint's {CHECKPOINT_KEY!r} is a {type(saved).__name__}, not a dict by"
+                " models"
+            )
         hooks = self._hooks_in(state)
-        take_over = [hook.prepare_load(saved[name], strict) for name, hook in hooks.items() if name in saved]
+        take_over = [
+            hook.prepare_load(saved[name], strict) for name, hook in hooks.items() if name in saved
+        ]
         for each in take_over:
             each()
         for name, hook in hooks.items():
             if name not in saved:
-                warn(nothing_saved(f"{name!r} in the checkpoint", "it was saved without CommHookDDP", hook.name))
-        early = [name for name in saved if isinstance(state.get(name), nn.Module) and name not in hooks]
+                warn(
+                    nothing_saved(
+                        f"{name!r} in the checkpoint", "it was saved without CommHookDDP", hook.name
+                    )
+                )
+        early = [
+            name for name in saved if isinstance(state.get(name), nn.Module) and name not in hooks
+        ]
         if early and not self._request.off:
             warn(
-                f"the hook's state for {', '.join(map(repr, early))} was not restored, because the model has no hook "
-                "yet: call fabric.setup before fabric.load"
+                f"the hook's state for {', '.join(map(repr, early))} was not restored, because the"
+                " model has no hook yet: call fabric.setup before fabric.load"
             )
 
     def __getstate__(self) -> dict[str, Any]:

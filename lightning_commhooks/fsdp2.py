@@ -1,5 +1,6 @@
-"""What `CommHookFSDP2` adds to Lightning's FSDP2 strategy: a communication hook between the replicas of the sharded
-model."""
+"""What `CommHookFSDP2` adds to Lightning's FSDP2 strategy: a communication hook between the
+replicas of the sharded model.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -51,28 +52,37 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
         expected = "a number of replicas, or 'auto'"
-        self._replicate_size: Any = check_value("replicate_size", replicate_size, int | str, expected)
+        self._replicate_size: Any = check_value(
+            "replicate_size", replicate_size, int | str, expected
+        )
         if save_residual not in (None, "drop"):
             raise HookConfigError(
-                f"save_residual={save_residual!r}; expected 'drop', or None: distributed checkpoints hold the mean"
+                f"save_residual={save_residual!r}; expected 'drop', or None: distributed"
+                " checkpoints hold the mean"
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": save_residual or "mean"})
+        self._request = HookRequest.parse(
+            **arguments_in(locals()) | {"save_residual": save_residual or "mean"}
+        )
         self._mesh: DeviceMesh | None = None
 
-    # ---- what users call ---------------------------------------------------------------------------------------------
+    # ---- what users call
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh with the dimensions "replicate" and "shard"."""
         if self._mesh is None:
-            raise RuntimeError("the device mesh exists once the processes have connected, as in configure_model")
+            raise RuntimeError(
+                "the device mesh exists once the processes have connected, as in configure_model"
+            )
         return self._mesh
 
     def _arguments(self) -> str:
         return f"{super()._arguments()}, replicate_size={self._replicate_size!r}"
 
-    # ---- what Lightning calls ----------------------------------------------------------------------------------------
+    # ---- what Lightning calls
+    # ----------------------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -83,10 +93,13 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         replicas = self.num_nodes if self._replicate_size == "auto" else self._replicate_size
         if self.world_size % replicas:
             raise HookConfigError(
-                f"replicate_size={replicas} does not divide the number of ranks, which is {self.world_size}"
+                f"replicate_size={replicas} does not divide the number of ranks, which is"
+                f" {self.world_size}"
             )
         shape = (replicas, self.world_size // replicas)
-        self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self._mesh = init_device_mesh(
+            self.root_device.type, shape, mesh_dim_names=("replicate", "shard")
+        )
 
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
@@ -99,8 +112,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context manager for gradient accumulation, like DDP's `no_sync`: neither FSDP nor the hook communicates. FSDP
-        keeps unsharded gradients meanwhile."""
+        """Context manager for gradient accumulation, like DDP's `no_sync`: neither FSDP nor the
+        hook communicates. FSDP keeps unsharded gradients meanwhile.
+        """
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
         root.set_requires_gradient_sync(False)
@@ -124,13 +138,17 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         if is_full and self._saved_hook is not None:
             self._folder_in(path).save(self._saved_hook)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         path, take_over = Path(self.broadcast(checkpoint_path)), None
         hook = self._saved_hook if self._trainer.state.fn == "fit" else None
         # Check the hook's state before the model and the optimizers load theirs.
         if hook is not None and (folder := self._folder_in(path)).is_complete():
             take_over = folder.prepare_load(hook, strict=self._request.strict)
-        loaded = super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
+        loaded = super().load_checkpoint(
+            path, weights_only=True if weights_only is None else weights_only
+        )
         if take_over is not None:
             take_over()
         elif hook is not None:
@@ -141,7 +159,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     def _prepare_callbacks(self, trainer: Any) -> None:
         super()._prepare_callbacks(trainer)
         if any(isinstance(each, self.checkpoint_callback) for each in trainer.callbacks):
-            raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
+            raise HookConfigError(
+                "CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback"
+            )
 
     def _folder_in(self, checkpoint: Path) -> DCPFolder:
         return DCPFolder(checkpoint / CHECKPOINT_KEY, "CommHookFSDP2", self.broadcast)
@@ -150,7 +170,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 def _sharded_root(module: "pl.LightningModule") -> Any:
     roots: dict[str, Any] = {}
     for name, each in module.named_modules():  # parents come before their children
-        if isinstance(each, FSDPModule) and not any(root == "" or name.startswith(f"{root}.") for root in roots):
+        if isinstance(each, FSDPModule) and not any(
+            root == "" or name.startswith(f"{root}.") for root in roots
+        ):
             roots[name] = each
     if len(roots) != 1:
         raise HookConfigError(
@@ -163,15 +185,21 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
 
 
 def _check_shards(module: "pl.LightningModule", root: Any, shards: DeviceMesh) -> None:
-    alone, inside = [], {id(parameter) for parameter in root.parameters()}  # `attach` warns about those inside
+    # `attach` warns about those inside
+    alone, inside = (
+        [],
+        {id(parameter) for parameter in root.parameters()},
+    )
     for name, parameter in module.named_parameters():
         data: object = parameter
         if not isinstance(data, DTensor):
             alone += [name] if parameter.requires_grad and id(parameter) not in inside else []
         elif data.device_mesh.mesh.flatten().tolist() != shards.mesh.tolist():
             raise HookConfigError(
-                f"parameter {name} is sharded over another mesh than this strategy's, {data.device_mesh}: give "
-                "fully_shard mesh=self.trainer.strategy.device_mesh['shard'] (self.device_mesh is Lightning's own)"
+                f"parameter {name} is sharded over another mesh than this strategy's,"
+                f" {data.device_mesh}: give fully_shard"
+                " mesh=self.trainer.strategy.device_mesh['shard'] (self.device_mesh is Lightning's"
+                " own)"
             )
     if module.trainer.is_global_zero:
         warn_of_unsharded(alone)

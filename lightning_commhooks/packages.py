@@ -1,7 +1,7 @@
 """Lightning's packages, for each of which there are strategies.
 
-`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects instances of the other's classes; so
-do `lightning.fabric` and `lightning_fabric`.
+`lightning.pytorch` and `pytorch_lightning` have the same content, and each rejects instances of the
+other's classes; so do `lightning.fabric` and `lightning_fabric`.
 """
 
 from importlib import import_module
@@ -9,13 +9,24 @@ from typing import Any
 
 from commhooks.errors import needed
 
-MODULES = {"lightning.pytorch": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
+MODULES = {
+    "lightning.pytorch": "lightning_commhooks",
+    "pytorch_lightning": "lightning_commhooks.pytorch_lightning",
+}
 """Package with a Trainer -> module from which users import the classes for it."""
 FABRIC_MODULES = {
     "lightning.fabric": "lightning_commhooks.fabric",
     "lightning_fabric": "lightning_commhooks.lightning_fabric",
 }
-_HOOKS = ("powerSGD", "batched_powerSGD", "fp16_compress", "bf16_compress", "int8_compress", "int4_compress", "auto")
+_HOOKS = (
+    "powerSGD",
+    "batched_powerSGD",
+    "fp16_compress",
+    "bf16_compress",
+    "int8_compress",
+    "int4_compress",
+    "auto",
+)
 """The hooks for which a strategy name is registered."""
 
 
@@ -25,7 +36,9 @@ def check_installed(package: str) -> None:
     root = package.partition(".")[0]
     other = next(name for name in modules if name != package)
     install = f"pip install {root.replace('_', '-')}"
-    sentence = f"{modules[package]} needs {package}: {install}. For {other} import from {modules[other]}"
+    sentence = (
+        f"{modules[package]} needs {package}: {install}. For {other} import from {modules[other]}"
+    )
     with needed(root, sentence=sentence):
         import_module(root)
 

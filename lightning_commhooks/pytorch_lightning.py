@@ -1,4 +1,6 @@
-"""The classes of `lightning_commhooks` for the Trainer of the package `pytorch_lightning`, and their strategy names."""
+"""The classes of `lightning_commhooks` for the Trainer of the package `pytorch_lightning`, and
+their strategy names.
+"""
 
 from lightning_commhooks.callbacks import CheckpointMixin, MonitorMixin, RoundEndMixin, hook_stats
 from lightning_commhooks.fsdp2 import HookedFSDP2

@@ -1,7 +1,8 @@
 """What the strategies for Lightning's Trainers share, and what `CommHookDDP` adds to `DDPStrategy`.
 
-The mixins of this package import no Lightning. `lightning_pytorch.py` and `pytorch_lightning.py` have the strategies
-and callbacks with them, `fabric.py` and `lightning_fabric.py` the strategies for Fabric.
+The mixins of this package import no Lightning. `lightning_pytorch.py` and `pytorch_lightning.py`
+have the strategies and callbacks with them, `fabric.py` and `lightning_fabric.py` the strategies
+for Fabric.
 """
 
 import dataclasses
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 else:
     # At runtime the class that has this mixin adds Lightning's strategy, which `super()` reaches.
     DDPStrategy = ParallelStrategy = object
-    # LightningCLI accepts and documents the config classes that are named here. `str` must be last: if it preceded
-    # Callable, jsonargparse would pass the path of a function as a string.
+    # LightningCLI accepts and documents the config classes that are named here. `str` must be last:
+    # if it preceded Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 _OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -63,7 +64,9 @@ _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
 class HookedStrategy(ParallelStrategy):
-    """The mixin of all strategies. A class with it has the Trainer's package, and the callbacks for that Trainer."""
+    """The mixin of all strategies. A class with it has the Trainer's package, and the callbacks for
+    that Trainer.
+    """
 
     package: ClassVar[str]
     checkpoint_callback: "ClassVar[type[pl.Callback]]"
@@ -80,8 +83,8 @@ class HookedStrategy(ParallelStrategy):
         """The attached hook, with `stats()` and `plan()`. None before the model is wrapped, and for
         `CommHookDDP(hook=None)`. After fit the hook is kept, but closed (see `CommHook.close`).
 
-        With the spawn and fork launchers, as in notebooks, the hook exists in the worker processes only and is None in
-        the main process; call `hook_stats(trainer)` there.
+        With the spawn and fork launchers, as in notebooks, the hook exists in the worker processes
+        only and is None in the main process; call `hook_stats(trainer)` there.
         """
         return self._comm_hook
 
@@ -96,11 +99,12 @@ class HookedStrategy(ParallelStrategy):
     def _arguments(self) -> str:
         return f"hook={self._request.name!r}"
 
-    # ---- what Lightning calls ----------------------------------------------------------------------------------------
+    # ---- what Lightning calls
+    # ----------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        # Here strategy and callbacks are both known for the first time, and a callback added now still receives all
-        # events. Scripts may call this before `fit`, which calls it again.
+        # Here strategy and callbacks are both known for the first time, and a callback added now
+        # still receives all events. Scripts may call this before `fit`, which calls it again.
         if self.lightning_module is not None:
             self._prepare_callbacks(self.lightning_module.trainer)
         super().setup_environment()
@@ -112,7 +116,8 @@ class HookedStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer = self._trainer
-        # The tuner's trial runs, as for the learning-rate finder, replace the list of callbacks (lightning 2.6).
+        # The tuner's trial runs, as for the learning-rate finder, replace the list of callbacks
+        # (lightning 2.6).
         if trainer.callbacks is self._callbacks and not trainer.fast_dev_run:
             left = _steps_left(trainer)
             if self._comm_hook is not None and left is not None:
@@ -123,14 +128,21 @@ class HookedStrategy(ParallelStrategy):
         if self._comm_hook is not None:
             self._comm_hook.failed(exception)
         # After SIGTERM Lightning raises a SystemExit between two batches.
-        if self._comm_hook is not None and self._trainer.received_sigterm and isinstance(exception, SystemExit):
+        if (
+            self._comm_hook is not None
+            and self._trainer.received_sigterm
+            and isinstance(exception, SystemExit)
+        ):
             if (members := self._comm_hook.members) is not None:
                 members.leave()
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        # Launchers that fork or spawn send rank 0's `trainer.state` back to the main process (lightning 2.6).
-        self._trainer.state.comm_hook_stats = None if self._comm_hook is None else self._comm_hook.stats()
+        # Launchers that fork or spawn send rank 0's `trainer.state` back to the main process
+        # (lightning 2.6).
+        self._trainer.state.comm_hook_stats = (
+            None if self._comm_hook is None else self._comm_hook.stats()
+        )
 
     def teardown(self) -> None:
         super().teardown()
@@ -140,10 +152,17 @@ class HookedStrategy(ParallelStrategy):
             self._comm_hook.close()  # otherwise another fit of this module could not attach a hook
 
     def __getstate__(self) -> dict[str, Any]:
-        # The spawn launcher pickles the strategy: pickles and copies contain the configuration, never a hook.
-        return {**super().__getstate__(), "_comm_hook": None, "_hooked_module": None, "_callbacks": None}
+        # The spawn launcher pickles the strategy: pickles and copies contain the configuration,
+        # never a hook.
+        return {
+            **super().__getstate__(),
+            "_comm_hook": None,
+            "_hooked_module": None,
+            "_callbacks": None,
+        }
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
+    # ---- helpers
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def _trainer(self) -> Any:
@@ -152,7 +171,9 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def _saved_hook(self) -> CommHook | None:
-        """The hook whose state goes into checkpoints: None with `hook=None`, or if it is attached to another module."""
+        """The hook whose state goes into checkpoints: None with `hook=None`, or if it is attached
+        to another module.
+        """
         module, hooked = self.lightning_module, self._hooked_module
         if self._request.off or module is None or hooked is None or hooked() is not module:
             return None
@@ -179,19 +200,22 @@ class HookedStrategy(ParallelStrategy):
         here, other = self.package, self._other_package()
         root = other.partition(".")[0]
         strangers = [
-            each for each in objects if any(base.__module__.partition(".")[0] == root for base in type(each).__mro__)
+            each
+            for each in objects
+            if any(base.__module__.partition(".")[0] == root for base in type(each).__mro__)
         ]
         names = [type(each).__name__ for each in strangers]
         for each, name in zip(strangers, names, strict=True):
             if type(each).__module__.partition(".")[0] == __package__:
                 raise HookConfigError(
-                    f"this {name} is for the Trainer of {other}, and the Trainer is from {here}: write `from "
-                    f"{MODULES[here]} import {name}`"
+                    f"this {name} is for the Trainer of {other}, and the Trainer is from {here}:"
+                    f" write `from {MODULES[here]} import {name}`"
                 )
         if strangers:
             warn(
-                f"this Trainer is from {here}, and these are from {other}: {', '.join(names)}. The Trainer does not "
-                f"recognise them, for example as checkpoint callbacks: replace every import of {other}"
+                f"this Trainer is from {here}, and these are from {other}: {', '.join(names)}. The"
+                " Trainer does not recognise them, for example as checkpoint callbacks: replace"
+                f" every import of {other}"
             )
 
     def _not_for_the_other_trainer(self) -> str:
@@ -199,8 +223,9 @@ class HookedStrategy(ParallelStrategy):
         if other.partition(".")[0] not in sys.modules:
             return ""
         return (
-            f" (a strategy for `{self.package}.Trainer`; a `{other}.Trainer` cannot use it: write `from "
-            f"{MODULES[other]} import {type(self).__name__}`, or replace every import of {other})"
+            f" (a strategy for `{self.package}.Trainer`; a `{other}.Trainer` cannot use it: write"
+            f" `from {MODULES[other]} import {type(self).__name__}`, or replace every import of"
+            f" {other})"
         )
 
     def _other_package(self) -> str:
@@ -227,12 +252,18 @@ class HookedDDP(HookedStrategy, DDPStrategy):
     ) -> None:
         check_ddp_arguments(ddp_kwargs, HookedDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
-        self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(save_residual, strict))
-        self._given = {"save_residual": save_residual, "strict": None if strict is None else self._request.strict}
+        self._request = HookRequest.parse(
+            **arguments_in(locals()) | with_defaults(save_residual, strict)
+        )
+        self._given = {
+            "save_residual": save_residual,
+            "strict": None if strict is None else self._request.strict,
+        }
         self._checkpoint_path: str | Path = "the checkpoint"
         self._warned_about_size = False
 
-    # ---- what Lightning calls ----------------------------------------------------------------------------------------
+    # ---- what Lightning calls
+    # ----------------------------------------------------------------------------------------
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -242,7 +273,8 @@ class HookedDDP(HookedStrategy, DDPStrategy):
             self._comm_hook = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks for the weights before it reads anything else that it saves, also for weights-only checkpoints.
+        # Lightning asks for the weights before it reads anything else that it saves, also for
+        # weights-only checkpoints.
         hook = self._saved_hook
         if hook is not None and not saves_alone(self._trainer):
             hook.synchronize(optimizers=True)
@@ -256,35 +288,50 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         if hook is not None and "optimizer_states" in checkpoint:
             self._warn_about_size(hook)
             joint = not saves_alone(self._trainer)
-            checkpoint[CHECKPOINT_KEY] = hook.state_dict(self.save_residual, gather=True, joint=joint)
+            checkpoint[CHECKPOINT_KEY] = hook.state_dict(
+                self.save_residual, gather=True, joint=joint
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @print_error_on_rank_zero()
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        # Security: by default Lightning 2.6 executes code in a checkpoint. Here the default is weights_only=True; for
-        # trusted files users pass weights_only=False to `fit`.
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        # Security: by default Lightning 2.6 executes code in a checkpoint. Here the default is
+        # weights_only=True; for trusted files users pass weights_only=False to `fit`.
         self._checkpoint_path = checkpoint_path
         weights_only = True if weights_only is None else weights_only
         try:
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
+        except (
+            Exception
+        ) as error:  # torch raises many kinds of exceptions for truncated or foreign files
             if cut := cut_off(checkpoint_path, error):
                 raise PayloadError(f"{checkpoint_path} {cut}. Resume from another one") from error
-            if isinstance(error, OSError) or not weights_only:  # the message names the file, or code in it has failed
+            # the message names the file, or code in it has failed
+            if isinstance(error, OSError) or not weights_only:
                 raise
-            foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch 2.13 names a type that is not plain in this form
+            # torch 2.13 names a type that is not plain in this form
+            foreign = re.search(r"GLOBAL (\S+)", str(error))
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise PayloadError(
-                f"{checkpoint_path} cannot be read ({f'it holds a {foreign[1]}' if foreign else reason}). Nothing in "
-                "it was run; if you trust what made it and it is whole, pass weights_only=False to the Trainer's "
-                "method" + (f", or call torch.serialization.add_safe_globals([{foreign[1]}])" if foreign else "")
+                f"{checkpoint_path} cannot be read"
+                f" ({f'it holds a {foreign[1]}' if foreign else reason}). Nothing in it was run; if"
+                " you trust what made it and it is whole, pass weights_only=False to the Trainer's"
+                " method"
+                + (
+                    f", or call torch.serialization.add_safe_globals([{foreign[1]}])"
+                    if foreign
+                    else ""
+                )
             ) from error
 
     @print_error_on_rank_zero()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The hook's state is restored here, because Lightning calls this after the model is wrapped, only in fit and
-        # only for full checkpoints: `validate(ckpt_path=...)` does not change the hook, and the learning-rate finder,
-        # which restores its own checkpoint, resets it.
+        # The hook's state is restored here, because Lightning calls this after the model is
+        # wrapped, only in fit and only for full checkpoints: `validate(ckpt_path=...)` does not
+        # change the hook, and the learning-rate finder, which restores its own checkpoint, resets
+        # it.
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
@@ -297,20 +344,25 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         elif hook is not None:
             warn(nothing_saved("the checkpoint", "it was saved without CommHookDDP", hook.name))
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
+    # ---- helpers
+    # ----------------------------------------------------------------------------------------------
 
     def _prepare_callbacks(self, trainer: Any) -> None:
         super()._prepare_callbacks(trainer)
-        given: list[Any] = [each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)]
+        given: list[Any] = [
+            each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)
+        ]
         if len(given) > 1:
-            raise HookConfigError(f"{len(given)} CommHookCheckpoint callbacks in one Trainer; pass one at most")
+            raise HookConfigError(
+                f"{len(given)} CommHookCheckpoint callbacks in one Trainer; pass one at most"
+            )
         for callback in given:
             for name, ours in self._given.items():
                 theirs = getattr(callback, name)
                 if ours is not None and theirs is not None and ours != theirs:
                     raise HookConfigError(
-                        f"CommHookDDP({name}={ours!r}) and CommHookCheckpoint({name}={theirs!r}) contradict each "
-                        f"other; set {name} in one place"
+                        f"CommHookDDP({name}={ours!r}) and CommHookCheckpoint({name}={theirs!r})"
+                        f" contradict each other; set {name} in one place"
                     )
                 if theirs is not None:
                     self._request = dataclasses.replace(self._request, **{name: theirs})
@@ -322,14 +374,16 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         if size > PER_RANK_WARNING_BYTES:
             self._warned_about_size = True
             warn(
-                f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({self.world_size} ranks) into "
-                "every checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
+                f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals"
+                f" ({self.world_size} ranks) into every checkpoint, gathered on every rank;"
+                " save_residual='mean' needs one copy of the model only"
             )
 
 
 class _Progress:
-    """Hands over the Trainer's epoch, batch, global step and schedulers, for a machine that comes. Weak: the hook may
-    outlive the Trainer."""
+    """Hands over the Trainer's epoch, batch, global step and schedulers, for a machine that comes.
+    Weak: the hook may outlive the Trainer.
+    """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer: pl.Trainer = weakref.proxy(trainer)
@@ -337,11 +391,22 @@ class _Progress:
     @property
     def _parts(self) -> list[Any]:
         epochs, loop = self._trainer.fit_loop.epoch_progress, self._trainer.fit_loop.epoch_loop
-        steps = [loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress]
-        return [epochs, loop.batch_progress, *steps, *(each.scheduler for each in self._trainer.lr_scheduler_configs)]
+        steps = [
+            loop.automatic_optimization.optim_progress,
+            loop.manual_optimization.optim_step_progress,
+        ]
+        return [
+            epochs,
+            loop.batch_progress,
+            *steps,
+            *(each.scheduler for each in self._trainer.lr_scheduler_configs),
+        ]
 
     def state_dict(self) -> list[Any]:
-        return [self._trainer.fit_loop.epoch_loop.on_save_checkpoint(), *(each.state_dict() for each in self._parts)]
+        return [
+            self._trainer.fit_loop.epoch_loop.on_save_checkpoint(),
+            *(each.state_dict() for each in self._parts),
+        ]
 
     def load_state_dict(self, state: list[Any]) -> None:
         self._trainer.fit_loop.epoch_loop.on_load_checkpoint(state[0])
@@ -350,31 +415,44 @@ class _Progress:
 
 
 def warn(text: str, stacklevel: int = 5) -> None:
-    from lightning_utilities.core.rank_zero import rank_zero_warn  # here, because without Lightning it is missing
+    # here, because without Lightning it is missing
+    from lightning_utilities.core.rank_zero import (
+        rank_zero_warn,
+    )
 
     rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=stacklevel)  # 4 and this function
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments
+# --------------------------------------------------------------------------------------------------
 
 
 def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
-    """Raise HookConfigError for an argument in `given` that neither DDP nor one of the constructors `takers` has, or
-    that sets another hook."""
+    """Raise HookConfigError for an argument in `given` that neither DDP nor one of the constructors
+    `takers` has, or that sets another hook.
+    """
     for name in _OF_ANOTHER_HOOK:
         if given.get(name) is not None:
             raise HookConfigError(
-                f"{name}= together with hook=: CommHookDDP attaches its own hook and DDP takes only one. Pass your "
-                "hook as hook= (with hook_state= and wrapper=); post-local SGD is hook='local_sgd' with start_iter"
+                f"{name}= together with hook=: CommHookDDP attaches its own hook and DDP takes only"
+                " one. Pass your hook as hook= (with hook_state= and wrapper=); post-local SGD is"
+                " hook='local_sgd' with start_iter"
             )
     takers = (*takers, DistributedDataParallel.__init__)
-    known = {name for each in takers for name in inspect.signature(each).parameters} - _NOT_FOR_USERS
+    known = {
+        name for each in takers for name in inspect.signature(each).parameters
+    } - _NOT_FOR_USERS
     for name in given:
         if name in _FROM_LIGHTNING:
-            raise HookConfigError(f"CommHookDDP has no argument {name!r}: {_FROM_LIGHTNING[name]}; leave it out")
+            raise HookConfigError(
+                f"CommHookDDP has no argument {name!r}: {_FROM_LIGHTNING[name]}; leave it out"
+            )
         if name not in known:
             raise no_such(
-                "CommHookDDP", "argument", name, sorted(known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"]))
+                "CommHookDDP",
+                "argument",
+                name,
+                sorted(known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"])),
             )
 
 
@@ -390,21 +468,29 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
         return request
     steps, option = _steps_left(trainer), config.start_option
     if steps is None and config.configured_start is not None:
-        unknown = "does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or"
+        unknown = (
+            "does not know (max_epochs=-1, or a data set without length): set max_steps in the"
+            " Trainer, or"
+        )
         if not trainer.lightning_module.automatic_optimization:
-            unknown = "does not know in backward passes (manual optimization decides how many each batch has):"
+            unknown = (
+                "does not know in backward passes (manual optimization decides how many each batch"
+                " has):"
+            )
         raise HookConfigError(
-            f"{option}={config.configured_start!r} is a fraction of the run, whose length the Trainer {unknown} give "
-            f"{option} as an int, a number of steps"
+            f"{option}={config.configured_start!r} is a fraction of the run, whose length the"
+            f" Trainer {unknown} give {option} as an int, a number of steps"
         )
     return dataclasses.replace(request, config=config.resolved(steps))
 
 
 def _steps_left(trainer: "pl.Trainer") -> int | None:
-    """Return the number of backward passes with communication until the end of the run, one per optimizer step; None if
-    unknown, as with manual optimization, where the user's code decides."""
+    """Return the number of backward passes with communication until the end of the run, one per
+    optimizer step; None if unknown, as with manual optimization, where the user's code decides.
+    """
     if not trainer.lightning_module.automatic_optimization:
         return None
-    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are subtracted.
+    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are
+    # subtracted.
     left = trainer.estimated_stepping_batches - trainer.global_step
     return int(left) if 1 <= left < math.inf else None

@@ -1,4 +1,6 @@
-"""Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked process groups."""
+"""Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked
+process groups.
+"""
 
 import atexit
 import gc
@@ -20,7 +22,8 @@ gc.disable()  # until everything is imported and collected, where it only takes 
 KEEP_CUDA = os.environ.get("COMMHOOKS_TEST_CUDA") == "1"
 
 
-# Whoever starts the tests in the background makes them ignore Ctrl-C, and so would every process that a test starts.
+# Whoever starts the tests in the background makes them ignore Ctrl-C, and so would every process
+# that a test starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,7 +38,8 @@ def _set_environ(environ: dict[str, str]) -> None:
 
 # Else every process compiles the sources of commhooks and of the tests anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Before torch is imported, which reads the number of threads and the visible devices; the workers inherit it.
+# Before torch is imported, which reads the number of threads and the visible devices; the workers
+# inherit it.
 _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
 from tests.support import warm  # noqa: E402
@@ -43,7 +47,8 @@ from tests.support import warm  # noqa: E402
 if TYPE_CHECKING:
     from tests.support.workers import WorkerPool
 
-# What takes long to import: where it is needed, by folder or file. It is imported once, see `warm.py`.
+# What takes long to import: where it is needed, by folder or file. It is imported once, see
+# `warm.py`.
 LIGHTNING, ACCELERATE, TRANSFORMERS = "lightning.pytorch", "accelerate", "transformers.trainer"
 FRAMEWORKS = {
     "with_lightning": [LIGHTNING],
@@ -97,19 +102,30 @@ def _frameworks(nodeid: str) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of `pytest -n` share the servers of `warm.py` and are forked there, because each of them imports
-    all modules with tests, and with them all frameworks: 15 s of CPU time."""
+    """The processes of `pytest -n` share the servers of `warm.py` and are forked there, because
+    each of them imports all modules with tests, and with them all frameworks: 15 s of CPU time.
+    """
     if hasattr(config, "workerinput"):
         _in_the_servers.extend(config.workerinput["modules"])
         sys.executable = config.workerinput["python"]  # some tests need a process that is started
         multiprocessing.spawn.set_executable(sys.executable)
-    elif config.getoption("numprocesses", None) and not KEEP_CUDA:  # this process itself needs no torch
+    elif (
+        config.getoption("numprocesses", None) and not KEEP_CUDA
+    ):  # this process itself needs no torch
         warm.share()
-        chosen = [name for name in FRAMEWORKS if config.args == config.getini("testpaths") or name in str(config.args)]
+        chosen = [
+            name
+            for name in FRAMEWORKS
+            if config.args == config.getini("testpaths") or name in str(config.args)
+        ]
         _in_the_servers.extend(sorted({module for name in chosen for module in FRAMEWORKS[name]}))
         with ThreadPoolExecutor() as both:
-            pythons = list(both.map(lambda server: warm.python(*_in_the_servers, server=server), (0, 1)))
-        config.option.tx = [f"popen//python={pythons[index % 2]}" for index in range(len(config.option.tx))]
+            pythons = list(
+                both.map(lambda server: warm.python(*_in_the_servers, server=server), (0, 1))
+            )
+        config.option.tx = [
+            f"popen//python={pythons[index % 2]}" for index in range(len(config.option.tx))
+        ]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,7 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (KEEP_CUDA and torch.cuda.is_available()):
         skip = pytest.mark.skip(reason="needs a CUDA device: make test-cuda")
         for item in items:
-            if item.get_closest_marker("cuda") is not None:  # not its keywords: a folder has that name
+            # not its keywords: a folder has that name
+            if item.get_closest_marker("cuda") is not None:
                 item.add_marker(skip)
 
 
@@ -141,7 +158,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
-    """Every test starts without the variables of launchers and batch systems, and what it sets ends with it."""
+    """Every test starts without the variables of launchers and batch systems, and what it sets ends
+    with it.
+    """
     before = clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA)
     _set_environ(before)
     yield
@@ -158,7 +177,9 @@ def forgotten_registrations() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaked_process_group() -> Iterator[None]:
-    """A process group that a test leaves behind in the main process fails that test, not the next one."""
+    """A process group that a test leaves behind in the main process fails that test, not the next
+    one.
+    """
     import torch.distributed as dist
 
     yield
@@ -169,7 +190,9 @@ def no_leaked_process_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def gradients_stay_on() -> Iterator[None]:
-    """A test that leaves autograd off, as a generator with `no_grad` around its yield does, fails itself."""
+    """A test that leaves autograd off, as a generator with `no_grad` around its yield does, fails
+    itself.
+    """
     import torch
 
     yield
@@ -191,7 +214,11 @@ def worker_pool() -> "Iterator[WorkerPool]":
 
 
 @pytest.fixture
-def run_ranks(request: pytest.FixtureRequest, worker_pool: "WorkerPool") -> Callable[..., list[Any]]:
-    """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
+def run_ranks(
+    request: pytest.FixtureRequest, worker_pool: "WorkerPool"
+) -> Callable[..., list[Any]]:
+    """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see
+    `workers.WorkerPool.run`.
+    """
     worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run

@@ -1,7 +1,8 @@
-"""Define the hook auto, which delegates buckets to the current candidate and decides which candidate is current.
+"""Define the hook auto, which delegates buckets to the current candidate and decides which
+candidate is current.
 
-`StepWatch` times the steps. At the end of a phase the ranks exchange their measurements, and every rank decides from
-the same numbers (`trials.py`). The decision is saved; see `Decision`.
+`StepWatch` times the steps. At the end of a phase the ranks exchange their measurements, and every
+rank decides from the same numbers (`trials.py`). The decision is saved; see `Decision`.
 """
 
 import math
@@ -15,7 +16,15 @@ from commhooks.auto import trials
 from commhooks.auto.options import Auto, Candidate
 from commhooks.auto.trials import Decision, Watch
 from commhooks.auto.watch import ObservedPass, Ranks, StepWatch
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, average
+from commhooks.compressors.base import (
+    RESIDUAL,
+    Compressor,
+    Exchange,
+    State,
+    StateField,
+    StepInfo,
+    average,
+)
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
@@ -25,13 +34,21 @@ from commhooks.options import LARGEST_STEP
 
 _CLASSES: dict[str, type[Compressor[Any]]] = {
     each.Config.hook_name: each
-    for each in (AllReduceCompressor, BF16Compressor, Int8Compressor, Int4Compressor, PowerSGDCompressor)
+    for each in (
+        AllReduceCompressor,
+        BF16Compressor,
+        Int8Compressor,
+        Int4Compressor,
+        PowerSGDCompressor,
+    )
 }
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
     if candidate.hook not in _CLASSES:
-        raise HookConfigError(f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
+        raise HookConfigError(
+            f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}"
+        )
     made = _CLASSES[candidate.hook]
     try:
         return made(made.Config(**candidate.options_at_once(made.Config)))
@@ -54,7 +71,9 @@ def _of_inner(name: str) -> Any:
 
 
 class AutoCompressor(Compressor[Auto]):
-    """Delegates to the compressor of the current candidate. `decision` is None for a new training."""
+    """Delegates to the compressor of the current candidate. `decision` is None for a new
+    training.
+    """
 
     Config = Auto
     title = "auto"
@@ -64,7 +83,9 @@ class AutoCompressor(Compressor[Auto]):
     enough_passes = 3
     """Number of valid measurements needed for a decision."""
 
-    def __init__(self, config: Auto, *, decision: Decision | None = None, ranks_per_node: int = 1) -> None:
+    def __init__(
+        self, config: Auto, *, decision: Decision | None = None, ranks_per_node: int = 1
+    ) -> None:
         self.ranks_per_node = ranks_per_node
         self.decision = decision or trials.begin(config, 0, ranks_per_node)
         self._inner = new(self.decision.candidate)
@@ -72,7 +93,8 @@ class AutoCompressor(Compressor[Auto]):
         self._steps_s: list[float] = []
         self._latest: ObservedPass | None = None
 
-    # ---- delegation --------------------------------------------------------------------------------------------------
+    # ---- delegation
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def inner(self) -> Compressor[Any]:
@@ -128,15 +150,26 @@ class AutoCompressor(Compressor[Auto]):
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         # Between nodes the engine calls this even if the candidate has no learned state.
         inner = self.inner
-        return inner.exchange(flat, work, state, step) if inner.transactional else self.average(flat, step.world_size)
+        return (
+            inner.exchange(flat, work, state, step)
+            if inner.transactional
+            else self.average(flat, step.world_size)
+        )
 
     @property
     def checks_finite(self) -> bool:
         return self._inner.transactional
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """Skip the check for finite numbers, which reads all gradients once more, unless the candidate needs it."""
-        return average(flat, self.wire_dtype_for(flat.dtype), world_size, check_finite=self._inner.transactional)
+        """Skip the check for finite numbers, which reads all gradients once more, unless the
+        candidate needs it.
+        """
+        return average(
+            flat,
+            self.wire_dtype_for(flat.dtype),
+            world_size,
+            check_finite=self._inner.transactional,
+        )
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         learning = [each for each in self._candidates if each.state_fields]
@@ -144,10 +177,14 @@ class AutoCompressor(Compressor[Auto]):
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
-        return " ".join(filter(None, dict.fromkeys(builds)))  # on CUDA PowerSGD has no native kernel
+        builds = [
+            each.native_build(device, dtype) for each in self._candidates if each.transactional
+        ]
+        # on CUDA PowerSGD has no native kernel
+        return " ".join(filter(None, dict.fromkeys(builds)))
 
-    # ---- the decision ------------------------------------------------------------------------------------------------
+    # ---- the decision
+    # ----------------------------------------------------------------------------------------------
 
     def listener(self, session: Any) -> StepWatch:
         return StepWatch(session)
@@ -170,7 +207,10 @@ class AutoCompressor(Compressor[Auto]):
 
     @property
     def further_stats(self) -> dict[str, Any]:  # type: ignore[override]
-        return {"chosen": self.label, "chosen_at": None if self.decision.phase == "trying" else self.decision.since}
+        return {
+            "chosen": self.label,
+            "chosen_at": None if self.decision.phase == "trying" else self.decision.since,
+        }
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -184,7 +224,9 @@ class AutoCompressor(Compressor[Auto]):
             new(each)  # raises if the hook or its options are not allowed
         ranks_per_node = self.ranks_per_node
         return self._with(
-            trials.resumed(saved, self.config, step, same_ranks=same_ranks, ranks_per_node=ranks_per_node)
+            trials.resumed(
+                saved, self.config, step, same_ranks=same_ranks, ranks_per_node=ranks_per_node
+            )
         )
 
     def with_start(self, start: int) -> "AutoCompressor":
@@ -193,7 +235,8 @@ class AutoCompressor(Compressor[Auto]):
     def _with(self, decision: Decision | None) -> "AutoCompressor":
         return type(self)(self.config, decision=decision, ranks_per_node=self.ranks_per_node)
 
-    # ---- measuring ---------------------------------------------------------------------------------------------------
+    # ---- measuring
+    # ----------------------------------------------------------------------------------------------
 
     def observe(self, seen: ObservedPass) -> None:
         """Record one step of `watch` on this rank. Called after the commit."""
@@ -201,8 +244,10 @@ class AutoCompressor(Compressor[Auto]):
         self._latest = seen
 
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AutoCompressor", str]:
-        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on all ranks at the
-        end of `watch`, at the same committed step, between two passes. All ranks return equal results."""
+        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on
+        all ranks at the end of `watch`, at the same committed step, between two passes. All ranks
+        return equal results.
+        """
         before, after = self.decision, self._decided(ranks, step)
         message = after.message if after.why != before.why else ""
         if after.candidate != before.candidate or after.since != before.since:
@@ -230,7 +275,10 @@ class AutoCompressor(Compressor[Auto]):
         offered = self._offered(ranks)
         # Shards of a model send different numbers of bytes.
         rows = ranks.table([counted_bytes(new(each), self._seen) for each in offered])
-        sent = {each.label: max(column) for each, column in zip(offered, zip(*rows, strict=True), strict=True)}
+        sent = {
+            each.label: max(column)
+            for each, column in zip(offered, zip(*rows, strict=True), strict=True)
+        }
         return trials.after_measuring(now, step, step_s, offered, sent)
 
     def _offered(self, ranks: Ranks) -> list[Candidate]:
@@ -243,7 +291,9 @@ class AutoCompressor(Compressor[Auto]):
         return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
 
     def _has_memory_for(self, candidate: Candidate) -> bool:
-        needed = self._seen.memory(self._with(Decision(candidate, None, since=0, phase="decided"))).total
+        needed = self._seen.memory(
+            self._with(Decision(candidate, None, since=0, phase="decided"))
+        ).total
         try:
             torch.empty(needed, dtype=torch.uint8, device=self._seen.layouts[0].device)
         except (RuntimeError, MemoryError):  # torch's OutOfMemoryError is a RuntimeError

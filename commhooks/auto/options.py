@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from commhooks.options import HookConfig, check_choice
 
 MARGIN = 1.1
-"""A hook must shorten the step by at least this factor to be chosen. A median of eight steps varies by a few percent,
-and a gain of less than a tenth does not justify other gradients."""
+"""A hook must shorten the step by at least this factor to be chosen. A median of eight steps varies
+by a few percent, and a gain of less than a tenth does not justify other gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,10 @@ class Candidate:
 
     Attributes:
         hook, options: as in `attach`, without a start step.
-        changes: how much it changes the gradients, for choosing the most exact of equally fast candidates. 0: not at
-            all; up to 1: another dtype; above 1: lossy compression.
-        between_nodes: average exactly inside nodes, and compress between nodes only; see `ranks_per_node` of `attach`.
+        changes: how much it changes the gradients, for choosing the most exact of equally fast
+            candidates. 0: not at all; up to 1: another dtype; above 1: lossy compression.
+        between_nodes: average exactly inside nodes, and compress between nodes only; see
+            `ranks_per_node` of `attach`.
     """
 
     label: str
@@ -30,15 +32,27 @@ class Candidate:
     between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
-        """Return the options with which it compresses from its first step on. `config` is the hook's config class."""
+        """Return the options with which it compresses from its first step on. `config` is the
+        hook's config class.
+        """
         return {**self.options, **({} if config.start_option is None else {config.start_option: 0})}
 
     def excluding(self, names: list[str]) -> "Candidate":
-        """Return the candidate with `names` as its option `exclude`, which only lossy hooks have."""
-        return replace(self, options={**self.options, "exclude": list(names)}) if self.changes > 1 else self
+        """Return the candidate with `names` as its option `exclude`, which only lossy hooks
+        have.
+        """
+        return (
+            replace(self, options={**self.options, "exclude": list(names)})
+            if self.changes > 1
+            else self
+        )
 
     def of_nodes(self) -> "Candidate":
-        return self if self.changes == 0 else replace(self, label=f"{self.label} between nodes", between_nodes=True)
+        return (
+            self
+            if self.changes == 0
+            else replace(self, label=f"{self.label} between nodes", between_nodes=True)
+        )
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
@@ -53,9 +67,14 @@ BF16 = Candidate("bf16", "bf16_compress", changes=0.5)  # before fp16: it needs 
 INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
-QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
-"""The candidates by quality, plain all-reduce first. PowerSGD of rank 4 or less is not among them: the language model
-of benchmarks/language_model.py ends at a loss at least 6 % higher than with all-reduce."""
+QUALITIES = {
+    "same": (ALLREDUCE, BF16, INT8),
+    "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {})),
+}
+"""The candidates by quality, plain all-reduce first. PowerSGD of rank 4 or less is not among them:
+the language model of benchmarks/language_model.py ends at a loss at least 6 % higher than with
+all-reduce.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +82,13 @@ class Auto(HookConfig):
     """Measures all-reduce and other hooks in the first steps, and continues with the fastest.
 
     Args:
-        quality: "same": all-reduce, bf16 and int8, which train like all-reduce within its noise; "close": also int4 and
-            PowerSGD of rank 16. If ranks form nodes, all except all-reduce work between nodes.
-        measure_steps: number of steps of plain all-reduce that are measured before the first decision.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that int8, int4 and PowerSGD do
-            not compress.
+        quality: "same": all-reduce, bf16 and int8, which train like all-reduce within its noise;
+            "close": also int4 and PowerSGD of rank 16. If ranks form nodes, all except all-reduce
+            work between nodes.
+        measure_steps: number of steps of plain all-reduce that are measured before the first
+            decision.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that int8,
+            int4 and PowerSGD do not compress.
     """
 
     hook_name: ClassVar[str] = "auto"
@@ -87,13 +108,17 @@ class Auto(HookConfig):
         return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
 
     def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
-        return [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
+        return (
+            [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
+        )
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
-    """Return the label of the candidate to use: of those that are faster than the current one (`now`) by `MARGIN` and
-    nearly as fast as the fastest, the one that changes the gradients least; without such candidates, `now`. Equal on
-    all ranks for equal arguments. `times`: seconds per step by label; candidates without a valid time are left out."""
+    """Return the label of the candidate to use: of those that are faster than the current one
+    (`now`) by `MARGIN` and nearly as fast as the fastest, the one that changes the gradients least;
+    without such candidates, `now`. Equal on all ranks for equal arguments. `times`: seconds per
+    step by label; candidates without a valid time are left out.
+    """
     usable = {label: each for label, each in times.items() if math.isfinite(each) and each > 0}
     if now not in usable:
         return now

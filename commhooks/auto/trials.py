@@ -1,9 +1,11 @@
-"""Decide what the hook auto measures, tries and chooses next. Ranks with equal measurements decide equally.
+"""Decide what the hook auto measures, tries and chooses next. Ranks with equal measurements decide
+equally.
 
 phase       measured steps                                        next
 measuring   the current candidate, at first plain all-reduce      the trials
 trying      one candidate after another, in real training steps   another trial, or the choice
-decided     nothing                                               measuring after a resume with other ranks or options
+decided     nothing                                               measuring after a resume with
+other ranks or options
 """
 
 import math
@@ -17,7 +19,9 @@ from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 
 WARM_UP = 2
-"""Number of steps not measured after a change, because memory is allocated, and at first DDP rebuilds its buckets."""
+"""Number of steps not measured after a change, because memory is allocated, and at first DDP
+rebuilds its buckets.
+"""
 TRIAL_STEPS = 8
 """Number of steps measured per candidate, or more until they take `TRIAL_S`."""
 TRIAL_S = 0.25
@@ -46,12 +50,14 @@ class Decision:
 
     Attributes:
         watch: the steps of this phase to measure; None if it is decided.
-        since: number of committed steps when the candidate became current; None before the first decision.
-        extended: how many times in a row the phase was extended because of too few valid measurements.
+        since: number of committed steps when the candidate became current; None before the first
+            decision.
+        extended: how many times in a row the phase was extended because of too few valid
+            measurements.
         switches: how many times the current candidate has changed.
         why: the reason for the latest choice, a sentence without a full stop.
-        tried_s: seconds per step in the latest trials, by label; NaN without a valid measurement. The first entry is
-            the candidate that was current before the trials.
+        tried_s: seconds per step in the latest trials, by label; NaN without a valid measurement.
+            The first entry is the candidate that was current before the trials.
         counted_bytes: bytes per step, by label, without sparse gradients; see `Counters`.
     """
 
@@ -90,7 +96,12 @@ class Decision:
         return {
             "label": self.candidate.label,
             "candidates": [
-                {"label": each.label, "hook": each.hook, "options": dict(each.options), "changes": each.changes}
+                {
+                    "label": each.label,
+                    "hook": each.hook,
+                    "options": dict(each.options),
+                    "changes": each.changes,
+                }
                 | ({"between_nodes": True} if each.between_nodes else {})
                 for each in self.known.values()
             ],
@@ -102,14 +113,19 @@ class Decision:
             "switches": self.switches,
             "why": self.why,
             "figures": {
-                "tried_s": {label: each if math.isfinite(each) else None for label, each in self.tried_s.items()},
+                "tried_s": {
+                    label: each if math.isfinite(each) else None
+                    for label, each in self.tried_s.items()
+                },
                 "counted_bytes": dict(self.counted_bytes),
             },
         }
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """Invert `to_plain`. The content may be hostile: raise HookConfigError if it is not a result of `to_plain`."""
+        """Invert `to_plain`. The content may be hostile: raise HookConfigError if it is not a
+        result of `to_plain`.
+        """
         try:
             known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
             labels = set(known)
@@ -118,7 +134,9 @@ class Decision:
                 phase, watch = "decided", None
             if phase not in _PHASES:
                 raise ValueError(f"phase {shown(phase)}")
-            tried_s, counted_bytes = (_by_label(saved["figures"][key]) for key in ("tried_s", "counted_bytes"))
+            tried_s, counted_bytes = (
+                _by_label(saved["figures"][key]) for key in ("tried_s", "counted_bytes")
+            )
             if any(each < SHORTEST_S for each in tried_s.values()):
                 raise ValueError("a step that takes no time")
             if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
@@ -138,12 +156,23 @@ class Decision:
                 counted_bytes,
                 max(1, _count(saved.get("ranks_per_node", 1))),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise HookConfigError(f"'notes' does not hold a decision of hook 'auto' ({error})") from error
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise HookConfigError(
+                f"'notes' does not hold a decision of hook 'auto' ({error})"
+            ) from error
 
 
 def begin(config: Auto, step: int, ranks_per_node: int = 1) -> Decision:
-    return _measuring(Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step)
+    return _measuring(
+        Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step
+    )
 
 
 def longer(now: Decision, step: int, steps: int) -> Decision:
@@ -152,7 +181,9 @@ def longer(now: Decision, step: int, steps: int) -> Decision:
 
 
 def extended(now: Decision, step: int) -> Decision:
-    """Extend the phase after too few valid measurements on some rank. End it after `MOST_EXTENSIONS`."""
+    """Extend the phase after too few valid measurements on some rank. End it after
+    `MOST_EXTENSIONS`.
+    """
     if now.extended < MOST_EXTENSIONS:
         return replace(longer(now, step, TRIAL_STEPS), extended=now.extended + 1)
     if now.phase == "trying":
@@ -161,23 +192,37 @@ def extended(now: Decision, step: int) -> Decision:
 
 
 def after_measuring(
-    now: Decision, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
+    now: Decision,
+    step: int,
+    step_s: float,
+    candidates: Sequence[Candidate],
+    sent: Mapping[str, float],
 ) -> Decision:
     label = now.candidate.label
     others = tuple(each for each in candidates if each.label != label)
-    return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), step)
+    return _next_trial(
+        replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), step
+    )
 
 
 def after_trial(now: Decision, step: int, step_s: float) -> Decision:
     return _next_trial(replace(now, tried_s={**now.tried_s, now.candidate.label: step_s}), step)
 
 
-def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1) -> Decision:
-    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the ranks, the ranks per node or
-    the candidates have changed, measure the current candidate again; replace it at once if it is no longer allowed."""
+def resumed(
+    saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1
+) -> Decision:
+    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the ranks,
+    the ranks per node or the candidates have changed, measure the current candidate again; replace
+    it at once if it is no longer allowed.
+    """
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
-    usable = {label: each for label, old in saved.known.items() if (each := old.excluding(config.exclude)) in allowed}
+    usable = {
+        label: each
+        for label, old in saved.known.items()
+        if (each := old.excluding(config.exclude)) in allowed
+    }
     candidate = usable.get(saved.candidate.label)
     if candidate is None:
         return begin(config, step, ranks_per_node)
@@ -199,24 +244,38 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """Return the labels of the candidates to try, ordered by the bytes they send, without those that send as much as
-    all-reduce, and those whose bytes alone would take longer than the best step so far.
+    """Return the labels of the candidates to try, ordered by the bytes they send, without those
+    that send as much as all-reduce, and those whose bytes alone would take longer than the best
+    step so far.
 
-    Time per byte is estimated from below: the time that an earlier trial saved, divided by the bytes it saved. The
-    candidate that sends most computes least, so the true time per byte is at least that.
+    Time per byte is estimated from below: the time that an earlier trial saved, divided by the
+    bytes it saved. The candidate that sends most computes least, so the true time per byte is at
+    least that.
     """
-    tried = [(now.counted_bytes[label], each) for label, each in now.tried_s.items() if math.isfinite(each)]
+    tried = [
+        (now.counted_bytes[label], each)
+        for label, each in now.tried_s.items()
+        if math.isfinite(each)
+    ]
     most, most_s = max(tried)
-    s_per_byte = max([0.0, *((most_s - each) / (most - sent) for sent, each in tried if sent < most)])
+    s_per_byte = max(
+        [0.0, *((most_s - each) / (most - sent) for sent, each in tried if sent < most)]
+    )
     best_s = min(each for _, each in tried)
-    untried = [label for label in now.known if label not in now.tried_s and not _sends_as_much(now, label)]
+    untried = [
+        label for label in now.known if label not in now.tried_s and not _sends_as_much(now, label)
+    ]
     worth = [label for label in untried if now.counted_bytes[label] * s_per_byte <= best_s]
     return sorted(worth, key=lambda label: (now.counted_bytes[label], label))
 
 
 def _sends_as_much(now: Decision, label: str) -> bool:
     sent = now.counted_bytes
-    return label != ALLREDUCE.label and ALLREDUCE.label in sent and sent[label] >= sent[ALLREDUCE.label]
+    return (
+        label != ALLREDUCE.label
+        and ALLREDUCE.label in sent
+        and sent[label] >= sent[ALLREDUCE.label]
+    )
 
 
 def _next_trial(now: Decision, step: int) -> Decision:
@@ -237,7 +296,9 @@ def _decided(now: Decision) -> Decision:
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:
-    """Measure the current candidate. During trials, return to the candidate that was current before them."""
+    """Measure the current candidate. During trials, return to the candidate that was current before
+    them.
+    """
     if now.phase == "trying":
         now = _with(now, _before(now), step)
         now = now if now.why else replace(now, since=None)
@@ -253,7 +314,13 @@ def _with(now: Decision, label: str, step: int) -> Decision:
     if label == now.candidate.label and now.since is not None:
         return now
     switches = now.switches + (label != now.candidate.label)
-    return replace(now, candidate=now.known[label], others=_without(now.known, label), since=step, switches=switches)
+    return replace(
+        now,
+        candidate=now.known[label],
+        others=_without(now.known, label),
+        since=step,
+        switches=switches,
+    )
 
 
 def _without(known: Mapping[str, Candidate], label: str) -> tuple[Candidate, ...]:
@@ -265,7 +332,11 @@ def _of(labels: Mapping[str, Candidate], numbers: Mapping[str, float]) -> dict[s
 
 
 def _reason(now: Decision, label: str) -> str:
-    said = {each: f"{1000 * seconds:.4g} ms" for each, seconds in now.tried_s.items() if math.isfinite(seconds)}
+    said = {
+        each: f"{1000 * seconds:.4g} ms"
+        for each, seconds in now.tried_s.items()
+        if math.isfinite(seconds)
+    }
     others = [f"{time} with {each}" for each, time in said.items() if each != label]
     parts = ["nothing helps here"] if label == ALLREDUCE.label else []
     parts.append(", ".join([f"a step takes {said.get(label, 'an unknown time')}", *others]))
@@ -280,7 +351,8 @@ def _reason(now: Decision, label: str) -> str:
     return "; ".join(parts)
 
 
-# ---- checks of a saved decision, which may be damaged or hostile -----------------------------------------------------
+# ---- checks of a saved decision, which may be damaged or hostile
+# -----------------------------------------------------
 
 
 def _candidate(saved: Any) -> Candidate:
@@ -294,7 +366,10 @@ def _candidate(saved: Any) -> Candidate:
 
 
 def _by_label(saved: Any) -> dict[str, float]:
-    return {_a(str, label): math.nan if each is None else _number(each) for label, each in _a(dict, saved).items()}
+    return {
+        _a(str, label): math.nan if each is None else _number(each)
+        for label, each in _a(dict, saved).items()
+    }
 
 
 def _a(kind: type, value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Time the steps that `auto` watches, pass them to it, and let it decide between two backward passes."""
+"""Time the steps that `auto` watches, pass them to it, and let it decide between two backward
+passes.
+"""
 
 import collections
 import weakref
@@ -25,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ObservedPass:
-    """Holds one committed backward pass of this rank. `step_s`: seconds from the end of the previous
-    pass to the end of this one; NaN on a device without a clock. `memory_plan`: returns the bytes that
-    a compressor needs, given its plans by bucket."""
+    """Holds one committed backward pass of this rank. `step_s`: seconds from the end of the
+    previous pass to the end of this one; NaN on a device without a clock. `memory_plan`: returns
+    the bytes that a compressor needs, given its plans by bucket.
+    """
 
     step_s: float
     layouts: Sequence[BucketLayout]
@@ -41,7 +44,9 @@ class ObservedPass:
         return [
             compressor.plan(
                 [
-                    ParameterInfo.of(slot.name, slot.parameter, self.names, compressor.config, layout.sparse)
+                    ParameterInfo.of(
+                        slot.name, slot.parameter, self.names, compressor.config, layout.sparse
+                    )
                     for slot in layout.slots
                 ]
             )
@@ -50,8 +55,9 @@ class ObservedPass:
 
 
 class Ranks:
-    """Exchanges numbers, in tensors on `device`, between the ranks that average their gradients (`group`)
-    and, if a replica is sharded, between its shards (`shards`)."""
+    """Exchanges numbers, in tensors on `device`, between the ranks that average their gradients
+    (`group`) and, if a replica is sharded, between its shards (`shards`).
+    """
 
     def __init__(
         self,
@@ -66,21 +72,25 @@ class Ranks:
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, one row per rank. All ranks must call this with equally many
-        numbers."""
+        """Return the numbers of all ranks, one row per rank. All ranks must call this with equally
+        many numbers.
+        """
         what = "what each rank has measured (let every rank take part in each pass)"
         row = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows = gather_rows(row, self._group, self._counters, what)
         if self._shards is not None:
-            rows = gather_rows(rows.flatten(), self._shards, self._counters, what).view(-1, len(numbers))
+            rows = gather_rows(rows.flatten(), self._shards, self._counters, what).view(
+                -1, len(numbers)
+            )
         table: list[list[float]] = rows.tolist()
         return table
 
 
 @dataclass(frozen=True)
 class _TimedPass:
-    """Records a backward pass, from the end of the previous one (`began`) to its own (`ended`). `outcome`
-    (see `HeldState.outcome`) is valid after `ended`."""
+    """Records a backward pass, from the end of the previous one (`began`) to its own (`ended`).
+    `outcome` (see `HeldState.outcome`) is valid after `ended`.
+    """
 
     began: Mark
     ended: Mark
@@ -89,19 +99,24 @@ class _TimedPass:
 
 
 class StepWatch:
-    """Listens to the passes of a session whose compressor is an `AutoCompressor` (`engine.session.Listener`)."""
+    """Listens to the passes of a session whose compressor is an `AutoCompressor`
+    (`engine.session.Listener`).
+    """
 
     def __init__(self, session: Session) -> None:
-        # Weak references: the session owns this object, and with the learned state no cycle may wait for the garbage
-        # collector.
+        # Weak references: the session owns this object, and with the learned state no cycle may
+        # wait for the garbage collector.
         self._session_ref = weakref.ref(session)
-        self._compressor: weakref.ref[AutoCompressor] | None = None  # the one that was current in the previous pass
+        self._compressor: weakref.ref[AutoCompressor] | None = (
+            None  # the one that was current in the previous pass
+        )
         self._previous_end: tuple[Mark] | None = None
         self._unseen: collections.deque[_TimedPass] = collections.deque()
 
     def before_pass(self, group: dist.ProcessGroup, device: torch.device) -> None:
         auto = self._current()
-        if self._compressor is None or self._compressor() is not auto:  # a state was loaded since the previous pass
+        # a state was loaded since the previous pass
+        if self._compressor is None or self._compressor() is not auto:
             self._unseen.clear()
             self._previous_end = None
         if self._decides_now(auto):
@@ -110,8 +125,9 @@ class StepWatch:
         self._compressor = weakref.ref(auto)
 
     def after_pass(self, step_at_most: int, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches this step. Also time the pass before a
-        watch, because the first watched step begins at its end."""
+        """Time the pass that ends now, if the compressor watches this step. Also time the pass
+        before a watch, because the first watched step begins at its end.
+        """
         auto = self._current()
         began, self._previous_end = self._previous_end, None
         if auto.watch is None or step_at_most + 1 < auto.watch.begin:
@@ -124,7 +140,8 @@ class StepWatch:
             self._unseen.append(_TimedPass(*began, *ended, outcome, layouts))
             self._show(auto, wait=False)
             if precision.is_host_readable(good.device):
-                self._previous_end = (mark(good.device),)  # the next step does not include the time of `_show`
+                # the next step does not include the time of `_show`
+                self._previous_end = (mark(good.device),)
 
     @property
     def _session(self) -> Session:
@@ -137,12 +154,17 @@ class StepWatch:
 
     def _decides_now(self, auto: "AutoCompressor") -> bool:
         watch = auto.watch
-        return watch is not None and self._session.held.steps(watch.end, exact=False)[0] >= watch.end
+        return (
+            watch is not None and self._session.held.steps(watch.end, exact=False)[0] >= watch.end
+        )
 
-    def _decide(self, auto: "AutoCompressor", group: dist.ProcessGroup, device: torch.device) -> "AutoCompressor":
+    def _decide(
+        self, auto: "AutoCompressor", group: dist.ProcessGroup, device: torch.device
+    ) -> "AutoCompressor":
         session = self._session
         session.held.settle()  # so that all ranks decide at the same committed step
-        # Do not hold the lock here: a save in another thread may hold it while it waits for the other ranks' saves.
+        # Do not hold the lock here: a save in another thread may hold it while it waits for the
+        # other ranks' saves.
         ranks = Ranks(group, device, session.counters, session.consensus.binding.shard_group)
         decided, message = auto.reconsidered(ranks, session.state.step)
         if decided is not auto:
@@ -152,8 +174,9 @@ class StepWatch:
         return decided
 
     def _show(self, auto: "AutoCompressor", *, wait: bool) -> None:
-        """Pass the timed passes to `observe`. On an accelerator, do so once the device has finished a pass,
-        usually in the next pass. With `wait` the host waits for all of them."""
+        """Pass the timed passes to `observe`. On an accelerator, do so once the device has finished
+        a pass, usually in the next pass. With `wait` the host waits for all of them.
+        """
         watch, names = auto.watch, self._session.consensus.binding.names
         while self._unseen and (wait or has_passed(self._unseen[0].ended)):
             timed = self._unseen.popleft()
@@ -162,6 +185,10 @@ class StepWatch:
             if good and watch is not None and committed > watch.begin:
                 auto.observe(ObservedPass(seconds, timed.layouts, names, self._memory_plan))
 
-    def _memory_plan(self, compressor: Compressor[Any], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+    def _memory_plan(
+        self, compressor: Compressor[Any], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
         plans = [plan for bucket in buckets for plan in bucket]
-        return self._session.consensus.reduction_of(compressor).memory_plan(compressor, plans, buckets)
+        return self._session.consensus.reduction_of(compressor).memory_plan(
+            compressor, plans, buckets
+        )

@@ -1,17 +1,19 @@
 """Converts a payload to the form that `torch.distributed.checkpoint` (DCP) saves, and back.
 
-DCP saves a tensor once for all ranks and a DTensor shard by shard, and loads into existing tensors. So this form has
-the same keys on every rank, at every step and for every number of shards:
+DCP saves a tensor once for all ranks and a DTensor shard by shard, and loads into existing tensors.
+So this form has the same keys on every rank, at every step and for every number of shards:
 
     {"commhooks": bytes, "residual": {name: tensor, ...}}
 
-`residual` holds the mean over the replicas, with the shape and placement of the parameter, for every parameter that
-would have a residual in an unsharded model. Hooks that average weights save `anchor` and `outer_momentum` in the same
-form. `commhooks` holds the rest of the payloads of all shards (`payload.py`) as bytes: it is small and differs between
-shards, such as Q, or the residual of a shard that is compressed although the whole parameter would not be.
+`residual` holds the mean over the replicas, with the shape and placement of the parameter, for
+every parameter that would have a residual in an unsharded model. Hooks that average weights save
+`anchor` and `outer_momentum` in the same form. `commhooks` holds the rest of the payloads of all
+shards (`payload.py`) as bytes: it is small and differs between shards, such as Q, or the residual
+of a shard that is compressed although the whole parameter would not be.
 
-If the number of shards has changed, a shard gets its piece of the residual from DCP, and continues with the Q of the
-saved shard that held its first row, which is a good start. Everything else begins afresh.
+If the number of shards has changed, a shard gets its piece of the residual from DCP, and continues
+with the Q of the saved shard that held its first row, which is a good start. Everything else begins
+afresh.
 """
 
 import io
@@ -45,9 +47,13 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
         return fitted
     known = source.names.named_parameters()
     fitted["parameters"] = {
-        name: _fitted_entry([each["parameters"].get(name, entry) for each in payloads], source.extent(name))
-        if name in known
-        else entry
+        name: (
+            _fitted_entry(
+                [each["parameters"].get(name, entry) for each in payloads], source.extent(name)
+            )
+            if name in known
+            else entry
+        )
         for name, entry in fitted["parameters"].items()
     }
     fitted |= {key: {} for key in fitted if key.startswith("batched_")}
@@ -56,7 +62,11 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 def _turned(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
     for name in source.names.named_parameters():
-        found = [each["parameters"][name]["shape"] for each in payloads if name in each.get("parameters", {})]
+        found = [
+            each["parameters"][name]["shape"]
+            for each in payloads
+            if name in each.get("parameters", {})
+        ]
         if _sharded_dim(found, source.extent(name)) not in (None, source.extent(name).dim):
             return True
     return False
@@ -66,7 +76,9 @@ def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str
     local, shapes = list(extent.shape), [entry["shape"] for entry in entries]
     dim = _sharded_dim(shapes, extent)
     if dim is None:  # another model, which `LearnedStateCheckpointer.prepare_load` reports
-        return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}
+        return entries[0] | {
+            "shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []
+        }
     begin = extent.start if dim == extent.dim else 0
     first_row, held_by = 0, entries[0]
     for entry in entries if local else ():
@@ -81,12 +93,15 @@ def _fitted_entry(entries: Sequence[dict[str, Any]], extent: Extent) -> dict[str
 
 
 def _sharded_dim(shapes: Sequence[list[int]], extent: Extent) -> int | None:
-    """Return the dimension along which shards of these shapes make up the whole parameter, preferably the dimension of
-    `extent`; None if they belong to another parameter."""
+    """Return the dimension along which shards of these shapes make up the whole parameter,
+    preferably the dimension of `extent`; None if they belong to another parameter.
+    """
     whole = list(extent.whole)
     for dim in (extent.dim, *range(len(whole))):
         others = whole[:dim] + whole[dim + 1 :]
-        fit = all(len(each) == len(whole) and each[:dim] + each[dim + 1 :] == others for each in shapes)
+        fit = all(
+            len(each) == len(whole) and each[:dim] + each[dim + 1 :] == others for each in shapes
+        )
         if fit and (not whole or sum(each[dim] for each in shapes) == whole[dim]):
             return dim
     return None
@@ -97,7 +112,10 @@ def _residual(entries: Sequence[dict[str, Any]], dim: int, extent: Extent) -> to
     if found is None:
         return None
     pieces = [entry["residual"] for entry in entries]
-    pieces = [found.new_zeros(e["shape"]) if x is None else x for e, x in zip(entries, pieces, strict=True)]
+    pieces = [
+        found.new_zeros(e["shape"]) if x is None else x
+        for e, x in zip(entries, pieces, strict=True)
+    ]
     return torch.cat(pieces, dim).narrow(extent.dim, extent.start, extent.shape[extent.dim]).clone()
 
 
@@ -112,7 +130,8 @@ def to_distributed(
     """Convert a payload to DCP's form. All ranks of the model must call this.
 
     Args:
-        payload: this rank's payload, with the mean of the residuals or without residuals; changed in place.
+        payload: this rank's payload, with the mean of the residuals or without residuals; changed
+            in place.
         kept: field -> parameter -> dtype of the tensors that DCP saves; equal on all ranks.
     """
     found: dict[tuple[str, str], torch.Tensor] = {}
@@ -133,11 +152,12 @@ def to_distributed(
     known = source.names.named_parameters()
     for key, names in kept.items():
         if names:
-            # DCP looks for the names of the model that loads, which may register the names of a tied parameter in
-            # another order.
+            # DCP looks for the names of the model that loads, which may register the names of a
+            # tied parameter in another order.
             state[key] = {
                 source.names.first_in_alphabet(name): source.as_whole(
-                    name, found.get((key, name), torch.zeros(known[name].shape, dtype=dtype)).to(dtype)
+                    name,
+                    found.get((key, name), torch.zeros(known[name].shape, dtype=dtype)).to(dtype),
                 )
                 for name, dtype in names.items()
             }
@@ -145,13 +165,20 @@ def to_distributed(
 
 
 def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
-    """Make the payload of this rank's shard from a state in DCP's form. Raises PayloadError if the state is damaged."""
+    """Make the payload of this rank's shard from a state in DCP's form. Raises PayloadError if the
+    state is damaged.
+    """
     rest = _from_bytes(state[REST])
-    if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
+    if (
+        not isinstance(rest, dict)
+        or rest.get("format") != _FORMAT
+        or type(rest.get("shards")) is not list
+    ):
         raise damaged(f"{REST!r} does not hold the state of a hook")
     if check_count(rest, "version", 1) != _VERSION:
         raise PayloadError(
-            f"the distributed hook state has version {rest['version']}: it was saved by a newer commhooks"
+            f"the distributed hook state has version {rest['version']}: it was saved by a newer"
+            " commhooks"
         )
     shards = [check_header(_from_bytes(each)) for each in rest["shards"]]
     for each in shards:
@@ -166,7 +193,9 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
         payload = inexact(payload, next(filter(None, map(why_inexact, shards)), ""))
         if "parameters" in payload:
             payload |= {"residual": "none", "residual_ranks": []}
-            payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}
+            payload["parameters"] = {
+                n: each | {"residual": None} for n, each in payload["parameters"].items()
+            }
         kept.pop(RESIDUAL, None)
     if "parameters" not in payload:  # saved by a hook without learned state
         return payload
@@ -180,9 +209,9 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
             own = _local(tensors[name], f"{key}[{shown(name)}]") if name in tensors else None
             if own is not None and list(own.shape) != list(entry["shape"]):
                 raise PayloadError(
-                    f"{key} of {shown(name)} has shape {tuple(own.shape)}, and this rank's shard "
-                    f"{tuple(entry['shape'])}: the state was saved for another sharding. Load it with "
-                    "torch.distributed.checkpoint, which fits it"
+                    f"{key} of {shown(name)} has shape {tuple(own.shape)}, and this rank's shard"
+                    f" {tuple(entry['shape'])}: the state was saved for another sharding. Load it"
+                    " with torch.distributed.checkpoint, which fits it"
                 )
             if own is not None and bool(own.any()):  # a missing entry means zeros
                 entry[key] = own

@@ -1,4 +1,6 @@
-"""Saves the learned state of a session as a checkpoint payload, and loads a payload completely or not at all."""
+"""Saves the learned state of a session as a checkpoint payload, and loads a payload completely or
+not at all.
+"""
 
 import contextlib
 import dataclasses
@@ -45,7 +47,8 @@ class Contribution:
     Attributes:
         kind: "mean", "per_rank" or "none".
         residuals: per parameter a flat tensor, or a list with one tensor per rank in `ranks`.
-        inexact: why a run that resumes from the payload does not continue exactly as this run; "" if it does.
+        inexact: why a run that resumes from the payload does not continue exactly as this run; ""
+            if it does.
         shares: whether each rank has residuals for a share of the parameters only.
     """
 
@@ -57,8 +60,9 @@ class Contribution:
 
 
 class LearnedStateCheckpointer:
-    """Saves and loads the learned state of a session on this rank. `plans`: returns a compressor's plan for every
-    parameter; an empty list for a compressor of whole buckets."""
+    """Saves and loads the learned state of a session on this rank. `plans`: returns a compressor's
+    plan for every parameter; an empty list for a compressor of whole buckets.
+    """
 
     step_is = "step"
     """What to call `step` in messages."""
@@ -90,10 +94,13 @@ class LearnedStateCheckpointer:
     def step(self) -> int:
         return self._session.state.step
 
-    def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
+    def save(
+        self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True
+    ) -> dict[str, Any]:
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:
-            # A signal handler may interrupt a commit of the same thread, which holds this reentrant lock.
+            # A signal handler may interrupt a commit of the same thread, which holds this reentrant
+            # lock.
             mid_commit = session.held.in_commit
             if not mid_commit:
                 body.enter_context(session.held.settled())
@@ -125,8 +132,8 @@ class LearnedStateCheckpointer:
                     entry[each.key] = saved = each.to_saved(value, parameter)
                     if saved.dtype not in FLOATS:
                         raise PayloadError(
-                            f"the field {each.key!r} is kept in {saved.dtype}; a checkpoint takes float16, bfloat16, "
-                            "float32, float64"
+                            f"the field {each.key!r} is kept in {saved.dtype}; a checkpoint takes"
+                            " float16, bfloat16, float32, float64"
                         )
             parameters[name] = entry
         return {
@@ -147,7 +154,9 @@ class LearnedStateCheckpointer:
             "parameters": parameters,
             "batched_q": {},
             **{
-                f"batched_{each.key}": {n: one.detach().to("cpu", copy=True) for n, one in state[each.key].items()}
+                f"batched_{each.key}": {
+                    n: one.detach().to("cpu", copy=True) for n, one in state[each.key].items()
+                }
                 for each in compressor.state_fields
                 if each.per == "bucket"
             },
@@ -156,16 +165,22 @@ class LearnedStateCheckpointer:
         }
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check all of `content` without changing anything, and return a function that applies it. Raises PayloadError
-        if `content` is damaged, or, with `strict`, belongs to another model."""
-        start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
+        """Check all of `content` without changing anything, and return a function that applies it.
+        Raises PayloadError if `content` is damaged, or, with `strict`, belongs to another model.
+        """
+        start, option = (
+            self._session.compressor.start_step,
+            self._session.compressor.config.start_option,
+        )
         if option is not None:
             start = content["options"].get(option, start)
             check_count({option: start}, option, 0)
         same_ranks = content.get("world_size") == self._world_size
         try:
             compressor = self._session.compressor.with_start(start)
-            compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
+            compressor = compressor.with_notes(
+                content.get("notes"), content["step"], same_ranks=same_ranks
+            )
         except HookConfigError as error:
             raise damaged(str(error)) from error
         state = self._read(content, compressor, strict=strict)
@@ -177,7 +192,9 @@ class LearnedStateCheckpointer:
 
         return take_over
 
-    def _read(self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool) -> LearnedState:
+    def _read(
+        self, payload: dict[str, Any], compressor: Compressor[Any], *, strict: bool
+    ) -> LearnedState:
         check_learned(payload)
         parameters = by_own_names(payload["parameters"], self._names)
         fitting = self._compare(parameters, strict)
@@ -196,19 +213,27 @@ class LearnedStateCheckpointer:
                 if saved is None or (parameter.is_complex() and not each.replicated):
                     continue
                 if each.replicated:
-                    value = _fitted(each, saved, entry["row_dim"], parameter, plans.get(name), compressor)
+                    value = _fitted(
+                        each, saved, entry["row_dim"], parameter, plans.get(name), compressor
+                    )
                 else:
                     own = self._own_residual(saved, payload)
                     state.local_missing |= own is None
-                    value = None if own is None else each.from_saved(own, parameter, entry["row_dim"])
+                    value = (
+                        None if own is None else each.from_saved(own, parameter, entry["row_dim"])
+                    )
                 if value is not None:
-                    # Keep a wider dtype, because FSDP's reduce_dtype, unknown before the first pass, may be wider, too.
-                    dtype = torch.promote_types(value.dtype, _kept_dtype(each, parameter, plans.get(name)))
+                    # Keep a wider dtype, because FSDP's reduce_dtype, unknown before the first
+                    # pass, may be wider, too.
+                    dtype = torch.promote_types(
+                        value.dtype, _kept_dtype(each, parameter, plans.get(name))
+                    )
                     # Copies, because the state changes in place.
                     device = self._device_of(each, parameter)
                     state[each.key][name] = value.to(device, dtype, copy=True).contiguous()
         if payload.get("residual_shares") is True and payload["step"] > compressor.start_step:
-            # The rank that saved this file may have had no residuals, because it owned no compressed parameter.
+            # The rank that saved this file may have had no residuals, because it owned no
+            # compressed parameter.
             state.local_missing |= not self._is_of(payload)
         if payload["exact"] is False:
             lost = payload["residual"] == "none" and bool(state.local)
@@ -223,7 +248,8 @@ class LearnedStateCheckpointer:
             if each.per == "bucket":
                 saved = payload.get(f"batched_{each.key}", {})
                 copies = {
-                    name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()
+                    name: tensor.detach().clone(memory_format=torch.contiguous_format)
+                    for name, tensor in saved.items()
                 }
                 state[each.key].update(copies)
         return state
@@ -235,9 +261,12 @@ class LearnedStateCheckpointer:
                 "the saved state of hook %s is marked inexact%s. %s",
                 payload["hook"],
                 f", because {reason}" if reason else "",
-                "It is loaded without residuals, so the run resumes from residuals of zero; step and Q are kept."
-                if lost
-                else "The run does not go on exactly as the run that saved it.",
+                (
+                    "It is loaded without residuals, so the run resumes from residuals of zero;"
+                    " step and Q are kept."
+                    if lost
+                    else "The run does not go on exactly as the run that saved it."
+                ),
             )
 
     def _compare(self, parameters: dict[str, Any], strict: bool) -> list[str]:
@@ -246,21 +275,25 @@ class LearnedStateCheckpointer:
             if name not in known and (key := self._names.key_of(name)) in known:
                 problems[name] = f"saved apart from {key}, with which it is tied now"
             elif name not in known:
-                problems[name] = "in the saved state, not in the model (removed, renamed, or frozen now)"
+                problems[name] = (
+                    "in the saved state, not in the model (removed, renamed, or frozen now)"
+                )
             elif list(known[name].shape) != parameters[name]["shape"]:
                 saved, now = tuple(parameters[name]["shape"]), tuple(known[name].shape)
                 problems[name] = f"saved with shape {saved}, now {now}"
         for name in known:
             if name not in parameters:
-                problems[name] = "in the model, not in the saved state (added, renamed, or frozen or tied then)"
+                problems[name] = (
+                    "in the model, not in the saved state (added, renamed, or frozen or tied then)"
+                )
         if problems:
             text = "the saved hook state is of another model:\n  " + "\n  ".join(
                 f"{name}: {problem}" for name, problem in problems.items()
             )
             if strict:
                 raise PayloadError(
-                    f"{text}\nstrict=False, with hook=... or in the load, gives these parameters fresh memory and "
-                    "loads the others"
+                    f"{text}\nstrict=False, with hook=... or in the load, gives these parameters"
+                    " fresh memory and loads the others"
                 )
             if self._is_logging_rank:
                 logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
@@ -274,7 +307,8 @@ class LearnedStateCheckpointer:
         elif self._is_of(payload):
             own = saved[ranks.index(self._rank)]
         elif len(ranks) == world_size != self._world_size:
-            # Saved by all ranks of another world size. Giving every rank the mean preserves their mean.
+            # Saved by all ranks of another world size. Giving every rank the mean preserves their
+            # mean.
             own = torch.stack(saved).mean(0)
         return own
 
@@ -284,7 +318,10 @@ class LearnedStateCheckpointer:
     def resumed(self, content: dict[str, Any]) -> str:
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
-            if not content[COUNTERS]["compressed_steps"] and content["step"] <= self._session.compressor.start_step:
+            if (
+                not content[COUNTERS]["compressed_steps"]
+                and content["step"] <= self._session.compressor.start_step
+            ):
                 said = "; not yet compressing"
             elif state.local_missing or content["residual"] == "none":
                 said = "; residuals: none, they start from zero"
@@ -294,27 +331,43 @@ class LearnedStateCheckpointer:
                 said = "; residuals: each rank's own"
             else:
                 said = f"; residuals: mean of {ranks} rank{'s' if ranks > 1 else ''}"
-        option, start = self._session.compressor.config.start_option, self._session.compressor.start_step
-        if option is not None and start != self._first_start and max(start, self._first_start) > content["step"]:
+        option, start = (
+            self._session.compressor.config.start_option,
+            self._session.compressor.start_step,
+        )
+        if (
+            option is not None
+            and start != self._first_start
+            and max(start, self._first_start) > content["step"]
+        ):
             said += f"; {option}={start} as it was saved, not {self._first_start}"
         return said
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        """Return the fields with one number per element of a parameter, such as "residual", as field -> name -> dtype,
-        for every whole parameter of the model that could have the field."""
+        """Return the fields with one number per element of a parameter, such as "residual", as
+        field -> name -> dtype, for every whole parameter of the model that could have the field.
+        """
         compressor = self._session.compressor
         if not self._session.state.local:
             return {}
         names, config = source.whole, compressor.config
         infos = [
-            ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.named_parameters().items()
+            ParameterInfo.of(n, p, names, config, id(p) in source.sparse)
+            for n, p in names.named_parameters().items()
         ]
-        infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
-        return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
+        infos = [
+            info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may
+        ]
+        return {
+            RESIDUAL.key: {
+                each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse
+            }
+        }
 
     def joint_save(self) -> JointSave | None:
-        """Return the object that runs joint saves; None before the first backward pass, in which the ranks agree on a
-        nonce."""
+        """Return the object that runs joint saves; None before the first backward pass, in which
+        the ranks agree on a nonce.
+        """
         consensus = self._session.consensus
         if consensus.nonce is None:
             return None
@@ -322,20 +375,28 @@ class LearnedStateCheckpointer:
             binding = consensus.binding
             device = next(iter(self._parameters.values())).device
             ranks = self._group, self._rank, self._world_size
-            self._joint_save = consensus.nonce, JointSave(*ranks, consensus.nonce, binding.shards, device)
+            self._joint_save = (
+                consensus.nonce,
+                JointSave(*ranks, consensus.nonce, binding.shards, device),
+            )
         return self._joint_save[1]
 
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
-        """Drop the residuals of parameters that are no longer compressed. No step would use them, but a later run that
-        compresses these parameters again would add stale residuals to its gradients."""
+        """Drop the residuals of parameters that are no longer compressed. No step would use them,
+        but a later run that compresses these parameters again would add stale residuals to its
+        gradients.
+        """
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)
-        dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]
+        dropped = [
+            plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]
+        ]
         for name in dropped:
             del state["residual"][name]
         if dropped and self._is_logging_rank:
             logger.warning(
-                "hook %s no longer compresses these parameters, so their saved residuals are dropped: %s",
+                "hook %s no longer compresses these parameters, so their saved residuals are"
+                " dropped: %s",
                 self._hook,
                 ", ".join(dropped),
             )
@@ -343,13 +404,17 @@ class LearnedStateCheckpointer:
     def _residuals_for(
         self, residual: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> Contribution:
-        """Collect the residuals. All ranks must call this, unless `joint` is false or each rank saves its own.
-        `mid_commit`: whether a commit is currently writing the state."""
+        """Collect the residuals. All ranks must call this, unless `joint` is false or each rank
+        saves its own. `mid_commit`: whether a commit is currently writing the state.
+        """
         state, everyone = self._session.state, list(range(self._world_size))
         missing = f"rank {self._rank} has lost its residuals" if state.local_missing else ""
         missing = self._mid_commit if mid_commit else missing
-        # A loaded payload without residuals concerns all ranks; a failed commit concerns only this rank.
-        failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
+        # A loaded payload without residuals concerns all ranks; a failed commit concerns only this
+        # rank.
+        failure = (
+            Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
+        )
         if residual == "per_rank" and not gather:
             if failure is None:
                 shares = bool(state.local) and self._session.consensus.reduction.nodes is not None
@@ -357,7 +422,8 @@ class LearnedStateCheckpointer:
                 return Contribution("per_rank", [self._rank], own, shares=shares)
             return self._inexact(failure)
         saver, residuals = self.joint_save(), {} if missing else self._residuals()
-        alike = not missing and (self._world_size == 1 or state.local_shared)  # each rank's residual is the mean
+        # each rank's residual is the mean
+        alike = not missing and (self._world_size == 1 or state.local_shared)
         collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
@@ -369,14 +435,27 @@ class LearnedStateCheckpointer:
         elif not joint:
             failure = failure or Failure(f"rank {self._rank} saved on its own", self._rank == 0)
         elif saver is None:
-            failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
+            failure = failure or Failure(
+                "no backward pass has run since the hook was attached", self._rank == 0
+            )
         else:
-            # A commit that failed on this rank may have succeeded on the others, which are then one step ahead.
+            # A commit that failed on this rank may have succeeded on the others, which are then one
+            # step ahead.
             ahead = mid_commit or self._session.held.commit_failed
-            # In another thread, a save's collectives could interleave with other collectives differently on each rank.
-            own_group = residual == "mean" and self._on_accelerator and self._thread == threading.get_ident()
+            # In another thread, a save's collectives could interleave with other collectives
+            # differently on each rank.
+            own_group = (
+                residual == "mean"
+                and self._on_accelerator
+                and self._thread == threading.get_ident()
+            )
             failure = saver.run(
-                state.step, collect, limit_s, own_group=own_group, refusal=missing, others_may_be_ahead=ahead
+                state.step,
+                collect,
+                limit_s,
+                own_group=own_group,
+                refusal=missing,
+                others_may_be_ahead=ahead,
             )
         if failure is not None:
             return self._inexact(failure)
@@ -388,17 +467,28 @@ class LearnedStateCheckpointer:
 
     def _residuals(self) -> dict[str, torch.Tensor]:
         session, state, own = self._session, self._session.state, self._session.state["residual"]
-        field = next((each for each in session.compressor.state_fields if not each.replicated), None)
+        field = next(
+            (each for each in session.compressor.state_fields if not each.replicated), None
+        )
         if field is None:
             return {}
         same_names = session.consensus.reduction.nodes is None and session.consensus.compared
         of_whole_buckets = not self._plans_with(session.compressor)
         if same_names or of_whole_buckets or (state.local_shared and not own):
             plans = self._compressed(session.compressor)
-            # In the dtype of a load, not in FSDP's reduce_dtype, so that this run and a resumed run have equal numbers.
-            return {n: own[n].to(_kept_dtype(field, p, plans.get(n))) for n, p in self._parameters.items() if n in own}
+            # In the dtype of a load, not in FSDP's reduce_dtype, so that this run and a resumed run
+            # have equal numbers.
+            return {
+                n: own[n].to(_kept_dtype(field, p, plans.get(n)))
+                for n, p in self._parameters.items()
+                if n in own
+            }
         return {
-            name: own[name] if name in own else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
+            name: (
+                own[name]
+                if name in own
+                else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
+            )
             for name, plan in self._compressed(session.compressor).items()
         }
 
@@ -406,14 +496,18 @@ class LearnedStateCheckpointer:
         return parameter.device
 
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
-        """Replace the residuals by their saved means, so that this run continues as a run that loads them."""
+        """Replace the residuals by their saved means, so that this run continues as a run that
+        loads them.
+        """
         session, state = self._session, self._session.state
         for name, mean in means.items():
             kept: dict[str, torch.Tensor] = {}
             session.consensus.reduction.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
                 # In pieces, because on an accelerator `overwrite` makes a copy there.
-                for old, new in zip(pieces(state["residual"][name]), pieces(kept[name]), strict=True):
+                for old, new in zip(
+                    pieces(state["residual"][name]), pieces(kept[name]), strict=True
+                ):
                     session.held.overwrite(old, new)
             elif name in kept:  # another rank has loaded one
                 device = self._parameters[name].device
@@ -423,8 +517,8 @@ class LearnedStateCheckpointer:
     def _inexact(self, failure: Failure) -> Contribution:
         if failure.logged_here:
             logger.warning(
-                "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
-                "a run that resumes from it starts from residuals of zero.",
+                "hook %s was saved at step %s without residuals, because %s. The saved state is"
+                " marked inexact: a run that resumes from it starts from residuals of zero.",
                 self._hook,
                 self.step,
                 failure.reason,
@@ -472,8 +566,10 @@ def _fitted(
     plan: UnitPlan | None,
     compressor: Compressor[Any],
 ) -> torch.Tensor | None:
-    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not compressed now, or the
-    tensor cannot be used. Raises PayloadError if it cannot belong to this parameter."""
+    """Fit a saved replicated tensor to the current plan. Returns None if the parameter is not
+    compressed now, or the tensor cannot be used. Raises PayloadError if it cannot belong to this
+    parameter.
+    """
     if plan is None:
         return None
     try:
@@ -481,8 +577,12 @@ def _fitted(
         problem = None if value is None else field.problem(value, plan)
         if value is not None and problem is None:
             value = field.refit(value, plan, compressor.initial_value(field, plan, torch.float64))
-    except Exception as error:  # the content of a user's field was only checked to be finite tensors
-        raise damaged(f"parameters[{shown(plan.name)}][{field.key!r}] does not fit: {error}") from error
+    except (
+        Exception
+    ) as error:  # the content of a user's field was only checked to be finite tensors
+        raise damaged(
+            f"parameters[{shown(plan.name)}][{field.key!r}] does not fit: {error}"
+        ) from error
     if problem is not None:
         raise damaged(f"it has {problem}")
     return value

@@ -1,11 +1,13 @@
-"""Checks checkpoint payloads, and splits them into files per rank. docs/checkpoint_format.md documents their form.
+"""Checks checkpoint payloads, and splits them into files per rank. docs/checkpoint_format.md
+documents their form.
 
-A payload has plain types and tensors only, so that `torch.load(weights_only=True)` reads it. It may come from an
-untrusted source, so everything is checked before any of it is used, and every defect is a `PayloadError` with the key.
+A payload has plain types and tensors only, so that `torch.load(weights_only=True)` reads it. It may
+come from an untrusted source, so everything is checked before any of it is used, and every defect
+is a `PayloadError` with the key.
 
-A split payload has a shared part, and a part per rank with the rank's residuals or its state of a user's hook. All
-parts contain the same fingerprint, a hash of the data that are equal on every rank, which identifies the parts of one
-save without communication.
+A split payload has a shared part, and a part per rank with the rank's residuals or its state of a
+user's hook. All parts contain the same fingerprint, a hash of the data that are equal on every
+rank, which identifies the parts of one save without communication.
 """
 
 import hashlib
@@ -33,20 +35,22 @@ INEXACT_BECAUSE = "inexact_because"
 _LONGEST_REASON = 500  # characters in a message
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
-_LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
+# a GradScaler's scale and its inverse are normal float32 numbers
+_LARGEST_LOSS_SCALE = float(2**127)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
-            f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
-            "expected what a hook's state_dict returned. To begin with fresh memory, leave out this load"
+            f"this is not the state of a commhooks hook (a {type(payload).__name__} without"
+            " format='commhooks'); expected what a hook's state_dict returned. To begin with fresh"
+            " memory, leave out this load"
         )
     if not _is(payload.get("version"), VERSION):
         raise PayloadError(
-            f"the saved hook state has format version {shown(payload.get('version'))}; this commhooks reads version "
-            f"{VERSION}: load it with the commhooks that saved it"
+            f"the saved hook state has format version {shown(payload.get('version'))}; this"
+            f" commhooks reads version {VERSION}: load it with the commhooks that saved it"
         )
     if type(payload.get("hook")) is not str or type(payload.get("options")) is not dict:
         raise damaged("'hook' is not a name or 'options' not a dict")
@@ -74,7 +78,9 @@ def check_learned(payload: dict[str, Any]) -> None:
     kind, ranks = payload.get("residual"), payload.get("residual_ranks")
     if type(kind) is not str or kind not in ("mean", "per_rank", "none"):
         raise damaged(f"'residual' is {shown(kind)}")
-    if type(ranks) is not list or not all(type(rank) is int and 0 <= rank < world_size for rank in ranks):
+    if type(ranks) is not list or not all(
+        type(rank) is int and 0 <= rank < world_size for rank in ranks
+    ):
         raise damaged(f"'residual_ranks' is not a list of ranks below {world_size}")
     if len(set(ranks)) != len(ranks):
         raise damaged("'residual_ranks' holds a rank twice")
@@ -99,14 +105,18 @@ def inexact(payload: dict[str, Any], reason: str) -> dict[str, Any]:
 
 
 def why_inexact(payload: dict[str, Any]) -> str:
-    """Return the reason in a checked payload, for a message, as printable characters; "" if it has none."""
+    """Return the reason in a checked payload, for a message, as printable characters; "" if it has
+    none.
+    """
     reason = " ".join(payload.get(INEXACT_BECAUSE, "").split())[:_LONGEST_REASON].rstrip(".")
     return "".join(each if each.isprintable() else "?" for each in reason)
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
-    """Check that the numbers of a checked entry are small enough for a step in `dtype`: with numbers near the largest,
-    the sum of a row or a change of the loss scale yields inf, and no step would ever be committed again."""
+    """Check that the numbers of a checked entry are small enough for a step in `dtype`: with
+    numbers near the largest, the sum of a row or a change of the loss scale yields inf, and no step
+    would ever be committed again.
+    """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
     if entry["q"] is not None and _largest(entry["q"]) > largest:
@@ -114,17 +124,32 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
     residual = entry["residual"]
     for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
         if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:
-            raise damaged(f"{where}['residual'] with loss_scale {loss_scale} holds numbers too large for {dtype}")
+            raise damaged(
+                f"{where}['residual'] with loss_scale {loss_scale} holds numbers too large for"
+                f" {dtype}"
+            )
 
 
 def factor_keys(entry: dict[str, Any]) -> list[str]:
-    """Return the keys of an entry's replicated tensors: "q", and the fields of other compressors."""
-    return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
+    """Return the keys of an entry's replicated tensors: "q", and the fields of other
+    compressors.
+    """
+    return [
+        key
+        for key, value in entry.items()
+        if key not in ("shape", "row_dim", "residual") and value is not None
+    ]
 
 
 def bucket_keys(payload: dict[str, Any]) -> list[str]:
-    """Return the keys under which compressors of whole buckets save tensors, without "batched_q"."""
-    return sorted(key for key in payload if type(key) is str and key.startswith("batched_") and key != "batched_q")
+    """Return the keys under which compressors of whole buckets save tensors, without
+    "batched_q".
+    """
+    return sorted(
+        key
+        for key in payload
+        if type(key) is str and key.startswith("batched_") and key != "batched_q"
+    )
 
 
 def check_world_size(payload: dict[str, Any]) -> int:
@@ -132,7 +157,9 @@ def check_world_size(payload: dict[str, Any]) -> int:
 
 
 def check_count(content: dict[str, Any], key: str, smallest: int, largest: int = _LARGEST) -> int:
-    """Check that `content[key]` is an int (not a bool) from `smallest` to `largest`, and return it."""
+    """Check that `content[key]` is an int (not a bool) from `smallest` to `largest`, and return
+    it.
+    """
     value = content.get(key)
     if type(value) is not int or not smallest <= value <= largest:
         raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
@@ -144,7 +171,9 @@ def damaged(what: str) -> PayloadError:
 
 
 def _is(value: object, expected: object) -> bool:
-    """Return whether values and types are equal, which excludes tensors and bools that merely compare equal."""
+    """Return whether values and types are equal, which excludes tensors and bools that merely
+    compare equal.
+    """
     return type(value) is type(expected) and value == expected
 
 
@@ -156,7 +185,9 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
         if key not in entry:
             raise damaged(f"{where} has no {key!r}")
     shape, row_dim, residual = entry["shape"], entry["row_dim"], entry["residual"]
-    if type(shape) is not list or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
+    if type(shape) is not list or not all(
+        type(size) is int and 0 <= size < _LARGEST for size in shape
+    ):
         raise damaged(f"{where}['shape'] is not a list of sizes")
     if type(row_dim) is not int or not 0 <= row_dim < max(len(shape), 1):
         raise damaged(f"{where}['row_dim'] is not a dimension")
@@ -166,7 +197,9 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
             raise damaged(f"{where} has a key {shown(key)}")
         factor = entry[key]
         check_tensor(factor, f"{where}[{shown(key)}]")
-        if key == "q" and (len(shape) < 2 or factor.shape[:1] == (0,) or list(factor.shape[1:]) != row_of_q):
+        if key == "q" and (
+            len(shape) < 2 or factor.shape[:1] == (0,) or list(factor.shape[1:]) != row_of_q
+        ):
             raise damaged(f"{where}[{key!r}] does not fit the shape")
     if residual is None:
         return
@@ -181,8 +214,9 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
 
 
 def check_tensor(value: Any, where: str) -> None:
-    """Check that `value` is a tensor of real, finite numbers with enough storage: a hook that loaded a non-finite
-    number could never commit a step. `where`: the key, for messages."""
+    """Check that `value` is a tensor of real, finite numbers with enough storage: a hook that
+    loaded a non-finite number could never commit a step. `where`: the key, for messages.
+    """
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
@@ -202,25 +236,39 @@ def _largest(value: torch.Tensor) -> float:
     return float(torch.maximum(-low, high))
 
 
-# ---- parts ---------------------------------------------------------------------------------------------------------
+# ---- parts
+# --------------------------------------------------------------------------------------------------
 
 PART_FORMAT = "commhooks rank part"
 
 
-def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it is empty). `run`: a
-    number that only the ranks of this run know; see `CommHook.run_number`. If each rank has residuals for a share of
-    the parameters only, every rank has a part, and the shared part marks the residuals as split."""
+def split(
+    saved: dict[str, Any], rank: int, run: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Split the result of `state_dict()` into the shared part and the part of this rank (None if it
+    is empty). `run`: a number that only the ranks of this run know; see `CommHook.run_number`. If
+    each rank has residuals for a share of the parameters only, every rank has a part, and the
+    shared part marks the residuals as split.
+    """
     saved = saved if run is None else {**saved, "run": f"{run:016x}"}
     shared = {**saved, "fingerprint": save_id(saved)}
     shares = shared.pop("residual_shares", False)
     own: dict[str, torch.Tensor] = {}
     if saved.get("residual") == "per_rank":
         if saved["residual_ranks"] != [rank]:
-            raise ValueError(f"split: expected the residuals of rank {rank} only, not {saved['residual_ranks']}")
+            raise ValueError(
+                f"split: expected the residuals of rank {rank} only, not {saved['residual_ranks']}"
+            )
         entries = saved["parameters"]
-        own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}
-        without = {name: entry | {"residual": [] if shares or name in own else None} for name, entry in entries.items()}
+        own = {
+            name: entry["residual"][0]
+            for name, entry in entries.items()
+            if entry["residual"] is not None
+        }
+        without = {
+            name: entry | {"residual": [] if shares or name in own else None}
+            for name, entry in entries.items()
+        }
         shared |= {"parameters": without, "residual_ranks": []}
     if not own and not shares and saved.get("hook_state") is None:
         return shared, None
@@ -246,7 +294,11 @@ def save_id(saved: dict[str, Any]) -> str:
     for name, entry in entries:
         factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key != "q"]
     factors += sorted(saved.get("batched_q", {}).items())
-    factors += [(f"{key} of {name}", each) for key in bucket_keys(saved) for name, each in sorted(saved[key].items())]
+    factors += [
+        (f"{key} of {name}", each)
+        for key in bucket_keys(saved)
+        for name, each in sorted(saved[key].items())
+    ]
     for name, q in factors:
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:
@@ -262,25 +314,36 @@ def check_shared(shared: object) -> dict[str, Any]:
         check_world_size(checked)
     try:
         whole = checked.get("fingerprint") == save_id(checked)
-    except Exception:  # not made by `split`, for example options that cannot be sorted or have no repr
+    except (
+        Exception
+    ):  # not made by `split`, for example options that cannot be sorted or have no repr
         whole = False
     if not whole:
-        raise PayloadError("damaged hook state: its content and its fingerprint do not belong together")
+        raise PayloadError(
+            "damaged hook state: its content and its fingerprint do not belong together"
+        )
     return checked
 
 
 def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    """Return the ranks whose parts `rank` must read: none, only `rank`, or all that saved. `world_size`: the current
-    one."""
+    """Return the ranks whose parts `rank` must read: none, only `rank`, or all that saved.
+    `world_size`: the current one.
+    """
     if shared.get("hook_state") is not None:
         return [rank] if shared["world_size"] == world_size else []
-    if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
+    if not any(
+        isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()
+    ):
         return []
     return [rank] if shared["world_size"] == world_size else list(range(shared["world_size"]))
 
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
-    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
+    if (
+        not isinstance(part, dict)
+        or part.get("format") != PART_FORMAT
+        or part.get("version") != VERSION
+    ):
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
         return "is of another save than the shared file in its folder"
@@ -306,13 +369,16 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
     return None
 
 
-def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
-    """Join the parts to the payload that `rank` loads. `parts`: in the order of `ranks_needed`, checked by
-    `problem_of_part`; None for a missing part. An iterator is read part by part, so that only one model-sized copy is
-    in memory.
+def merge(
+    shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int
+) -> dict[str, Any]:
+    """Join the parts to the payload that `rank` loads. `parts`: in the order of `ranks_needed`,
+    checked by `problem_of_part`; None for a missing part. An iterator is read part by part, so that
+    only one model-sized copy is in memory.
 
-    The payload has the rank's own residuals if the world size is unchanged, else the mean of all residuals. If a part
-    is missing, it contains no residuals but states that there were some, so that all ranks drop theirs.
+    The payload has the rank's own residuals if the world size is unchanged, else the mean of all
+    residuals. If a part is missing, it contains no residuals but states that there were some, so
+    that all ranks drop theirs.
     """
     merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
     if shared.get("hook_state") is not None:
@@ -336,13 +402,16 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
         residuals = {name: residual / shared["world_size"] for name, residual in total.items()}
         merged |= {"residual": "mean", "residual_ranks": needed}
     # A missing entry means a residual of zeros.
-    merged["parameters"] = {name: entry | {"residual": residuals.get(name)} for name, entry in entries.items()}
+    merged["parameters"] = {
+        name: entry | {"residual": residuals.get(name)} for name, entry in entries.items()
+    }
     return merged
 
 
 def cut_off(path: str | Path, error: Exception) -> str:
-    """Return the end of a message about a file that `torch.load` failed to read (`error`), if the file is truncated; ""
-    if it is not, or if it is not on this machine."""
+    """Return the end of a message about a file that `torch.load` failed to read (`error`), if the
+    file is truncated; "" if it is not, or if it is not on this machine.
+    """
     try:
         size = Path(path).stat().st_size
         with open(path, "rb") as file:
@@ -352,7 +421,12 @@ def cut_off(path: str | Path, error: Exception) -> str:
     if size == 0:
         return "cannot be read: it is empty, because the program that wrote it was interrupted"
     # In torch's older format the pickle itself ends early (torch 2.13, Python 3.10 to 3.14).
-    early = isinstance(error, EOFError) or re.search("unexpected EOF|data was truncated|Ran out of input", str(error))
+    early = isinstance(error, EOFError) or re.search(
+        "unexpected EOF|data was truncated|Ran out of input", str(error)
+    )
     if early or (is_zip and not zipfile.is_zipfile(path)):
-        return f"cannot be read: it is cut off after {size} bytes, because writing or copying it was interrupted"
+        return (
+            f"cannot be read: it is cut off after {size} bytes, because writing or copying it was"
+            " interrupted"
+        )
     return ""

@@ -1,4 +1,6 @@
-"""Saves and loads hooks without a compressor's learned state: their step, and the state of a user's hook."""
+"""Saves and loads hooks without a compressor's learned state: their step, and the state of a user's
+hook.
+"""
 
 import collections
 from collections.abc import Callable
@@ -7,7 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.payload import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
+from commhooks.checkpoint.payload import (
+    COUNTERS,
+    REPLICAS_EQUAL,
+    VERSION,
+    check_world_size,
+    damaged,
+)
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, logger_of, shown
 from commhooks.gradients.source import GradientSource
@@ -16,8 +24,10 @@ logger = logger_of(__name__)
 
 
 class UserStateCheckpointer:
-    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
-    `replicas_equal`: False for a hook that averages nothing, so that each rank has different weights."""
+    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and
+    `load_state_dict`. `replicas_equal`: False for a hook that averages nothing, so that each rank
+    has different weights.
+    """
 
     step_is = "step"
 
@@ -44,7 +54,11 @@ class UserStateCheckpointer:
 
     @property
     def not_begun_anew(self) -> str:
-        return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
+        return (
+            f"; its hook_state ({type(self._state).__name__}) stays as it is"
+            if self.saves_state
+            else ""
+        )
 
     @property
     def step(self) -> int:
@@ -53,7 +67,9 @@ class UserStateCheckpointer:
 
     @property
     def saves_state(self) -> bool:
-        return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
+        return all(
+            callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict")
+        )
 
     def save(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {
@@ -74,8 +90,8 @@ class UserStateCheckpointer:
         if problem is None:
             return saved
         logger.warning(
-            "the state_dict of hook %s's state is not saved: %s. torch.load(weights_only=True) would refuse the whole "
-            "checkpoint; give it tensors and plain types only.",
+            "the state_dict of hook %s's state is not saved: %s. torch.load(weights_only=True)"
+            " would refuse the whole checkpoint; give it tensors and plain types only.",
             self._hook,
             problem,
         )
@@ -88,16 +104,23 @@ class UserStateCheckpointer:
         step, saved = content["step"], content["hook_state"]
         kind, problem = type(self._state).__name__, ""
         if saved is not None and not self.saves_state:
-            problem = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
+            problem = (
+                f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now"
+                f" ({kind}) has no "
+            )
             problem += "load_state_dict"
             if strict:
                 raise PayloadError(
-                    f"{problem}; strict=False, with hook=... or in the load, loads the step without that state"
+                    f"{problem}; strict=False, with hook=... or in the load, loads the step without"
+                    " that state"
                 )
             saved = None
             problem += ": it is left out (strict=False)"
         elif saved is None and self.saves_state:
-            problem = f"the checkpoint holds no state of hook {self._hook!r}: its hook_state ({kind}) stays as it is"
+            problem = (
+                f"the checkpoint holds no state of hook {self._hook!r}: its hook_state ({kind})"
+                " stays as it is"
+            )
         if problem and self._rank == 0:
             logger.warning(problem)
 
@@ -109,9 +132,9 @@ class UserStateCheckpointer:
                     raise
                 except Exception as error:
                     raise PayloadError(
-                        f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved hook_state "
-                        f"({type(error).__name__}: {shown(error)}). It may have changed a part of the state; "
-                        "the step is unchanged"
+                        f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved"
+                        f" hook_state ({type(error).__name__}: {shown(error)}). It may have changed"
+                        " a part of the state; the step is unchanged"
                     ) from error
             self._passes_before = step - self._counters.backward_passes
             self._counters.resume_from(content[COUNTERS])
@@ -130,10 +153,13 @@ _LEAVES |= {torch.Tensor, torch.nn.Parameter}
 _MAPPINGS = (dict, collections.OrderedDict)
 
 
-def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
-    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would reject, or None. A
-    single such value makes the whole checkpoint unreadable. Types must match exactly: `numpy.float64` is a subclass of
-    float, but its pickle is rejected."""
+def plain_types_problem(
+    value: Any, path: str = "", above: frozenset[int] = frozenset()
+) -> str | None:
+    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would
+    reject, or None. A single such value makes the whole checkpoint unreadable. Types must match
+    exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
+    """
     kind = type(value)
     if kind in _LEAVES:
         return None
@@ -145,8 +171,14 @@ def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = froz
     inner: list[tuple[Any, str]] = []
     if kind in _MAPPINGS:
         for key, item in value.items():
-            inner += [(key, f"the key {key!r} of {path or 'the value itself'}"), (item, f"{path}[{key!r}]")]
+            inner += [
+                (key, f"the key {key!r} of {path or 'the value itself'}"),
+                (item, f"{path}[{key!r}]"),
+            ]
     else:
-        inner = [(x, f"an element of {path}" if kind is set else f"{path}[{i}]") for i, x in enumerate(value)]
+        inner = [
+            (x, f"an element of {path}" if kind is set else f"{path}[{i}]")
+            for i, x in enumerate(value)
+        ]
     problems = (plain_types_problem(item, where, above) for item, where in inner)
     return next((problem for problem in problems if problem is not None), None)

@@ -28,11 +28,13 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """Describes one collective over the ranks. All ranks must send tensors of equal shape and dtype.
+    """Describes one collective over the ranks. All ranks must send tensors of equal shape and
+    dtype.
 
-    "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape `(world_size,
-    *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to rank i, and row i of the result, a
-    new tensor, came from rank i. With `splits`, tensors and results of "gather" and "all_to_all" are 1-D.
+    "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape
+    `(world_size, *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to
+    rank i, and row i of the result, a new tensor, came from rank i. With `splits`, tensors and
+    results of "gather" and "all_to_all" are 1-D.
     """
 
     tensor: torch.Tensor
@@ -41,27 +43,31 @@ class Send:
     """Description in messages, e.g. "P"; the bucket and the step are added."""
     op: Op = "sum"
     last: bool = False
-    """Whether this is the last collective of its exchange. The engine waits for it only after all buckets have been
-    sent."""
+    """Whether this is the last collective of its exchange. The engine waits for it only after all
+    buckets have been sent.
+    """
     meanwhile: Callable[[], None] | None = None
-    """Called when the collective has been issued, to compute while the network is busy. It must neither need the result
-    nor touch `tensor`."""
+    """Called when the collective has been issued, to compute while the network is busy. It must
+    neither need the result nor touch `tensor`.
+    """
     splits: tuple[Sequence[int], Sequence[int]] | None = None
-    """For parts of different sizes: the number of elements to each rank, and the number from each rank. With "gather"
-    every rank gets all of `tensor`."""
+    """For parts of different sizes: the number of elements to each rank, and the number from each
+    rank. With "gather" every rank gets all of `tensor`.
+    """
     into: torch.Tensor | None = None
     """Memory for the result with `splits`; None: new memory."""
     over: Scope = "all"
-    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
-    "inter_node" for the ranks with this local rank on all nodes."""
+    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks
+    of this node, "inter_node" for the ranks with this local rank on all nodes.
+    """
     reduces: bool = field(init=False)
     """Whether the result is `tensor` itself, reduced in place."""
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Op):
             raise HookRunError(
-                f"Send(op={self.op!r}); expected one of {', '.join(map(repr, get_args(Op)))}. For a mean, divide what "
-                "is sent by step.world_size"
+                f"Send(op={self.op!r}); expected one of {', '.join(map(repr, get_args(Op)))}. For a"
+                " mean, divide what is sent by step.world_size"
             )
         self.reduces = self.op in ("sum", "max")
 
@@ -70,17 +76,22 @@ class Send:
         size = sent.numel() * sent.element_size()
         if self.reduces:
             return size
-        # The tensor with the parts of all ranks: `tensor` holds one part for "gather", one per rank for "all_to_all".
+        # The tensor with the parts of all ranks: `tensor` holds one part for "gather", one per rank
+        # for "all_to_all".
         whole = size * world_size if self.op == "gather" else size
         return -(-whole // 2)
 
 
 _AT_ONCE = timedelta(milliseconds=1)
-"""A timeout for what should be there already; zero would mean the timeout of the group (torch 2.13)."""
+"""A timeout for what should be there already; zero would mean the timeout of the group (torch
+2.13).
+"""
 
 
 class MessageWork:
-    """Holds the messages of one collective. `in_flight` keeps it alive until `wait` has returned."""
+    """Holds the messages of one collective. `in_flight` keeps it alive until `wait` has
+    returned.
+    """
 
     def __init__(self, in_flight: set["MessageWork"], limit: timedelta | None) -> None:
         self.works: list[dist.Work] = []
@@ -92,8 +103,10 @@ class MessageWork:
             self.works.append(work)
 
     def wait(self) -> None:
-        """Wait until all messages to this rank have arrived and its own messages have been handed to the network. All
-        of this together may take the timeout of the group, as with any other collective."""
+        """Wait until all messages to this rank have arrived and its own messages have been handed
+        to the network. All of this together may take the timeout of the group, as with any other
+        collective.
+        """
         began = time.monotonic()
         for work in self.works:
             if self._limit is None:
@@ -104,18 +117,22 @@ class MessageWork:
 
 
 class PointToPoint:
-    """Runs all-to-all and all-gather on gloo as messages between each pair of ranks, and posts the receives first.
+    """Runs all-to-all and all-gather on gloo as messages between each pair of ranks, and posts the
+    receives first.
 
-    gloo sends a message only when the receiver has announced that it waits for it. gloo's own all-to-all and all-gather
-    post the send first, so on a busy link the announcement queues behind the rank's own message.
+    gloo sends a message only when the receiver has announced that it waits for it. gloo's own
+    all-to-all and all-gather post the send first, so on a busy link the announcement queues behind
+    the rank's own message.
 
-    torch's `Work` owns the memory of a message. If it is deleted too early, gloo no longer touches the memory, but the
-    connection stays in the middle of the message, and every later message on it hangs. So each group holds its messages
-    until `wait` has returned, even if their pass or exchange has failed. `forget_abandoned` and the end of the group
-    release them.
+    torch's `Work` owns the memory of a message. If it is deleted too early, gloo no longer touches
+    the memory, but the connection stays in the middle of the message, and every later message on it
+    hangs. So each group holds its messages until `wait` has returned, even if their pass or
+    exchange has failed. `forget_abandoned` and the end of the group release them.
     """
 
-    _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = weakref.WeakKeyDictionary()
+    _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self) -> None:
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -129,10 +146,15 @@ class PointToPoint:
         return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
     def exchange(
-        self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+        self,
+        sent: Sequence[torch.Tensor],
+        arriving: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> MessageWork:
-        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The tensors must be
-        contiguous; empty tensors are not sent. All ranks of `group` must call this in the same order."""
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The
+        tensors must be contiguous; empty tensors are not sent. All ranks of `group` must call this
+        in the same order.
+        """
         here, size = group.rank(), group.size()
         self._groups.add(group)
         before = [(here - distance) % size for distance in range(1, size)]
@@ -147,8 +169,9 @@ class PointToPoint:
         return messages
 
     def forget_abandoned(self) -> None:
-        """Release the messages of this session's groups for which nobody waits. Call this only after later messages
-        have arrived on all ranks: messages between two ranks arrive in order."""
+        """Release the messages of this session's groups for which nobody waits. Call this only
+        after later messages have arrived on all ranks: messages between two ranks arrive in order.
+        """
         for group in self._groups:
             self.in_flight(group).clear()
 
@@ -172,10 +195,16 @@ class Pending:
     _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host."""
+        """Wait for the collective and return its result; see `Send`. On CUDA the current stream
+        waits, not the host.
+        """
         counters, device = self._counters, self.answer.device
         try:
-            with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
+            with (
+                contextlib.nullcontext()
+                if counters is None
+                else counters.clocks.measure(device, waiting=True)
+            ):
                 self._work.wait()
         except RuntimeError as error:
             raise collective_error(self.what, self._group, error) from error
@@ -192,15 +221,17 @@ class Pending:
 
 
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
-    """Wait for collectives whose results nobody needs, before their buffers are used again: with NCCL the current
-    stream waits, with gloo the host, at most `limit_s` seconds in all, and then logs one warning. Raise nothing,
-    because the caller already has an error to raise."""
+    """Wait for collectives whose results nobody needs, before their buffers are used again: with
+    NCCL the current stream waits, with gloo the host, at most `limit_s` seconds in all, and then
+    logs one warning. Raise nothing, because the caller already has an error to raise.
+    """
     deadline = time.monotonic() + limit_s
     late = 0
     for each in abandoned:
         with contextlib.suppress(RuntimeError):  # a failed collective writes nothing
             future = each.future()
-            # NCCL completes a future at once; `wait` then makes the current stream wait for an event on the device.
+            # NCCL completes a future at once; `wait` then makes the current stream wait for an
+            # event on the device.
             while not future.done() and time.monotonic() < deadline:
                 time.sleep(0.002)
             if future.done():
@@ -209,9 +240,9 @@ def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
                 late += 1
     if late:
         logger.warning(
-            "%d all-reduces of an abandoned backward pass have not ended within %g s. They may still write into its "
-            "gradient buckets: wrap the model in a new DistributedDataParallel before the next backward pass, or end "
-            "the run.",
+            "%d all-reduces of an abandoned backward pass have not ended within %g s. They may"
+            " still write into its gradient buckets: wrap the model in a new"
+            " DistributedDataParallel before the next backward pass, or end the run.",
             late,
             limit_s,
         )
@@ -224,9 +255,11 @@ def start(
     where: str = "",
     messages: PointToPoint | None = None,
 ) -> Pending:
-    """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises HookRunError if the
-    backend refuses the collective. `where`: the bucket and the step, for messages. `messages`: the session's messages;
-    None for a caller that needs the collective's future."""
+    """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises
+    HookRunError if the backend refuses the collective. `where`: the bucket and the step, for
+    messages. `messages`: the session's messages; None for a caller that needs the collective's
+    future.
+    """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
         counters.last_issued = what
@@ -263,7 +296,9 @@ def start(
             if messages is not None and sent is None and messages.applies_to(group, tensor.device):
                 work = messages.exchange(tensor.unbind(0), answer.unbind(0), group)
             else:
-                work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
+                work = dist.all_to_all_single(
+                    answer, tensor, arriving, sent, group=group, async_op=True
+                )
         else:
             op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
@@ -276,10 +311,14 @@ def start(
     return Pending(answer, work, what, group, counters)
 
 
-def _gather_equal(own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
+def _gather_equal(
+    own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> Any:
     # Returns torch's work, or None without `async_op`. `own` is contiguous.
     if type(group) is dist.ProcessGroup:
-        return getattr(dist, ALL_GATHER)(rows.view(-1), own.view(-1), group=group, async_op=async_op)
+        return getattr(dist, ALL_GATHER)(
+            rows.view(-1), own.view(-1), group=group, async_op=async_op
+        )
     # torchft's groups have no all-gather into one tensor.
     return dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=async_op)
 
@@ -302,14 +341,17 @@ def _gather_different(
 def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
     if tensor.dim() == 0 or len(tensor) != group.size():
         raise HookRunError(
-            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} does not have one row for each of "
-            f"{group.size()} ranks"
+            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} does not have one row"
+            f" for each of {group.size()} ranks"
         )
 
 
-def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
-    """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must call this, with equal
-    shapes and dtypes."""
+def gather_rows(
+    own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str
+) -> torch.Tensor:
+    """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must
+    call this, with equal shapes and dtypes.
+    """
     own = own.contiguous()
     rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
     try:
@@ -321,14 +363,20 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
     return rows
 
 
-def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
+def gather_bytes(
+    own: bytes, group: dist.ProcessGroup, device: torch.device, what: str
+) -> list[bytes]:
     """Gather `own` of every rank, as `gather_rows` does. The lengths may differ."""
-    lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
+    lengths = (
+        gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
+    )
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if own:
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     found = []
-    for row, length in zip(gather_rows(padded.to(device), group, None, what).cpu(), lengths, strict=True):
+    for row, length in zip(
+        gather_rows(padded.to(device), group, None, what).cpu(), lengths, strict=True
+    ):
         content = bytearray(length)
         if length:
             torch.frombuffer(content, dtype=torch.uint8).copy_(row[:length])
@@ -336,9 +384,13 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
     return found
 
 
-def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
-    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks must call this, with equal shapes and dtypes.
-    Counted as an all-reduce that puts as many bytes on the network: half of the tensor's bytes."""
+def broadcast_first(
+    tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str
+) -> None:
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks must call this, with equal
+    shapes and dtypes. Counted as an all-reduce that puts as many bytes on the network: half of the
+    tensor's bytes.
+    """
     try:
         dist.broadcast(tensor, group=group, group_src=0)
     except RuntimeError as error:
@@ -355,8 +407,10 @@ _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order, equal in all
-    processes. Tensors that differ in exactly one element have different checksums."""
+    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their
+    order, equal in all processes. Tensors that differ in exactly one element have different
+    checksums.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -365,34 +419,46 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
     rest = bits[whole:]
     columns[: rest.numel()] += rest
-    # Odd factors are invertible modulo 2**64, so a difference in one column always changes the result.
-    factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
+    # Odd factors are invertible modulo 2**64, so a difference in one column always changes the
+    # result.
+    factors = (
+        torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
+    )
     return (columns * (factors | 1)).sum()
 
 
 def agreement_key(*parts: object) -> int:
-    """Hash the `repr` of `parts` to a number below 2**62, equal in all processes, by which ranks compare `parts`."""
+    """Hash the `repr` of `parts` to a number below 2**62, equal in all processes, by which ranks
+    compare `parts`.
+    """
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed here. Finding the ranks that have ended or hang takes up to a
-    few seconds (`lost_ranks`)."""
+    """Create the error for a collective that has failed here. Finding the ranks that have ended or
+    hang takes up to a few seconds (`lost_ranks`).
+    """
     lost = lost_ranks(group, error)
     if lost:
         why = f"{described_lost(lost)}; look at the output there"
     else:
-        why = "another rank has probably ended, hangs, or sends something else; look at the output of the other ranks"
+        why = (
+            "another rank has probably ended, hangs, or sends something else; look at the output of"
+            " the other ranks"
+        )
     place = f"rank {group.rank()} of {group.size()}"
     if dist.is_initialized() and group.size() < dist.get_world_size():
         place = f"rank {dist.get_rank()} of {dist.get_world_size()} ({place} in its group)"
-    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend reports: {error}")
+    return HookRunError(
+        f"{place}: the exchange of {what} failed: {why}. The backend reports: {error}"
+    )
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """Create a future for a tensor on `device`. Without `devices` a future would accept a tensor on an accelerator, but
-    its waiters would not synchronise with the stream and would read too early."""
+    """Create a future for a tensor on `device`. Without `devices` a future would accept a tensor on
+    an accelerator, but its waiters would not synchronise with the stream and would read too early.
+    """
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
@@ -400,8 +466,10 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`, the shards of a replica or the ranks
-    of a node. All of them must call this. The host does not wait for an accelerator. The bytes are not counted."""
+    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`, the shards of a
+    replica or the ranks of a node. All of them must call this. The host does not wait for an
+    accelerator. The bytes are not counted.
+    """
     bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
@@ -413,12 +481,13 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group` (None: not sharded) so that either all of them succeed or all of them
-    raise. All must call this. Returns the result of `work` on this rank, and the `numbers` of all ranks. If `work`
-    raises CommHookError on another rank, this rank raises `otherwise`.
+    """Run `work` on all ranks of `shard_group` (None: not sharded) so that either all of them
+    succeed or all of them raise. All must call this. Returns the result of `work` on this rank, and
+    the `numbers` of all ranks. If `work` raises CommHookError on another rank, this rank raises
+    `otherwise`.
 
-    The ranks with the same shard determine on their own whether they can attach and which step they have reached. Here
-    these replicate groups exchange the results.
+    The ranks with the same shard determine on their own whether they can attach and which step they
+    have reached. Here these replicate groups exchange the results.
     """
     if shard_group is None:
         return work(), [numbers]

@@ -1,7 +1,7 @@
 """Count and time a hook's work for `CommHook.stats()`.
 
-On the CPU the host measures times. On CUDA, events measure them without synchronising: an event is read once it has
-completed, or by `collect(wait=True)`.
+On the CPU the host measures times. On CUDA, events measure them without synchronising: an event is
+read once it has completed, or by `collect(wait=True)`.
 """
 
 import contextlib
@@ -28,8 +28,9 @@ class Times:
     waiting_s: float = 0.0
     """Time spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """The part of `waiting_s` that DDP waits for the futures of hooks that return at once: from the last hook call to
-    the completion of the last future."""
+    """The part of `waiting_s` that DDP waits for the futures of hooks that return at once: from the
+    last hook call to the completion of the last future.
+    """
 
 
 class Clocks:
@@ -49,15 +50,21 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting time instead."""
+        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting
+        time instead.
+        """
         begin = mark(device)
         try:
             yield
         finally:
-            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
+            self._between(
+                begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting)
+            )
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Record that a hook has returned a future for which DDP waits. Call the result when the future completes."""
+        """Record that a hook has returned a future for which DDP waits. Call the result when the
+        future completes.
+        """
         this_pass = self.last_pass
 
         def count(seconds: float) -> None:  # replaces the value of the previous future
@@ -70,8 +77,11 @@ class Clocks:
         return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count the intervals whose events have completed. With `wait`, synchronise and count all."""
-        # Without `wait` this must not block: another thread may hold the lock while it waits for the device.
+        """Count the intervals whose events have completed. With `wait`, synchronise and count
+        all.
+        """
+        # Without `wait` this must not block: another thread may hold the lock while it waits for
+        # the device.
         if not self._collecting.acquire(blocking=wait):
             return
         try:
@@ -112,7 +122,9 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two marks; NaN on a device without a clock. On CUDA the host waits for both."""
+    """Return the seconds between two marks; NaN on a device without a clock. On CUDA the host waits
+    for both.
+    """
     if begin is None or end is None:
         return float("nan")
     if isinstance(end, float):
@@ -132,7 +144,13 @@ def event_on(device: torch.device) -> Any:
     return event
 
 
-CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_sent", "bytes_uncompressed")
+CONTINUED = (
+    "backward_passes",
+    "compressed_steps",
+    "nonfinite_steps",
+    "bytes_sent",
+    "bytes_uncompressed",
+)
 """The counters in a checkpoint."""
 
 
@@ -146,13 +164,15 @@ class PassCounters:
 class Counters:
     """Counts the work of one session on this rank.
 
-    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Any other collective counts as the all-reduce
-    that puts as many bytes on the network: half of the tensor with the parts of all ranks. So with W ranks each rank
-    sends 2 (W - 1) / W times the counted bytes, whatever the collective.
+    `bytes_sent` counts the bytes of the tensors passed to all-reduce. Any other collective counts
+    as the all-reduce that puts as many bytes on the network: half of the tensor with the parts of
+    all ranks. So with W ranks each rank sends 2 (W - 1) / W times the counted bytes, whatever the
+    collective.
 
-    `backward_passes` counts synchronised backward passes that began, `nonfinite_steps` the passes that were not
-    committed because a number was inf or NaN on some rank, and `compressed_steps` the passes that were committed and in
-    which at least one parameter was compressed, or the outer steps that were committed.
+    `backward_passes` counts synchronised backward passes that began, `nonfinite_steps` the passes
+    that were not committed because a number was inf or NaN on some rank, and `compressed_steps` the
+    passes that were committed and in which at least one parameter was compressed, or the outer
+    steps that were committed.
     """
 
     backward_passes: int = 0
@@ -161,18 +181,24 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not in `bytes_sent`."""
+    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not in
+    `bytes_sent`.
+    """
     bytes_uncompressed: int = 0
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Number of small collectives in which the ranks compare their states. Their bytes are not counted."""
+    """Number of small collectives in which the ranks compare their states. Their bytes are not
+    counted.
+    """
     passes_acted: int = 0
-    """Passes in which the hook compressed at least one parameter, committed or not. After `auto` has chosen plain
-    all-reduce or bf16, all passes."""
+    """Passes in which the hook compressed at least one parameter, committed or not. After `auto`
+    has chosen plain all-reduce or bf16, all passes.
+    """
     numel_before: int = 0
     numel_after: int = 0
-    """`numel_before` and `numel_after` count gradient elements before and after compression, in passes after the start
-    only."""
+    """`numel_before` and `numel_after` count gradient elements before and after compression, in
+    passes after the start only.
+    """
     last_issued: str = ""
     """Description, bucket and step of the latest collective, for finding out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)

@@ -1,10 +1,12 @@
-"""Run joint saves: collectives that can neither hang nor interfere with the collectives of the training.
+"""Run joint saves: collectives that can neither hang nor interfere with the collectives of the
+training.
 
-Each save makes a gloo group and sends CPU copies in pieces; if all ranks request it, it uses their own process group.
-The ranks meet twice through the store of their process group: before the first collective, and after the last. At each
-meeting the first rank to write a decision (an atomic compare-and-set) decides for all: rank 0 when all ranks are there,
-or any rank that has waited for its time limit, has failed, or refuses to take part. So a save that not every rank joins
-ends before any collective starts, and all ranks succeed or all report the same failure.
+Each save makes a gloo group and sends CPU copies in pieces; if all ranks request it, it uses their
+own process group. The ranks meet twice through the store of their process group: before the first
+collective, and after the last. At each meeting the first rank to write a decision (an atomic
+compare-and-set) decides for all: rank 0 when all ranks are there, or any rank that has waited for
+its time limit, has failed, or refuses to take part. So a save that not every rank joins ends before
+any collective starts, and all ranks succeed or all report the same failure.
 """
 
 import contextlib
@@ -25,24 +27,30 @@ from commhooks.gradients.torch_private import address_key, store_of
 PIECE_NUMEL = 1 << 22
 """Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
 _OWN_GROUP = "own group"
-"""What a rank adds to its vote to request its own process group, and the decision if all ranks do."""
+"""What a rank adds to its vote to request its own process group, and the decision if all ranks do.
+"""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Explains why a joint save failed. `logged_here`: True on one of the ranks that know the reason."""
+    """Explains why a joint save failed. `logged_here`: True on one of the ranks that know the
+    reason.
+    """
 
     reason: str
     logged_here: bool
 
 
 class JointSave:
-    """Runs the joint saves of one session. Every rank of the group makes a `JointSave` with the same `nonce`.
+    """Runs the joint saves of one session. Every rank of the group makes a `JointSave` with the
+    same `nonce`.
 
     Args:
-        group: returns the process group of the ranks that save; raises HookRunError once it was destroyed.
+        group: returns the process group of the ranks that save; raises HookRunError once it was
+            destroyed.
         nonce: distinguishes the keys of this session in the store from the keys of other sessions.
-        shards: returns the ranks with all shards of the model, which save together; None: not sharded.
+        shards: returns the ranks with all shards of the model, which save together; None: not
+            sharded.
     """
 
     def __init__(
@@ -59,8 +67,8 @@ class JointSave:
         self._limit = timedelta(0)
         self._written: list[str] = []  # keys, in the order of the saves
         self._saves: Counter[int] = Counter()
-        # The store and the groups of the running save. `_group` is a ProcessGroupGloo, whose collectives are missing
-        # from torch's type stubs.
+        # The store and the groups of the running save. `_group` is a ProcessGroupGloo, whose
+        # collectives are missing from torch's type stubs.
         self._store: Any = None
         self._group: Any = None
         self._own_group: dist.ProcessGroup | None = None
@@ -76,29 +84,35 @@ class JointSave:
         refusal: str = "",
         others_may_be_ahead: bool = False,
     ) -> Failure | None:
-        """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks. All ranks should call
-        this; if one does not, the others return a failure after the time limit.
+        """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks. All
+        ranks should call this; if one does not, the others return a failure after the time limit.
 
         Args:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece of a collective.
-            passes: the number of backward passes on this rank, if ranks with different numbers must not save together.
-            own_group: use the ranks' process group instead of a new gloo group, if all ranks pass True, and in `mean`
-                the device of the model. Nothing else may use that group meanwhile, and a rank waits for a rank that
-                fails up to the timeout of the group. `gather` cannot be called.
-            refusal: why this rank cannot take part. It does not wait, and no other rank waits for it.
-            others_may_be_ahead: with `refusal`, whether the other ranks may be one step ahead of this rank.
+            passes: the number of backward passes on this rank, if ranks with different numbers must
+                not save together.
+            own_group: use the ranks' process group instead of a new gloo group, if all ranks pass
+                True, and in `mean` the device of the model. Nothing else may use that group
+                meanwhile, and a rank waits for a rank that fails up to the timeout of the group.
+                `gather` cannot be called.
+            refusal: why this rank cannot take part. It does not wait, and no other rank waits for
+                it.
+            others_may_be_ahead: with `refusal`, whether the other ranks may be one step ahead of
+                this rank.
 
         Returns:
-            None if it succeeded on every rank, else the failure; all ranks succeed or all fail. Never raises because of
-            another rank.
+            None if it succeeded on every rank, else the failure; all ranks succeed or all fail.
+            Never raises because of another rank.
         """
         self._limit = timedelta(seconds=float(limit_s))
         try:
             self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
             if refusal:
                 for each in [step, step + 1] if others_may_be_ahead else [step]:
-                    failure: Failure | None = self._refuse(f"{self._next_place(each)}/begin", refusal)
+                    failure: Failure | None = self._refuse(
+                        f"{self._next_place(each)}/begin", refusal
+                    )
             else:
                 vote = f"{'' if passes is None else passes} {_OWN_GROUP if own_group else ''}"
                 failure = self._attempt(self._next_place(step), collect, vote)
@@ -120,11 +134,14 @@ class JointSave:
         reasons = gather_texts("" if failure is None else failure.reason, group, self._device, what)
         if failure is None:
             return Failure(next(filter(None, reasons)), logged_here=False)
-        return replace(failure, logged_here=failure.logged_here and not failed[: group.rank()].any())
+        return replace(
+            failure, logged_here=failure.logged_here and not failed[: group.rank()].any()
+        )
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and
-        dtypes."""
+        """Return the mean of `tensor` over the ranks, on the CPU. All ranks must call this with
+        equal shapes and dtypes.
+        """
         if self._own_group is not None:
             total = torch.empty(tensor.shape, dtype=tensor.dtype)
             for mine, mean in zip(pieces(tensor.detach()), pieces(total), strict=True):
@@ -138,8 +155,9 @@ class JointSave:
         return total.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return `tensor` of all ranks, in rank order, on the CPU. All ranks must call this with equal shapes and
-        dtypes."""
+        """Return `tensor` of all ranks, in rank order, on the CPU. All ranks must call this with
+        equal shapes and dtypes.
+        """
         own = tensor.detach().cpu().contiguous()
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         for mine, *theirs in zip(*map(pieces, (own, *gathered)), strict=True):
@@ -150,7 +168,9 @@ class JointSave:
         self._saves[step] += 1
         return f"{step}.{self._saves[step]}"
 
-    def _attempt(self, place: str, collect: Callable[["JointSave"], None], vote: str) -> Failure | None:
+    def _attempt(
+        self, place: str, collect: Callable[["JointSave"], None], vote: str
+    ) -> Failure | None:
         failure, own_group = self._meet(f"{place}/begin", vote)
         if failure is not None:
             return failure
@@ -165,14 +185,18 @@ class JointSave:
             what = "failed"
             collect(self)
         except Exception as error:  # torch has no narrower class for a dead rank or a timeout
-            # Refuse before the group is destroyed, which closes the connections and makes the other ranks fail in turn.
-            return self._refuse(f"{place}/end", f"rank {self._rank} {what}: {type(error).__name__}: {error}")
+            # Refuse before the group is destroyed, which closes the connections and makes the other
+            # ranks fail in turn.
+            return self._refuse(
+                f"{place}/end", f"rank {self._rank} {what}: {type(error).__name__}: {error}"
+            )
         before = len(self._written)
         failure, _ = self._meet(f"{place}/end", "")
         if failure is not None:
             return failure
-        # All ranks have ended this save, so none needs the keys of earlier saves. A rank that has missed such a save,
-        # and comes to it after loading an earlier step, waits for its time limit.
+        # All ranks have ended this save, so none needs the keys of earlier saves. A rank that has
+        # missed such a save, and comes to it after loading an earlier step, waits for its time
+        # limit.
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has ended
             for key in self._written[:before]:
                 self._store.delete_key(key)
@@ -180,9 +204,10 @@ class JointSave:
         return None
 
     def _meet(self, place: str, vote: str) -> tuple[Failure | None, bool]:
-        """Wait for all ranks. Return the failure, and whether all ranks request their own group; both are the same on
-        all ranks. `vote` has the number of passes, which must be the same on all ranks, a space, and `_OWN_GROUP` or
-        nothing."""
+        """Wait for all ranks. Return the failure, and whether all ranks request their own group;
+        both are the same on all ranks. `vote` has the number of passes, which must be the same on
+        all ranks, a space, and `_OWN_GROUP` or nothing.
+        """
         store, ballots = self._store_at(place), [f"vote{rank}" for rank in range(self._size)]
         late = f"not every rank took part within {self._limit.total_seconds():g} s"
         verdict = ""
@@ -190,7 +215,9 @@ class JointSave:
             store.set(f"vote{self._rank}", vote)
             try:
                 store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
-            except RuntimeError:  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
+            except (
+                RuntimeError
+            ):  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
                 verdict = f"{self._rank} {late}"
             if self._rank == 0 and not verdict:
                 votes = [store.get(ballot).decode().partition(" ") for ballot in ballots]
@@ -198,7 +225,9 @@ class JointSave:
                 verdict = _OWN_GROUP if all(group == _OWN_GROUP for _, _, group in votes) else "all"
                 if len(passes) > 1:
                     verdict = f"0 the ranks have made {listed(passes, ' and ')} backward passes"
-            decision = store.compare_set("decision", "", verdict) if verdict else store.get("decision")
+            decision = (
+                store.compare_set("decision", "", verdict) if verdict else store.get("decision")
+            )
         except RuntimeError:  # the process that hosts the store has ended
             return Failure(late, logged_here=True), False
         return self._failure(decision), decision.decode() == _OWN_GROUP

@@ -19,11 +19,16 @@ RanksPerNode = int | str | None
 
 
 class Nodes:
-    """Holds this rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the rank in
-    `intra_node`."""
+    """Holds this rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the
+    rank in `intra_node`.
+    """
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
-        self.local_rank, self.ranks_per_node, self.count = intra_node.rank(), intra_node.size(), inter_node.size()
+        self.local_rank, self.ranks_per_node, self.count = (
+            intra_node.rank(),
+            intra_node.size(),
+            inter_node.size(),
+        )
         self._intra_node, self._inter_node = held_weakly(intra_node), held_weakly(inter_node)
 
     @property
@@ -40,30 +45,40 @@ class Nodes:
         return self._inter_node()
 
 
-# The nodes of each group, by their ranks. A second training reuses the nodes of the first training. In torch 2.13 a
-# group cannot be destroyed and made again with the same ranks, because it would connect to the old group's addresses.
-_KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
+# The nodes of each group, by their ranks. A second training reuses the nodes of the first training.
+# In torch 2.13 a group cannot be destroyed and made again with the same ranks, because it would
+# connect to the old group's addresses.
+_KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Gather the machine of each rank of `group`: its host name and the number of its launcher (torchrun's GROUP_RANK).
-    All ranks of `group` must call this."""
+    """Gather the machine of each rank of `group`: its host name and the number of its launcher
+    (torchrun's GROUP_RANK). All ranks of `group` must call this.
+    """
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     return gather_texts(own, group, device, "the names of the nodes")
 
 
 def ranks_by_place(places: Sequence[str]) -> dict[str, list[int]]:
-    return {place: [rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)}
+    return {
+        place: [rank for rank, each in enumerate(places) if each == place]
+        for place in dict.fromkeys(places)
+    }
 
 
-def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
-    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node. All ranks of `group`
-    must call this. Rank 0 warns if `ranks_per_node` exceeds the world size. Raises AttachError on all ranks if the
-    nodes have different numbers of ranks.
+def find_nodes(
+    ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device
+) -> Nodes | None:
+    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node. All
+    ranks of `group` must call this. Rank 0 warns if `ranks_per_node` exceeds the world size. Raises
+    AttachError on all ranks if the nodes have different numbers of ranks.
 
     Args:
-        ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same launcher
-            (torchrun's GROUP_RANK), or if that is unknown, with the same host name, form a node. None: no nodes.
+        ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same
+            launcher (torchrun's GROUP_RANK), or if that is unknown, with the same host name, form a
+            node. None: no nodes.
     """
     if ranks_per_node is None:
         return None
@@ -71,12 +86,13 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
-        # Do not fail, because a run may continue with fewer ranks. For a single rank the summary has its own message.
+        # Do not fail, because a run may continue with fewer ranks. For a single rank the summary
+        # has its own message.
         if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
             logger.warning(
-                "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "
-                "between all of them, as without ranks_per_node. Give the number of ranks on one machine, or 'auto', "
-                "which finds it out.",
+                "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the"
+                " hook compresses between all of them, as without ranks_per_node. Give the number"
+                " of ranks on one machine, or 'auto', which finds it out.",
                 ranks_per_node,
                 group.size(),
             )
@@ -84,9 +100,9 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     sizes = [len(ranks) for ranks in nodes]
     if len(set(sizes)) > 1:
         raise AttachError(
-            f"ranks_per_node={ranks_per_node!r}: the nodes have {listed(sizes, ' and ')} ranks, and "
-            "a hook between nodes needs the same number on each. Use ranks_per_node=None, which compresses "
-            "between all ranks"
+            f"ranks_per_node={ranks_per_node!r}: the nodes have {listed(sizes, ' and ')} ranks, and"
+            " a hook between nodes needs the same number on each. Use ranks_per_node=None, which"
+            " compresses between all ranks"
         )
     if len(nodes) == 1 or sizes[0] == 1:
         return None

@@ -1,4 +1,6 @@
-"""Implement hooks without learned state: all-reduce in the bucket's dtype or in 16 bits, and no communication."""
+"""Implement hooks without learned state: all-reduce in the bucket's dtype or in 16 bits, and no
+communication.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,9 +57,15 @@ class Stateless(Compressor[ConfigT]):
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         return UnitPlan.uncompressed(info, f"hook {self.name}")
 
-    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+    def memory_plan(
+        self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
         wire = self.wire_dtype
-        sent = [plan for plan in plans if self.config.sends and plan.wire_itemsize(wire) < plan.wire_itemsize(None)]
+        sent = [
+            plan
+            for plan in plans
+            if self.config.sends and plan.wire_itemsize(wire) < plan.wire_itemsize(None)
+        ]
         return MemoryPlan(packed=sum(plan.numel_sent * plan.wire_itemsize(wire) for plan in sent))
 
 
@@ -68,7 +76,8 @@ class Cast(Stateless[ConfigT]):
         self._casts = [dtype for dtype in (wire_dtype, own) if dtype is not None]
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        # Cast before dividing, as torch does. Sparse gradients keep their dtype. With a wrapper there are two casts.
+        # Cast before dividing, as torch does. Sparse gradients keep their dtype. With a wrapper
+        # there are two casts.
         wider, low = [], flat
         for dtype in () if flat.is_sparse else self._casts:
             if low.dtype != dtype:

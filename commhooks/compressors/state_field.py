@@ -1,5 +1,6 @@
-"""Describe a compressor's learned state. Checkpoints, the consensus, loss scaling and the memory plan use these
-descriptions."""
+"""Describe a compressor's learned state. Checkpoints, the consensus, loss scaling and the memory
+plan use these descriptions.
+"""
 
 import math
 from dataclasses import dataclass
@@ -14,18 +15,22 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class StateField:
-    """Describes tensors that a compressor keeps from step to step, one per parameter (or per bucket).
+    """Describes tensors that a compressor keeps from step to step, one per parameter (or per
+    bucket).
 
-    By default a tensor has as many elements as the parameter, is kept flat in memory order, and is saved in the
-    parameter's shape. Subclasses override the shape, the saved form, and the conversion after the plan has changed.
+    By default a tensor has as many elements as the parameter, is kept flat in memory order, and is
+    saved in the parameter's shape. Subclasses override the shape, the saved form, and the
+    conversion after the plan has changed.
 
     Attributes:
         key: its name in the learned state and in the checkpoint.
-        per: "parameter" or "bucket": one tensor per compressed unit of a compressor of whole buckets, saved under the
-            unit's name without conversion.
-        replicated: True: equal on every rank. False: different on every rank, and only the mean over the ranks matters;
-            the option `save_residual` (mean, per_rank or drop) selects what is saved.
-        scales_with_loss: whether it is proportional to the loss, and rescaled when the scale of a GradScaler changes.
+        per: "parameter" or "bucket": one tensor per compressed unit of a compressor of whole
+            buckets, saved under the unit's name without conversion.
+        replicated: True: equal on every rank. False: different on every rank, and only the mean
+            over the ranks matters; the option `save_residual` (mean, per_rank or drop) selects what
+            is saved.
+        scales_with_loss: whether it is proportional to the loss, and rescaled when the scale of a
+            GradScaler changes.
     """
 
     key: str
@@ -36,13 +41,17 @@ class StateField:
     def __post_init__(self) -> None:
         # Version 1 of the checkpoint format defines these keys.
         if self.key in ("shape", "row_dim") or (self.key == "q" and type(self) is StateField):
-            raise ValueError(f"StateField({self.key!r}): the checkpoint keeps something else under this key")
+            raise ValueError(
+                f"StateField({self.key!r}): the checkpoint keeps something else under this key"
+            )
         if self.replicated and self.key == "residual":
-            raise ValueError("StateField('residual') differs between ranks: use RESIDUAL, or replicated=False")
+            raise ValueError(
+                "StateField('residual') differs between ranks: use RESIDUAL, or replicated=False"
+            )
         if not self.replicated and (self.key, self.per) != ("residual", "parameter"):
             raise ValueError(
-                f"StateField({self.key!r}): the only field that may differ between ranks is the residual, one per "
-                "parameter; use RESIDUAL"
+                f"StateField({self.key!r}): the only field that may differ between ranks is the"
+                " residual, one per parameter; use RESIDUAL"
             )
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
@@ -52,15 +61,23 @@ class StateField:
         return math.prod(self.shape(plan)) * self.dtype(plan).itemsize
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value` on the CPU that does not depend on the parameter's memory format."""
+        """Return a copy of `value` on the CPU that does not depend on the parameter's memory
+        format.
+        """
         # Copy to the CPU first: a clone on the accelerator would need additional device memory.
         return to_logical(value.detach().to("cpu", copy=True), parameter).contiguous()
 
-    def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
-        """Invert `to_saved`. Return None if `saved` cannot be used. `row_dim` was the slowest dimension at the save."""
+    def from_saved(
+        self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int
+    ) -> torch.Tensor | None:
+        """Invert `to_saved`. Return None if `saved` cannot be used. `row_dim` was the slowest
+        dimension at the save.
+        """
         return to_memory(saved.detach(), parameter)
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
+    def refit(
+        self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Convert `value` after the plan has changed. Return None to discard it. `initial`: see
         `Compressor.initial_value`."""
         return value if tuple(value.shape) == self.shape(plan) else None
@@ -70,7 +87,10 @@ class StateField:
         # Any other shape may depend on options: then the field is refitted or starts afresh.
         if self.shape(plan) == (plan.numel,) and value.numel() != plan.numel:
             shape = tuple(plan.shape)
-            return f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has shape {shape}"
+            return (
+                f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has"
+                f" shape {shape}"
+            )
         return None
 
     def dtype(self, plan: UnitPlan) -> torch.dtype:
@@ -78,4 +98,6 @@ class StateField:
 
 
 RESIDUAL = StateField("residual", replicated=False, scales_with_loss=True)
-"""Error feedback: the part of a parameter's gradient that was not sent. It is added to the next gradient."""
+"""Error feedback: the part of a parameter's gradient that was not sent. It is added to the next
+gradient.
+"""

@@ -1,4 +1,6 @@
-"""Define plans: what a compressor does with each parameter, computed from shapes and options alone."""
+"""Define plans: what a compressor does with each parameter, computed from shapes and options
+alone.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -24,7 +26,12 @@ class ParameterInfo:
 
     @classmethod
     def of(
-        cls, name: str, parameter: torch.Tensor, names: ParameterNames, config: HookConfig, sparse: bool = False
+        cls,
+        name: str,
+        parameter: torch.Tensor,
+        names: ParameterNames,
+        config: HookConfig,
+        sparse: bool = False,
     ) -> "ParameterInfo":
         return cls(name, parameter, sparse, names.first_match(name, config.excluded_globs))
 
@@ -36,7 +43,9 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Describes how one unit, a parameter or a whole bucket, is compressed. Subclass it to add data."""
+    """Describes how one unit, a parameter or a whole bucket, is compressed. Subclass it to add
+    data.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -50,10 +59,13 @@ class UnitPlan:
     flags: int = 0
     """Extra elements sent, such as a flag or a checksum, not counted in `numel_compressed`."""
     itemsize_sent: int | None = None
-    """Bytes per sent element. None: the itemsize of the gradient's dtype, or of a wrapper's dtype if narrower."""
+    """Bytes per sent element. None: the itemsize of the gradient's dtype, or of a wrapper's dtype
+    if narrower.
+    """
     state_name: str = ""
-    """The key of the learned state if a bucket is planned as a whole, compressed or not. Empty for a parameter, whose
-    key is its name."""
+    """The key of the learned state if a bucket is planned as a whole, compressed or not. Empty for
+    a parameter, whose key is its name.
+    """
     lowered: bool = True
     """Whether a wrapper casts it to its dtype. False for sparse gradients."""
 
@@ -82,11 +94,14 @@ class UnitPlan:
     @classmethod
     def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
         p = info.parameter
-        return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)
+        return cls(
+            info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse
+        )
 
     def wire_itemsize(self, wire_dtype: torch.dtype | None) -> int:
-        """Return the bytes of one sent element. `wire_dtype` is the dtype to which the hook or its wrapper casts, or
-        None."""
+        """Return the bytes of one sent element. `wire_dtype` is the dtype to which the hook or its
+        wrapper casts, or None.
+        """
         own = real_itemsize(self.dtype)
         if self.compressed and self.itemsize_sent is not None:
             return self.itemsize_sent
@@ -101,9 +116,10 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts the bytes of memory that a hook needs on each rank: on the CPU once it compresses, on an accelerator from
-    the first backward pass on. Does not count the received messages of quantised hooks on an accelerator, which every
-    step allocates."""
+    """Counts the bytes of memory that a hook needs on each rank: on the CPU once it compresses, on
+    an accelerator from the first backward pass on. Does not count the received messages of
+    quantised hooks on an accelerator, which every step allocates.
+    """
 
     residual: int = 0
     factors: int = 0
@@ -115,7 +131,9 @@ class MemoryPlan:
     copies: int = 0
     """Copies of gradients, which are padded, or in float32 if the bucket's dtype is narrower."""
     host: int = 0
-    """Learned state kept in host memory while the model is on an accelerator. Not included in `total`."""
+    """Learned state kept in host memory while the model is on an accelerator. Not included in
+    `total`.
+    """
 
     @property
     def total(self) -> int:

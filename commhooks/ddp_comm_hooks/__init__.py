@@ -1,4 +1,6 @@
-"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same modules, functions, arguments and defaults."""
+"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same modules, functions, arguments
+and defaults.
+"""
 
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 

@@ -16,8 +16,8 @@ __all__ = ["noop_hook"]
 def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: every rank keeps its own gradients, so replicas drift apart.
 
-    For measurements only: if training is not much faster with this hook, the network is not the bottleneck, and no
-    compression will help. Replaces torch's `noop_hook`.
+    For measurements only: if training is not much faster with this hook, the network is not the
+    bottleneck, and no compression will help. Replaces torch's `noop_hook`.
     """
     buffer = checked_bucket(bucket).buffer()
     future = new_future(buffer.device)

@@ -1,6 +1,8 @@
-"""Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging,
+16-bit wrappers.
 
-Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
+Annotations must be real objects here (no `from __future__ import annotations`):
+`register_comm_hook` checks them.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,8 @@ _FP16, _BF16 = cast.FP16Compressor(cast.FP16Compress()), cast.BF16Compressor(cas
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group) in place, as DDP does without a hook.
+    """Average the bucket over `process_group` (None: the default group) in place, as DDP does
+    without a hook.
 
     Replaces torch's `allreduce_hook`.
     """
@@ -43,7 +46,8 @@ def allreduce_hook(
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group) in float16; the bucket keeps its dtype.
+    """Average the bucket over `process_group` (None: the default group) in float16; the bucket
+    keeps its dtype.
 
     Values beyond 65504 become inf. Replaces torch's `fp16_compress_hook`.
     """
@@ -53,7 +57,8 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group) in bfloat16; the bucket keeps its dtype.
+    """Average the bucket over `process_group` (None: the default group) in bfloat16; the bucket
+    keeps its dtype.
 
     Works on gloo and NCCL. Replaces torch's `bf16_compress_hook`.
     """
@@ -63,16 +68,17 @@ def bf16_compress_hook(
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Make `hook` communicate in float16; the result has the bucket's dtype.
 
-    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16: arithmetic and residuals stay in
-    float32, and error feedback compensates for the rounding. Any other hook gets a float16 bucket. Replaces torch's
-    `fp16_compress_wrapper`.
+    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16: arithmetic and
+    residuals stay in float32, and error feedback compensates for the rounding. Any other hook gets
+    a float16 bucket. Replaces torch's `fp16_compress_wrapper`.
     """
     return _wrap(hook, torch.float16, "fp16_compress_wrapper")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Make `hook` communicate in bfloat16; otherwise as `fp16_compress_wrapper`. Works on gloo and NCCL. Replaces
-    torch's `bf16_compress_wrapper`."""
+    """Make `hook` communicate in bfloat16; otherwise as `fp16_compress_wrapper`. Works on gloo and
+    NCCL. Replaces torch's `bf16_compress_wrapper`.
+    """
     return _wrap(hook, torch.bfloat16, "bf16_compress_wrapper")
 
 
@@ -93,8 +99,8 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
 
         return checked_future(hook(hook_state, bucket), hook_name).then(decompress)
 
-    # torch 2.13 rejects functions *named* "bf16_compress_wrapper_hook" or "bf16_compress_hook" on backends other than
-    # NCCL (`_check_comm_hook` compares __name__).
+    # torch 2.13 rejects functions *named* "bf16_compress_wrapper_hook" or "bf16_compress_hook" on
+    # backends other than NCCL (`_check_comm_hook` compares __name__).
     wrapped.__name__ = f"{name}_around_{getattr(hook, '__name__', 'hook')}"
     wrapped.__qualname__ = wrapped.__name__
     return wrapped

@@ -1,5 +1,6 @@
-"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`. Annotations must be real objects here (no `from
-__future__ import annotations`), because `register_comm_hook` checks them."""
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`. Annotations must be real
+objects here (no `from __future__ import annotations`), because `register_comm_hook` checks them.
+"""
 
 import contextlib
 import dataclasses
@@ -33,8 +34,9 @@ _as_torch = logging.getLogger(__name__)  # for lines that torch logs in the same
 
 @dataclass(frozen=True)
 class Form:
-    """Describes what a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype (None: the
-    bucket's)."""
+    """Describes what a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype
+    (None: the bucket's).
+    """
 
     batched: bool
     wire_dtype: torch.dtype | None = None
@@ -52,7 +54,10 @@ class Form:
         return BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
 
     def fits(self, session: Session) -> bool:
-        return type(session.compressor) is self.kind and session.compressor.wire_dtype == self.wire_dtype
+        return (
+            type(session.compressor) is self.kind
+            and session.compressor.wire_dtype == self.wire_dtype
+        )
 
 
 _forms: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
@@ -71,14 +76,17 @@ def _option(name: str) -> Any:
 
 
 class PowerSGDState(SessionState):
-    """Holds the options and the learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
+    """Holds the options and the learned state of PowerSGD for one DDP model; replaces torch's
+    `PowerSGDState`.
 
-    Arguments, their order and their defaults are torch's. Unlike torch, it allows `start_powerSGD_iter` 0 and 1 with
-    error feedback or warm start, ignores `orthogonalization_epsilon`, and needs no process group to load a pickled
-    state. See `commhooks.PowerSGD` for the other arguments.
+    Arguments, their order and their defaults are torch's. Unlike torch, it allows
+    `start_powerSGD_iter` 0 and 1 with error feedback or warm start, ignores
+    `orthogonalization_epsilon`, and needs no process group to load a pickled state. See
+    `commhooks.PowerSGD` for the other arguments.
 
     Args:
-        process_group: the ranks to average over; None: the default group at the time of the backward pass.
+        process_group: the ranks to average over; None: the default group at the time of the
+            backward pass.
 
     Raises:
         HookConfigError: an argument has the wrong type or is out of range.
@@ -103,34 +111,42 @@ class PowerSGDState(SessionState):
         options = PowerSGD(**{name: given[name] for name in names if name in given})
         if not isinstance(options.start_powerSGD_iter, int):
             raise HookConfigError(
-                f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of steps (int). "
-                "A fraction of the run can be given to commhooks.attach, which takes the length of the run"
+                f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of"
+                " steps (int). A fraction of the run can be given to commhooks.attach, which takes"
+                " the length of the run"
             )
         self._new_session(options, LearnedState(), Counters())
         _as_torch.info("PowerSGD config: %s", options)
 
     def _new_session(self, options: PowerSGD, state: LearnedState, counters: Counters) -> None:
         compressor = Form(batched=False).kind(options)
-        self.session = Session(compressor, Binding(PositionalNames(), self._group_or()), state, counters)
+        self.session = Session(
+            compressor, Binding(PositionalNames(), self._group_or()), state, counters
+        )
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. It refers to this object
-        weakly, because this object owns the session that calls it."""
+        """Return a function that returns `process_group`, or `otherwise()` if it is None. It refers
+        to this object weakly, because this object owns the session that calls it.
+        """
         weak = weakref.ref(self)
 
         def group() -> dist.ProcessGroup:
             state = weak()
-            return otherwise() if state is None or state.process_group is None else state.process_group
+            return (
+                otherwise() if state is None or state.process_group is None else state.process_group
+            )
 
         return group
 
-    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> Session:
+    def bind(
+        self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]
+    ) -> Session:
         other = self._model() if self._model is not None else None
         if other is not None and other is not model:
             raise AttachError(
-                "this PowerSGDState is already used by another model, whose gradients it remembers; make a "
-                "PowerSGDState for each model"
+                "this PowerSGDState is already used by another model, whose gradients it remembers;"
+                " make a PowerSGDState for each model"
             )
         self._model = weakref.ref(model)
         self._reader = BucketReader(len(binding.names.named_parameters()))
@@ -138,7 +154,8 @@ class PowerSGDState(SessionState):
         consensus = self.session.consensus
         if self.session.has_run:  # in a second training the state keeps its parameter names
             consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
-            consensus.replace_compressor(self.session.compressor)  # compare the states again: the ranks may be others
+            # compare the states again: the ranks may be others
+            consensus.replace_compressor(self.session.compressor)
         else:
             consensus.bind(binding)
             form = _form_of(function)
@@ -170,12 +187,18 @@ class PowerSGDState(SessionState):
         return max(1, self._options.compression_stats_logging_frequency)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (compression rate, elements before, elements after) over all compressed backward passes so far."""
+        """Return (compression rate, elements before, elements after) over all compressed backward
+        passes so far.
+        """
         return self.session.counters.compression_stats()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the learned state as plain types and tensors, without process group and buffers."""
-        _as_torch.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        """Return the options and the learned state as plain types and tensors, without process
+        group and buffers.
+        """
+        _as_torch.warning(
+            "NOTE: Process group is not serializable and excluded from a saved state."
+        )
         session = self.session
         session.held.settle()
         saved_on = None
@@ -187,7 +210,9 @@ class PowerSGDState(SessionState):
         return {
             "options": dataclasses.asdict(self._options),
             "learned": vars(session.state.compact_copy()),
-            "counters": {name: value for name, value in counters.items() if isinstance(value, (int, str))},
+            "counters": {
+                name: value for name, value in counters.items() if isinstance(value, (int, str))
+            },
             "saved_on": saved_on,
             "names": type(session.consensus.binding.names).__name__,
         }
@@ -195,8 +220,9 @@ class PowerSGDState(SessionState):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restore a pickled state. It uses the default process group, which need not exist yet."""
         _as_torch.warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). "
-            "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a"
+            " different group is desired, please set `self.process_group` after PowerSGD state is"
+            " loaded."
         )
         self.process_group = None
         counters = Counters()
@@ -204,12 +230,17 @@ class PowerSGDState(SessionState):
         learned = LearnedState(**saved["learned"])
         with plain_mode():  # the caller may read the pickle in inference mode
             for tensors in learned.entries.values():
-                tensors.update((name, tensor.clone()) for name, tensor in tensors.items() if tensor.is_inference())
+                tensors.update(
+                    (name, tensor.clone())
+                    for name, tensor in tensors.items()
+                    if tensor.is_inference()
+                )
         self._new_session(PowerSGD(**saved["options"]), learned, counters)
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
-    # Set by __setstate__: the (rank, world size) that pickled the residual, and the class of the names in its keys.
+    # Set by __setstate__: the (rank, world size) that pickled the residual, and the class of the
+    # names in its keys.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
     # Set by `bind`.
@@ -222,17 +253,23 @@ class PowerSGDState(SessionState):
             state.local_missing = state.has_local()
             state.forget_local()
         known = state.local_missing or any(state.entries.values())
-        if known and self._saved_names not in (None, type(self.session.consensus.binding.names).__name__):
+        if known and self._saved_names not in (
+            None,
+            type(self.session.consensus.binding.names).__name__,
+        ):
             state.forget_replicated()
             state.drop_local()
             if here[0] == 0:
                 logger.warning(
-                    "PowerSGD: the pickled state has other names for the parameters than this hook (commhooks.attach "
-                    "uses the model's names, a bare register_comm_hook positions): Q and residuals start fresh, the "
-                    "step is kept. Load it as it was used, or use state_dict and load_state_dict of the attached hook."
+                    "PowerSGD: the pickled state has other names for the parameters than this hook"
+                    " (commhooks.attach uses the model's names, a bare register_comm_hook"
+                    " positions): Q and residuals start fresh, the step is kept. Load it as it was"
+                    " used, or use state_dict and load_state_dict of the attached hook."
                 )
         names = self.session.consensus.binding.names
-        state.entries = {key: by_own_names(tensors, names) for key, tensors in state.entries.items()}
+        state.entries = {
+            key: by_own_names(tensors, names) for key, tensors in state.entries.items()
+        }
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
@@ -242,29 +279,34 @@ class PowerSGDState(SessionState):
             self._adapt_pickled_state()
         if not form.fits(session):
             raise HookRunError(
-                "this PowerSGDState is already used by another hook (powerSGD_hook, batched_powerSGD_hook, or one of "
-                "them in another wrapper): make a PowerSGDState of its own for each hook"
+                "this PowerSGDState is already used by another hook (powerSGD_hook,"
+                " batched_powerSGD_hook, or one of them in another wrapper): make a PowerSGDState"
+                " of its own for each hook"
             )
         return session.run(self._reader.read(bucket, session.end_pass))
 
     def use(self, form: Form) -> None:
         if not form.fits(self.session):  # before the first backward pass
-            # As in torch, a state can be used with either form, so both compressors take the same options.
+            # As in torch, a state can be used with either form, so both compressors take the same
+            # options.
             self.session.consensus.replace_compressor(form.kind(self._options, form.wire_dtype))
 
 
 def with_wire_dtype(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
-    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. If two wrappers are nested, the inner
-    one decides."""
+    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. If two wrappers
+    are nested, the inner one decides.
+    """
     form = _form_of(hook)
     if form is None:
         return None
     wire_dtype = form.wire_dtype or wire_dtype
     narrowed = Form(form.batched, wire_dtype)
 
-    def low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def low_rank(
+        state: PowerSGDState, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         return _checked(state).run(bucket, narrowed)
 
     low_rank.__name__ = low_rank.__qualname__ = f"{dtype_name(wire_dtype)}_wire_{form.name}"
@@ -275,30 +317,42 @@ def with_wire_dtype(
 _EACH, _WHOLE = Form(batched=False), Form(batched=True)
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by PowerSGD, parameter by parameter: low-rank factors, warm start, error feedback.
+def powerSGD_hook(
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket by PowerSGD, parameter by parameter: low-rank factors, warm start, error
+    feedback.
 
-    Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the first
-    `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with equal options. The bucket is
-    changed in place. The state changes once per backward pass, and only if all received numbers are finite.
+    Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the
+    first `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with
+    equal options. The bucket is changed in place. The state changes once per backward pass, and
+    only if all received numbers are finite.
 
-    Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. Replaces torch's `powerSGD_hook`.
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. Replaces
+    torch's `powerSGD_hook`.
     """
     return _checked(state).run(bucket, _EACH)
 
 
-def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as `powerSGD_hook`.
+def batched_powerSGD_hook(
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as
+    `powerSGD_hook`.
 
-    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q; residuals belong to parameters and are
-    kept. Replaces torch's `batched_powerSGD_hook`.
+    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q; residuals belong to
+    parameters and are kept. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 
 
 def _check_given(state: object) -> None:
     if not isinstance(state, PowerSGDState):
-        raise invalid("hook_state", state, "a commhooks.PowerSGDState, or None for one with the default options")
+        raise invalid(
+            "hook_state",
+            state,
+            "a commhooks.PowerSGDState, or None for one with the default options",
+        )
 
 
 _forms[powerSGD_hook] = _EACH
@@ -310,7 +364,7 @@ DROP_INS[batched_powerSGD_hook] = DropIn(BatchedPowerSGD.hook_name, _check_given
 def _checked(state: object) -> PowerSGDState:
     if not isinstance(state, PowerSGDState):
         raise HookRunError(
-            f"powerSGD_hook and batched_powerSGD_hook need a commhooks.PowerSGDState as their state, "
-            f"got a {type(state).__module__}.{type(state).__qualname__}"
+            "powerSGD_hook and batched_powerSGD_hook need a commhooks.PowerSGDState as their"
+            f" state, got a {type(state).__module__}.{type(state).__qualname__}"
         )
     return state

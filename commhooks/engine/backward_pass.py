@@ -1,8 +1,9 @@
 """Interleave the exchanges of all buckets of one backward pass.
 
-Collectives are issued only inside hook calls, in bucket order, so that every rank issues the same sequence. The call
-for a bucket starts its exchange. Then each earlier exchange that has another Send advances by one Send: with two Sends,
-P of bucket k, then Q of bucket k - 1. The call for the last bucket runs all remaining Sends.
+Collectives are issued only inside hook calls, in bucket order, so that every rank issues the same
+sequence. The call for a bucket starts its exchange. Then each earlier exchange that has another
+Send advances by one Send: with two Sends, P of bucket k, then Q of bucket k - 1. The call for the
+last bucket runs all remaining Sends.
 """
 
 import contextlib
@@ -22,11 +23,13 @@ Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
-    """Runs the exchange of one bucket, with at most one pending collective. `issue` starts a collective for this
-    bucket; it returns None if the ranks disagree, and the exchange is then not resumed.
+    """Runs the exchange of one bucket, with at most one pending collective. `issue` starts a
+    collective for this bucket; it returns None if the ranks disagree, and the exchange is then not
+    resumed.
 
     Attributes:
-        result: the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
+        result: the averaged gradient after the commit: the bucket, unless the exchange returns
+            another tensor.
         finite: whether everything received is finite (0-dim bool tensor); set by the verdict.
         has_send_left: whether the exchange will issue another collective after the pending one.
     """
@@ -42,21 +45,27 @@ class RunningExchange:
         self._pending: Pending | None = None
 
     def finish(self) -> None:
-        """Wait for the pending collectives and advance: up to the verdict, or after the verdict to the end."""
+        """Wait for the pending collectives and advance: up to the verdict, or after the verdict to
+        the end.
+        """
         while self._pending is not None:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Return the pending collective if it may still write the bucket.
-        Suppress exceptions of the exchange, because they would hide the error that ended the pass."""
+        """Close the exchange of an abandoned pass. Return the pending collective if it may still
+        write the bucket. Suppress exceptions of the exchange, because they would hide the error
+        that ended the pass.
+        """
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_send_left = self._pending, None, False
         return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Resume the exchange and issue its next Send. The exchange receives the result of its pending collective.
-        Without one it receives `verdict`: None at the beginning, or the verdict of the whole pass."""
+        """Resume the exchange and issue its next Send. The exchange receives the result of its
+        pending collective. Without one it receives `verdict`: None at the beginning, or the verdict
+        of the whole pass.
+        """
         answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_send_left = None, False
         step = self._task.advance(answer)
@@ -91,7 +100,8 @@ class BackwardPass:
     Attributes:
         compressing: whether compression has begun.
         step_at_most: upper bound of the step's number.
-        step_label: the number in messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
+        step_label: the number in messages: "7", or "<= 7" if the host has not read the outcomes of
+            earlier passes.
         comparison: None if all Sends were compared before.
         compresses: whether at least one parameter is compressed in this pass.
     """
@@ -114,8 +124,9 @@ class BackwardPass:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:
-        """Run and wait for all remaining Sends. Return whether everything received is finite (0-dim bool tensor).
-        Raises HookRunError on all ranks if their Sends differ."""
+        """Run and wait for all remaining Sends. Return whether everything received is finite (0-dim
+        bool tensor). Raises HookRunError on all ranks if their Sends differ.
+        """
         finish_sends(self.running)
         if self.comparison is not None:
             self.comparison.end()
@@ -134,7 +145,9 @@ class BackwardPass:
         self.running.clear()  # release the buckets, because DDP may rebuild them now
 
     def abandon(self) -> list[Pending]:
-        """Close all exchanges without a commit. Return the collectives that may still write into a bucket."""
+        """Close all exchanges without a commit. Return the collectives that may still write into a
+        bucket.
+        """
         writing = [pending for each in self.running if (pending := each.close()) is not None]
         self.running.clear()
         return writing

@@ -20,7 +20,8 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """Holds a bucket layout with its plans, one per unit. `work` and `make_exchange` are None if nothing is compressed.
+    """Holds a bucket layout with its plans, one per unit. `work` and `make_exchange` are None if
+    nothing is compressed.
 
     Attributes:
         numel_sent: number of elements that a rank sends once compression has begun, without flags.
@@ -47,7 +48,8 @@ class KnownBucket:
 
 
 class KnownBuckets:
-    """Holds the known bucket layouts, derived from the buckets and the options. They are never saved.
+    """Holds the known bucket layouts, derived from the buckets and the options. They are never
+    saved.
 
     Attributes:
         dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.
@@ -81,14 +83,23 @@ class KnownBuckets:
         return {name for known in self if known.used for name in known.compressed}
 
     def find(
-        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, *, first: bool
+        self,
+        bucket: Bucket,
+        compressor: Compressor[Any],
+        reduction: FlatReduction,
+        step: StepInfo,
+        *,
+        first: bool,
     ) -> KnownBucket:
-        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its workspace. `first` is True
-        for the first bucket of a backward pass. Raises HookRunError if the learned state belongs to another model."""
+        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its
+        workspace. `first` is True for the first bucket of a backward pass. Raises HookRunError if
+        the learned state belongs to another model.
+        """
         if first:
             for known in self._buckets.values():
                 known.used = False
-        key = tuple(map(id, bucket.parameters))  # ids stay unique, because the layouts keep the parameters alive
+        # ids stay unique, because the layouts keep the parameters alive
+        key = tuple(map(id, bucket.parameters))
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket)
@@ -97,19 +108,31 @@ class KnownBuckets:
         return found
 
     def _made(
-        self, bucket: Bucket, compressor: Compressor[Any], reduction: FlatReduction, step: StepInfo, first: bool
+        self,
+        bucket: Bucket,
+        compressor: Compressor[Any],
+        reduction: FlatReduction,
+        step: StepInfo,
+        first: bool,
     ) -> KnownBucket:
         names = self._names.of_bucket(list(bucket.parameters), first)
         layout = read_layout(bucket.flat, bucket.parameters, names)
         infos = [
-            ParameterInfo.of(slot.name, slot.parameter, self._names, compressor.config, layout.sparse)
+            ParameterInfo.of(
+                slot.name, slot.parameter, self._names, compressor.config, layout.sparse
+            )
             for slot in layout.slots
         ]
         plans = reduction.plans(compressor, compressor.plan(infos))
         made = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
         self._fit_state(made, infos, compressor)
-        with_residual, compressed = self._state["residual"] if self._state.local else {}, made.compressed
-        self.no_longer_compressed += [each for each in names if each in with_residual and each not in compressed]
+        with_residual, compressed = (
+            self._state["residual"] if self._state.local else {},
+            made.compressed,
+        )
+        self.no_longer_compressed += [
+            each for each in names if each in with_residual and each not in compressed
+        ]
         if compressed:
             made.work = reduction.workspace(compressor, layout, plans, step)
             made.make_exchange = reduction.exchange(compressor)
@@ -123,8 +146,10 @@ class KnownBuckets:
         self.dead_units.clear()
 
     def drop_residuals(self, compressor: Compressor[Any]) -> None:
-        """Delete the residuals of parameters that are no longer compressed. Call this in the commit of a finite step:
-        the ranks of a joint save are at the same step, and then have residuals of the same parameters."""
+        """Delete the residuals of parameters that are no longer compressed. Call this in the commit
+        of a finite step: the ranks of a joint save are at the same step, and then have residuals of
+        the same parameters.
+        """
         for name in self.no_longer_compressed:
             self._state["residual"].pop(name, None)
         if self.is_logging_rank:
@@ -136,20 +161,31 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def _forget_dead(self, new: Bucket) -> None:
-        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once.
-        This frees their workspaces before the new one is allocated. Other unused layouts stay, because DDP may merely
-        skip a bucket."""
+        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP
+        rebuilds its buckets once. This frees their workspaces before the new one is allocated.
+        Other unused layouts stay, because DDP may merely skip a bucket.
+        """
         parameters = {id(p) for p in new.parameters}
         for key, known in list(self._buckets.items()):
             if not known.used and any(id(p) in parameters for p in known.layout.parameters):
                 del self._buckets[key]
                 # No other layout has the same unit.
-                self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
+                self.dead_units += [
+                    plan.key for plan in known.plans if plan.compressed and plan.state_name
+                ]
 
-    def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
-        """Check loaded state against its parameters, move it to their device and refit it. The state takes the dtype in
-        which this bucket is computed. Under FSDP's `reduce_dtype` it differs from the dtype of the weights."""
-        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if known.is_one_unit else known.plans
+    def _fit_state(
+        self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]
+    ) -> None:
+        """Check loaded state against its parameters, move it to their device and refit it. The
+        state takes the dtype in which this bucket is computed. Under FSDP's `reduce_dtype` it
+        differs from the dtype of the weights.
+        """
+        of_parameters = (
+            [UnitPlan.uncompressed(info, "") for info in infos]
+            if known.is_one_unit
+            else known.plans
+        )
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:
                 value = self._state[each.key].get(plan.key)
@@ -158,7 +194,12 @@ class KnownBuckets:
                     self._fit(each, plan, value, compressor, known.layout.device)
 
     def _fit(
-        self, field: StateField, plan: UnitPlan, value: torch.Tensor, compressor: Compressor[Any], device: torch.device
+        self,
+        field: StateField,
+        plan: UnitPlan,
+        value: torch.Tensor,
+        compressor: Compressor[Any],
+        device: torch.device,
     ) -> None:
         problem = field.problem(value, plan)
         if problem is not None:

@@ -1,5 +1,6 @@
-"""Reduce a bucket with a compressor without learned state: the hook call returns at once, each future completes by
-itself."""
+"""Reduce a bucket with a compressor without learned state: the hook call returns at once, each
+future completes by itself.
+"""
 
 import contextlib
 import inspect
@@ -26,8 +27,9 @@ from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 CALLBACK_S = 0.05
-"""Seconds until a thread of the backend has left a callback. The destructor of a group waits for that thread, in torch
-2.13 with the GIL held."""
+"""Seconds until a thread of the backend has left a callback. The destructor of a group waits for
+that thread, in torch 2.13 with the GIL held.
+"""
 
 
 def reduce_immediately(
@@ -38,17 +40,21 @@ def reduce_immediately(
     over: Scope = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
-    """Start the exchange of one bucket, and return a future of the reduced gradient. All ranks of `group` must call
-    this, in the same order. `over`: which ranks `group` consists of, for the counters.
+    """Start the exchange of one bucket, and return a future of the reduced gradient. All ranks of
+    `group` must call this, in the same order. `over`: which ranks `group` consists of, for the
+    counters.
 
-    The part of the exchange after the collective runs in a callback of the future; no bucket waits for another. Raises
-    HookRunError if the exchange yields a `Verdict` or sends more than once, and on all ranks if `comparison` finds
-    different Sends.
+    The part of the exchange after the collective runs in a callback of the future; no bucket waits
+    for another. Raises HookRunError if the exchange yields a `Verdict` or sends more than once, and
+    on all ranks if `comparison` finds different Sends.
     """
     flat, name = bucket.flat, compressor.name
-    number = 0 if counters is None else max(0, counters.backward_passes - 1)  # passes before this one
+    # passes before this one
+    number = 0 if counters is None else max(0, counters.backward_passes - 1)
     with contextlib.nullcontext() if counters is None else counters.clocks.measure(flat.device):
-        exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
+        exchange = compressor.exchange(
+            flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank())
+        )
         task = ExchangeTask(exchange, flat, name, expects_verdict=False)
         step = task.advance(None)
         if comparison is not None:
@@ -63,10 +69,12 @@ def reduce_immediately(
         step.over = over
         if not step.last:
             raise HookRunError(
-                f"the exchange of {name}: put last=True on its only Send; a compressor that is not transactional sends "
-                "once"
+                f"the exchange of {name}: put last=True on its only Send; a compressor that is not"
+                " transactional sends once"
             )
-        pending = collectives.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
+        pending = collectives.start(
+            step, group, counters, "" if counters is None else f"bucket {bucket.index}"
+        )
         if step.meanwhile is not None:
             step.meanwhile()
     answered = None if counters is None else counters.clocks.left_to_ddp(flat.device)
@@ -74,13 +82,14 @@ def reduce_immediately(
     what, group_if_alive = pending.what, held_weakly(group)
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # This runs in a thread of the backend. Hold no reference to the process group: if it were the last one, the
-        # group would be destroyed in its own thread, which aborts the process.
+        # This runs in a thread of the backend. Hold no reference to the process group: if it were
+        # the last one, the group would be destroyed in its own thread, which aborts the process.
         try:
             sent.value()
         except RuntimeError as error:
             raise _error_of(what, group_if_alive, error) from error
-        # On CUDA the callback has its own stream, and these tensors are freed before the kernels that read them run.
+        # On CUDA the callback has its own stream, and these tensors are freed before the kernels
+        # that read them run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))
             if new_answer is not None:
@@ -96,8 +105,12 @@ def reduce_immediately(
     return pending.future().then(finish)
 
 
-def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeError) -> BaseException:
-    """Call `collective_error` for a callback, in a thread that may hold the last reference to the group."""
+def _error_of(
+    what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeError
+) -> BaseException:
+    """Call `collective_error` for a callback, in a thread that may hold the last reference to the
+    group.
+    """
     found: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def look() -> None:
@@ -114,5 +127,9 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
     while inspect.isgenerator(exchange):
-        yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
+        yield from (
+            each
+            for each in inspect.getgeneratorlocals(exchange).values()
+            if isinstance(each, torch.Tensor)
+        )
         exchange = exchange.gi_yieldfrom

@@ -1,19 +1,22 @@
-"""Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically, with nodes.
+"""Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically,
+with nodes.
 
-With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every parameter has an owner in
-each node: the rank with a certain local rank. If the compressor has no learned state, the bucket is divided into equal
-parts instead. For each bucket:
+With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every
+parameter has an owner in each node: the rank with a certain local rank. If the compressor has no
+learned state, the bucket is divided into equal parts instead. For each bucket:
 
     1. each rank sends each gradient to its owner in the node, which sums the node's gradients
     2. the owners in all nodes average these sums with the compressor
-    3. each owner sends the average, and what the compressor has learned, to the other ranks of its node
+    3. each owner sends the average, and what the compressor has learned, to the other ranks of its
+       node
 
 So each rank compresses, and keeps residuals for, only its share of the bucket.
 
-If the compressor keeps residuals, an owner works on the sum of its node and divides the result at the end. The residual
-is then the same as if the other ranks of the node had gradients and residuals of zero, so the mean of the residuals
-over all ranks is the same as without nodes, and checkpoints do not depend on the nodes. A compressor without residuals
-gets the node's mean, which is less likely to overflow in float16.
+If the compressor keeps residuals, an owner works on the sum of its node and divides the result at
+the end. The residual is then the same as if the other ranks of the node had gradients and residuals
+of zero, so the mean of the residuals over all ranks is the same as without nodes, and checkpoints
+do not depend on the nodes. A compressor without residuals gets the node's mean, which is less
+likely to overflow in float16.
 """
 
 import dataclasses
@@ -45,8 +48,10 @@ WINDOW_NUMEL = 25 * 2**20 // 4
 
 
 class FlatReduction:
-    """Every rank compresses every bucket, and exchanges it with all other ranks. `description`: the nodes, for the
-    summary. `ranks_per_residual`: number of ranks whose summed gradient a residual corrects."""
+    """Every rank compresses every bucket, and exchanges it with all other ranks. `description`: the
+    nodes, for the summary. `ranks_per_residual`: number of ranks whose summed gradient a residual
+    corrects.
+    """
 
     nodes: Nodes | None = None
     description: str = ""
@@ -61,29 +66,41 @@ class FlatReduction:
         return list(plans)
 
     def workspace(
-        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan], step: StepInfo
+        self,
+        compressor: Compressor[Any],
+        layout: BucketLayout,
+        plans: Sequence[UnitPlan],
+        step: StepInfo,
     ) -> Any:
-        """Allocate the workspace of `exchange` for buckets of this layout, in which something is compressed."""
+        """Allocate the workspace of `exchange` for buckets of this layout, in which something is
+        compressed.
+        """
         work = compressor.workspace(layout, plans)
         compressor.allocate(work, step)
         return work
 
     def memory_plan(
-        self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+        self,
+        compressor: Compressor[Any],
+        plans: Sequence[UnitPlan],
+        buckets: Sequence[Sequence[UnitPlan]],
     ) -> MemoryPlan:
         return compressor.memory_plan(plans, buckets)
 
-    def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
+    def exchange(
+        self, compressor: Compressor[Any]
+    ) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
         return compressor.exchange
 
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
-        """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
-        If the ranks' local tensors may differ, all ranks of `group` call this after comparing their states.
-        `parameters` has all parameters of the model."""
-        # After a save with nodes each rank has only the residuals of its share. Add zeros for the rest, so that all
-        # ranks save the same names.
+        """Move loaded local tensors (residuals) to the ranks that use them, without changing their
+        mean over all ranks. If the ranks' local tensors may differ, all ranks of `group` call this
+        after comparing their states. `parameters` has all parameters of the model.
+        """
+        # After a save with nodes each rank has only the residuals of its share. Add zeros for the
+        # rest, so that all ranks save the same names.
         for key in sorted(state.local) if parameters else ():
             held = gather_held(state[key], parameters, group)
             for place, name in enumerate(parameters):
@@ -91,7 +108,9 @@ class FlatReduction:
                     state[key].setdefault(name, zeros_for(parameters[name]))
 
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
-        """Set the entry `name` of `tensors`, a field by parameter name, as if all ranks had just loaded `mean`."""
+        """Set the entry `name` of `tensors`, a field by parameter name, as if all ranks had just
+        loaded `mean`.
+        """
         tensors[name] = mean
 
 
@@ -99,27 +118,35 @@ FLAT = FlatReduction()
 
 
 def gather_held(
-    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup,
 ) -> list[list[bool]]:
-    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry there. All ranks must call
-    this."""
+    """Return, for each rank of `group` and each parameter, whether `tensors` has an entry there.
+    All ranks must call this.
+    """
     device = next(iter(parameters.values())).device
     own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
-    held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
+    held: list[list[bool]] = (
+        gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
+    )
     return held
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device)
+    return torch.zeros(
+        parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device
+    )
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
-    """Choose the owner of each parameter, a local rank, so that the ranks have about equal shares of every bucket. The
-    result depends on the model only, because residuals are loaded before the buckets are known. `sizes` must be in the
-    order of registration.
+    """Choose the owner of each parameter, a local rank, so that the ranks have about equal shares
+    of every bucket. The result depends on the model only, because residuals are loaded before the
+    buckets are known. `sizes` must be in the order of registration.
 
-    DDP fills its buckets in about the reverse order. So this function walks the parameters in that order, cuts them
-    into windows of about a bucket, and distributes each window from its largest parameter to its smallest.
+    DDP fills its buckets in about the reverse order. So this function walks the parameters in that
+    order, cuts them into windows of about a bucket, and distributes each window from its largest
+    parameter to its smallest.
     """
     windows: list[list[str]] = [[]]
     for name in reversed(list(sizes)):
@@ -148,12 +175,18 @@ def equal_parts(numel: int, count: int) -> list[int]:
     return [numel * (part + 1) // count - numel * part // count for part in range(count)]
 
 
-def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int) -> list[list[UnitPlan]]:
-    return [[plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)]
+def plans_of_owners(
+    plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int
+) -> list[list[UnitPlan]]:
+    return [
+        [plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)
+    ]
 
 
 def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
-    """List the learned tensors of these plans that are equal on all ranks. An owner sends them to its node."""
+    """List the learned tensors of these plans that are equal on all ranks. An owner sends them to
+    its node.
+    """
     replicated = [each for each in compressor.state_fields if each.replicated]
     compressed = [plan for plan in plans if plan.compressed]
     # A unit may lack a field, which then has no elements.
@@ -161,7 +194,9 @@ def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) ->
 
 
 def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
-    """Return the bytes of each part of an owner's message: gradients, fields, and a flag per field."""
+    """Return the bytes of each part of an owner's message: gradients, fields, and a flag per
+    field.
+    """
     return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
 
 
@@ -172,13 +207,15 @@ def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, 
 
 
 class HierarchicalWorkspace:
-    """Holds the buffers for one bucket if ranks form nodes, allocated once. `compressor` averages between the nodes.
+    """Holds the buffers for one bucket if ranks form nodes, allocated once. `compressor` averages
+    between the nodes.
 
     Attributes:
         own: this rank's share of the gradients, 1-D.
         work: the compressor's workspace for the share; None if nothing in the share is compressed.
         to_owners, from_owners: the splits of `by_owner` (elements) and `results` (bytes).
-        gradients, averages: receive the node's gradients of this rank's share, and the `results` of all shares.
+        gradients, averages: receive the node's gradients of this rank's share, and the `results` of
+        all shares.
     """
 
     def __init__(
@@ -191,15 +228,22 @@ class HierarchicalWorkspace:
     ) -> None:
         local, count = nodes.local_rank, nodes.ranks_per_node
         self._local_rank, self._count = local, count
-        self._must_read_flags = precision.is_host_readable(layout.device) or compressor.needs_exact_step
-        slots = [[slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)]
+        self._must_read_flags = (
+            precision.is_host_readable(layout.device) or compressor.needs_exact_step
+        )
+        slots = [
+            [slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)
+        ]
         if compressor.elementwise:
             ends = itertools.accumulate(equal_parts(layout.numel, count), initial=0)
             self._runs = [[part] for part in itertools.pairwise(ends)]
         else:
             self._runs = [_runs(each) for each in slots]
-        self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
-        # For each learned tensor in this rank's message, whether it exists: on the host and on the device.
+        self._fields = [
+            replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)
+        ]
+        # For each learned tensor in this rank's message, whether it exists: on the host and on the
+        # device.
         self._exist = [False] * len(self._fields[local])
         self._flags = torch.zeros(len(self._exist), dtype=torch.uint8, device=layout.device)
         numels = [sum(end - begin for begin, end in each) for each in self._runs]
@@ -207,11 +251,13 @@ class HierarchicalWorkspace:
         self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
         self.to_owners: Splits = (numels, [numels[local]] * count)
         self.from_owners: Splits = ([sum(self._sizes[local])], [sum(each) for each in self._sizes])
-        # Gradients and averages share memory, because the gradients have been read before the averages are sent.
+        # Gradients and averages share memory, because the gradients have been read before the
+        # averages are sent.
         total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
         results, averages = sum(self._sizes[local]), sum(map(sum, self._sizes))
         sent, arrived = (
-            torch.zeros(size, dtype=torch.uint8, device=layout.device) for size in buffer_sizes(self._sizes, local)
+            torch.zeros(size, dtype=torch.uint8, device=layout.device)
+            for size in buffer_sizes(self._sizes, local)
         )
         self._by_owner = sent[:total].view(layout.dtype)
         self._results = sent[:results]
@@ -221,15 +267,20 @@ class HierarchicalWorkspace:
 
         mine = [plan for plan in plans if owners[plan.name] == local]
         self.compresses = not compressor.elementwise and any(plan.compressed for plan in mine)
-        self.work = compressor.workspace(_layout_of(slots[local], self.own), mine) if self.compresses else None
+        self.work = (
+            compressor.workspace(_layout_of(slots[local], self.own), mine)
+            if self.compresses
+            else None
+        )
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
         concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """Write this rank's message to its node (uint8): `own`, the replicated tensors that the compressor has learned
-        for the share, and a flag per tensor, 1 if the tensor exists."""
+        """Write this rank's message to its node (uint8): `own`, the replicated tensors that the
+        compressor has learned for the share, and a flag per tensor, 1 if the tensor exists.
+        """
         fields = self._fields[self._local_rank]
         pieces = self._results.split(self._sizes[self._local_rank])
         pieces[0].copy_(self.own.view(torch.uint8))
@@ -238,7 +289,8 @@ class HierarchicalWorkspace:
             if learned is not None:
                 piece.copy_(_bytes(learned))
         exist = [plan.key in state[field.key] for field, plan in fields]
-        if exist != self._exist:  # only in the first steps, because this copy makes the host wait for an accelerator
+        # only in the first steps, because this copy makes the host wait for an accelerator
+        if exist != self._exist:
             self._flags.copy_(torch.tensor(exist, dtype=torch.uint8))
             self._exist = exist
         pieces[-1].copy_(self._flags)
@@ -250,16 +302,23 @@ class HierarchicalWorkspace:
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
             gradients, *learned, flags = message.split(self._sizes[owner])
             if self._runs[owner]:
-                scatter_into(gradients, [bucket[begin * size : end * size] for begin, end in self._runs[owner]])
+                scatter_into(
+                    gradients,
+                    [bucket[begin * size : end * size] for begin, end in self._runs[owner]],
+                )
             if owner != self._local_rank and learned:
                 self._learn(self._fields[owner], learned, flags, state)
 
     def _learn(
-        self, fields: Sequence[Field], learned: Sequence[torch.Tensor], flags: torch.Tensor, state: LearnedState
+        self,
+        fields: Sequence[Field],
+        learned: Sequence[torch.Tensor],
+        flags: torch.Tensor,
+        state: LearnedState,
     ) -> None:
         complete = all(plan.key in state[field.key] for field, plan in fields)
-        # Reading the flags makes the host wait for an accelerator. Once all tensors exist they do not disappear, so
-        # read the flags only in the first steps.
+        # Reading the flags makes the host wait for an accelerator. Once all tensors exist they do
+        # not disappear, so read the flags only in the first steps.
         there = flags.tolist() if self._must_read_flags or not complete else [1] * len(fields)
         for (field, plan), new, is_there in zip(fields, learned, there, strict=True):
             known = state[field.key]
@@ -267,20 +326,25 @@ class HierarchicalWorkspace:
                 known.pop(plan.key, None)
                 continue
             if plan.key not in known:
-                known[plan.key] = torch.empty(field.shape(plan), dtype=field.dtype(plan), device=new.device)
+                known[plan.key] = torch.empty(
+                    field.shape(plan), dtype=field.dtype(plan), device=new.device
+                )
             _bytes(known[plan.key]).copy_(new)
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node. `parameters`: all, in the same order on
-    all ranks."""
+    """Each rank compresses its share of every bucket, on behalf of its node. `parameters`: all, in
+    the same order on all ranks.
+    """
 
     nodes: Nodes
 
     def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
         self.nodes, self.description = nodes, nodes.description
         self.ranks_per_residual = nodes.ranks_per_node
-        self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
+        self._owners = owners_of(
+            {name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node
+        )
 
     def keeps(self, name: str) -> bool:
         return self._owners[name] == self.nodes.local_rank
@@ -288,14 +352,23 @@ class HierarchicalReduction(FlatReduction):
     def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
         if not compressor.elementwise:
             return list(plans)
-        # Without learned state all parameters take part, except sparse gradients, which cannot be divided into shares.
+        # Without learned state all parameters take part, except sparse gradients, which cannot be
+        # divided into shares.
         return [
-            dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel) if plan.lowered else plan
+            (
+                dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel)
+                if plan.lowered
+                else plan
+            )
             for plan in plans
         ]
 
     def workspace(
-        self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan], step: StepInfo
+        self,
+        compressor: Compressor[Any],
+        layout: BucketLayout,
+        plans: Sequence[UnitPlan],
+        step: StepInfo,
     ) -> HierarchicalWorkspace:
         work = HierarchicalWorkspace(compressor, layout, plans, self._owners, self.nodes)
         if work.compresses:
@@ -303,11 +376,19 @@ class HierarchicalReduction(FlatReduction):
         return work
 
     def memory_plan(
-        self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+        self,
+        compressor: Compressor[Any],
+        plans: Sequence[UnitPlan],
+        buckets: Sequence[Sequence[UnitPlan]],
     ) -> MemoryPlan:
-        """Add to `factors` what other owners of the node have learned, and to `copies` the messages inside the node."""
+        """Add to `factors` what other owners of the node have learned, and to `copies` the messages
+        inside the node.
+        """
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
-        plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
+        plans, buckets = (
+            self.plans(compressor, plans),
+            [self.plans(compressor, bucket) for bucket in buckets],
+        )
         if compressor.elementwise:
             whole = compressor.memory_plan(plans, buckets)
             own = dataclasses.replace(whole, packed=-(-whole.packed // count))
@@ -317,7 +398,9 @@ class HierarchicalReduction(FlatReduction):
                 [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
             )
         others = [plan for plan in plans if not self.keeps(plan.name)]
-        learned = sum(field.size_bytes(plan) for field, plan in replicated_fields(compressor, others))
+        learned = sum(
+            field.size_bytes(plan) for field, plan in replicated_fields(compressor, others)
+        )
         copies = 0
         for bucket in buckets:
             if any(plan.compressed for plan in bucket):
@@ -355,7 +438,8 @@ class HierarchicalReduction(FlatReduction):
             over="intra_node",
         )
         count = self.nodes.ranks_per_node
-        # A compressor with residuals gets the node's sum, and its result is divided afterwards; see the module.
+        # A compressor with residuals gets the node's sum, and its result is divided afterwards; see
+        # the module.
         before, after = (1, count) if state.local else (count, 1)
         first, *others = work.gradients.div_(before).view(count, own.numel())
         own.copy_(first)
@@ -378,7 +462,8 @@ class HierarchicalReduction(FlatReduction):
             yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
         own.div_(after)
 
-        # 3. Send the result to the node. This follows the verdict, so the compressor's learned state is included.
+        # 3. Send the result to the node. This follows the verdict, so the compressor's learned
+        #    state is included.
         results = work.results(state)
         yield Send(
             results,
@@ -408,7 +493,11 @@ class HierarchicalReduction(FlatReduction):
             tensors[name] = mean * self.nodes.ranks_per_node
 
     def _between_nodes(
-        self, compressor: Compressor[Any], work: HierarchicalWorkspace, state: LearnedState, step: StepInfo
+        self,
+        compressor: Compressor[Any],
+        work: HierarchicalWorkspace,
+        state: LearnedState,
+        step: StepInfo,
     ) -> ExchangeTask:
         own, mine = work.own, self._between(step)
         if not compressor.transactional:
@@ -416,11 +505,16 @@ class HierarchicalReduction(FlatReduction):
         return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _between(self, step: StepInfo) -> StepInfo:
-        return StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank())
+        return StepInfo(
+            step.number, self.nodes.count, step.residual_factor, self.nodes.inter_node.rank()
+        )
 
-    def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Sum the node's tensors of each parameter at its owner, if another rank has one: these ranks have loaded the
-        checkpoint of a run with other nodes."""
+    def _collect(
+        self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Sum the node's tensors of each parameter at its owner, if another rank has one: these
+        ranks have loaded the checkpoint of a run with other nodes.
+        """
         held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
             if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
@@ -428,7 +522,9 @@ class HierarchicalReduction(FlatReduction):
             total = tensors.pop(name, None)
             if total is None:
                 total = zeros_for(parameter)
-            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.intra_node, None).wait()
+            start(
+                Send(total, what=f"the residual of {name} in the node"), self.nodes.intra_node, None
+            ).wait()
             if self.keeps(name):
                 tensors[name] = total
 
@@ -445,7 +541,10 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
     offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
-    moved = [Slot(slot.name, slot.parameter, at, slot.numel) for slot, at in zip(slots, offsets, strict=False)]
+    moved = [
+        Slot(slot.name, slot.parameter, at, slot.numel)
+        for slot, at in zip(slots, offsets, strict=False)
+    ]
     return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)
 
 

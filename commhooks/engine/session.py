@@ -1,7 +1,8 @@
 """Run the backward passes of one model, each as a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, after everything received was found finite. An abandoned pass leaves
-the state of the last committed step. Without learned state each bucket is reduced by itself; see `immediate.py`.
+The learned state is written at the end of a pass, after everything received was found finite. An
+abandoned pass leaves the state of the last committed step. Without learned state each bucket is
+reduced by itself; see `immediate.py`.
 """
 
 import contextlib
@@ -32,16 +33,22 @@ from commhooks.gradients.loss_scale import chosen, read_scale
 logger = logger_of(__name__)
 
 ABANDONED_LIMIT_S = 5.0
-"""How long the host waits, after an exception, for collectives that may still write into a bucket."""
+"""How long the host waits, after an exception, for collectives that may still write into a bucket.
+"""
 
 
 class ExchangeDriver:
-    """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients, `FragmentSession`
-    weights. `state`, the learned state, changes at commits only, and `held` guards it. `consensus` is equal on all
-    ranks."""
+    """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients,
+    `FragmentSession` weights. `state`, the learned state, changes at commits only, and `held`
+    guards it. `consensus` is equal on all ranks.
+    """
 
     def __init__(
-        self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
+        self,
+        compressor: Compressor[Any],
+        binding: Binding,
+        state: LearnedState,
+        counters: Counters | None = None,
     ) -> None:
         self.state = state
         self.counters = counters if counters is not None else Counters()
@@ -63,32 +70,45 @@ class ExchangeDriver:
 
 
 class SessionState(ABC):
-    """The state of a user-callable hook that reduces its buckets by a session, as `PowerSGDState` does. `attach` gives
-    such a hook the model's names, a plan and checkpoints, whichever function uses the state."""
+    """The state of a user-callable hook that reduces its buckets by a session, as `PowerSGDState`
+    does. `attach` gives such a hook the model's names, a plan and checkpoints, whichever function
+    uses the state.
+    """
 
     @abstractmethod
-    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> "Session":
-        """Bind the state to `model`, the module that DDP wraps, and return its session. `attach` calls this on every
-        rank. Raises AttachError if another model uses the state."""
+    def bind(
+        self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]
+    ) -> "Session":
+        """Bind the state to `model`, the module that DDP wraps, and return its session. `attach`
+        calls this on every rank. Raises AttachError if another model uses the state.
+        """
 
 
 class Listener(Protocol):
     """Listens to the backward passes of a session. All ranks have the same listener."""
 
     def before_pass(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Called between two passes, on all ranks of `group`, which have the same compressor and are at the same
-        committed step. May replace the compressor (`Session.replace_compressor`), equally on all ranks."""
+        """Called between two passes, on all ranks of `group`, which have the same compressor and
+        are at the same committed step. May replace the compressor (`Session.replace_compressor`),
+        equally on all ranks.
+        """
 
     def after_pass(self, step_at_most: int, good: torch.Tensor) -> None:
-        """Called after the commit. `step_at_most`: upper bound of the number of steps committed before this pass.
-        `good`: whether this pass was committed (0-dim bool tensor on the device of the buckets)."""
+        """Called after the commit. `step_at_most`: upper bound of the number of steps committed
+        before this pass. `good`: whether this pass was committed (0-dim bool tensor on the device
+        of the buckets).
+        """
 
 
 class Session(ExchangeDriver):
     """Averages the gradients of one model. `listener`: made by the compressor; None for most."""
 
     def __init__(
-        self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
+        self,
+        compressor: Compressor[Any],
+        binding: Binding,
+        state: LearnedState,
+        counters: Counters | None = None,
     ) -> None:
         super().__init__(compressor, binding, state, counters)
         self._messages = PointToPoint()
@@ -100,13 +120,15 @@ class Session(ExchangeDriver):
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
 
-        The futures of all buckets complete together, once the backward pass was committed, or skipped because a number
-        was not finite. Without learned state each future completes when its collective has ended. Raises HookRunError
-        if the ranks disagree, a collective failed, or the learned state belongs to another model; HookConfigError if
-        the buckets are on several devices.
+        The futures of all buckets complete together, once the backward pass was committed, or
+        skipped because a number was not finite. Without learned state each future completes when
+        its collective has ended. Raises HookRunError if the ranks disagree, a collective failed, or
+        the learned state belongs to another model; HookConfigError if the buckets are on several
+        devices.
         """
         consensus, device = self.consensus, bucket.flat.device
-        # Without learned state there is no transaction, except with nodes, where an exchange has several collectives.
+        # Without learned state there is no transaction, except with nodes, where an exchange has
+        # several collectives.
         if not consensus.compressor.transactional and consensus.reduction.nodes is None:
             if bucket.is_first:
                 self.counters.begin_pass()
@@ -115,7 +137,9 @@ class Session(ExchangeDriver):
             comparison = None
             if consensus.compares_sends and consensus.is_new(bucket):
                 comparison = SendComparison(consensus, group, device, self.counters)
-            return reduce_immediately(consensus.compressor, bucket, group, self.counters, comparison=comparison)
+            return reduce_immediately(
+                consensus.compressor, bucket, group, self.counters, comparison=comparison
+            )
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -134,9 +158,10 @@ class Session(ExchangeDriver):
                 self._finish_pass(self._pass)
 
     def replace_compressor(self, compressor: Compressor[Any], *, keep_local: bool) -> None:
-        """Continue with another compressor from the next pass on. All ranks must call this between the same two passes.
-        Learned state whose field the new compressor does not have is deleted, and without `keep_local` also what
-        differs between ranks, such as residuals."""
+        """Continue with another compressor from the next pass on. All ranks must call this between
+        the same two passes. Learned state whose field the new compressor does not have is deleted,
+        and without `keep_local` also what differs between ranks, such as residuals.
+        """
         with self.held.lock:  # a save in another thread must not read a state that is half replaced
             self.state.keep_fields(compressor.state_fields)
             if not keep_local:
@@ -144,7 +169,9 @@ class Session(ExchangeDriver):
             self.consensus.replace_compressor(compressor)
 
     def close(self) -> None:
-        """Free the buffers, and move the learned state to the host until another training of the model begins."""
+        """Free the buffers, and move the learned state to the host until another training of the
+        model begins.
+        """
         self._drop_pass()
         self._closed = True
         for known in self.consensus.buckets:
@@ -167,9 +194,13 @@ class Session(ExchangeDriver):
         step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
-            logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
+            logger.info(
+                "Start to apply %s after %s iterations.", compressor.display_name, state.step
+            )
         # Without a scaler the loss scale is 1, and residuals saved with another scale are rescaled.
-        loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
+        loss_scale = (
+            1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
+        )
         self.counters.begin_pass()
         group = binding.group()
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
@@ -180,13 +211,19 @@ class Session(ExchangeDriver):
         flat, consensus, counters = bucket.flat, self.consensus, self.counters
         compressor = consensus.compressor
         if current.running and current.running[0].flat.device != flat.device:
-            precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
+            precision.check_one_device(
+                [current.running[0].flat.device, flat.device], compressor.display_name
+            )
         step = current.step
-        known = consensus.buckets.find(bucket, compressor, consensus.reduction, step, first=not current.running)
+        known = consensus.buckets.find(
+            bucket, compressor, consensus.reduction, step, first=not current.running
+        )
         counters.bytes_uncompressed += bucket.nbytes
         issue: Issue = functools.partial(self._send, current, bucket.index)
         if bucket.unused:
-            step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
+            step = dataclasses.replace(
+                step, unused={known.layout.names[place] for place in bucket.unused}
+            )
         if current.compressing:
             counters.numel_before += known.layout.numel
             counters.numel_after += known.numel_sent
@@ -203,7 +240,9 @@ class Session(ExchangeDriver):
         if current.comparison is None:
             nodes = self.consensus.reduction.nodes
             exchanging = current.group if nodes is None else nodes.inter_node
-            current.comparison = SendComparison(self.consensus, exchanging, bucket.flat.device, self.counters)
+            current.comparison = SendComparison(
+                self.consensus, exchanging, bucket.flat.device, self.counters
+            )
         return functools.partial(current.comparison.issue, bucket.index, issue)
 
     def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
@@ -232,15 +271,21 @@ class Session(ExchangeDriver):
         compressor, buckets = self.consensus.compressor, self.consensus.buckets
         if current.compresses:
             self.state.local_shared = False
-        self.counters.passes_acted += current.compresses if compressor.selective else current.compressing
+        self.counters.passes_acted += (
+            current.compresses if compressor.selective else current.compressing
+        )
         current.commit(verdict)
-        self.held.add(verdict, current.loss_scale, compressed=current.compresses and compressor.selective)
+        self.held.add(
+            verdict, current.loss_scale, compressed=current.compresses and compressor.selective
+        )
         if buckets.dead_units:
             buckets.forget_dead_state(compressor)
         if buckets.no_longer_compressed and bool(verdict):
             buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
-        if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
+        if verdict is not False and (
+            isinstance(residual_factor, torch.Tensor) or residual_factor != 1
+        ):
             # The exchanges have rescaled the state of what they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
@@ -250,15 +295,24 @@ class Session(ExchangeDriver):
             if every is not None:
                 self._statistics_due = current.step_at_most + every
                 rate, before, after = self.counters.compression_stats()
-                stats = f"total before compression {before}, total after compression {after}, rate {rate}"
+                stats = (
+                    f"total before compression {before}, total after compression {after}, rate"
+                    f" {rate}"
+                )
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
-        """Run the body, a part of a pass, on the codec stream and in full precision. An exception ends the pass: the
-        host waits for the collectives of the pass, because the caller may fill the buckets again."""
+        """Run the body, a part of a pass, on the codec stream and in full precision. An exception
+        ends the pass: the host waits for the collectives of the pass, because the caller may fill
+        the buckets again.
+        """
         try:
-            on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
+            on_stream = (
+                computing_on(flat)
+                if precision.has_streams(flat.device)
+                else contextlib.nullcontext()
+            )
             with on_stream, precision.full_precision():
                 yield
         except BaseException:
@@ -268,8 +322,9 @@ class Session(ExchangeDriver):
             raise
 
     def _drop_pass(self) -> list[Pending]:
-        """Drop an unfinished pass, and all workspaces, into which its collectives may still write. Return those that
-        may still write into a bucket."""
+        """Drop an unfinished pass, and all workspaces, into which its collectives may still write.
+        Return those that may still write into a bucket.
+        """
         writing: list[Pending] = []
         if self._pass is not None:
             writing = self._pass.abandon()

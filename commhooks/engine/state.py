@@ -1,6 +1,8 @@
-"""Define learned state, the tensors and counters that a compressor keeps from step to step, and its lock.
+"""Define learned state, the tensors and counters that a compressor keeps from step to step, and its
+lock.
 
-On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is needed.
+On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is
+needed.
 """
 
 import contextlib
@@ -22,20 +24,23 @@ Entries = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class LearnedState:
-    """Holds tensors by field and by name, independent of the bucket layout: `state["residual"]["layer.weight"]`.
-    Pickles of `PowerSGDState` hold the attributes by name, so do not rename them.
+    """Holds tensors by field and by name, independent of the bucket layout:
+    `state["residual"]["layer.weight"]`. Pickles of `PowerSGDState` hold the attributes by name, so
+    do not rename them.
 
     Attributes:
         step: number of committed synchronised backward passes, the same on every rank.
         nonfinite_steps: number of passes that were not committed.
-        entries: for each field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry means
-            zeros, or the initial value that the compressor draws.
+        entries: for each field (see `StateField`) a dict with a tensor per parameter or bucket. A
+            missing entry means zeros, or the initial value that the compressor draws.
         local: keys of the fields that differ between ranks, such as residuals.
-        loss_scale: the loss scale of the stored fields with `scales_with_loss`. On an accelerator a 0-dim tensor until
-            the host reads it.
-        local_missing: whether this rank has lost its local tensors. At the next comparison all ranks then drop theirs.
-        local_shared: whether the local tensors of rank 0 stand for those of all ranks: the mean just saved or loaded,
-            no tensors, or tensors that rank 0 alone has, because it alone exchanges.
+        loss_scale: the loss scale of the stored fields with `scales_with_loss`. On an accelerator a
+            0-dim tensor until the host reads it.
+        local_missing: whether this rank has lost its local tensors. At the next comparison all
+            ranks then drop theirs.
+        local_shared: whether the local tensors of rank 0 stand for those of all ranks: the mean
+            just saved or loaded, no tensors, or tensors that rank 0 alone has, because it alone
+            exchanges.
     """
 
     step: int = 0
@@ -59,9 +64,14 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state without slices of larger storages, because pickling a slice saves the whole storage."""
+        """Copy the state without slices of larger storages, because pickling a slice saves the
+        whole storage.
+        """
         entries = {
-            key: {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}
+            key: {
+                n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
+                for n, t in tensors.items()
+            }
             for key, tensors in self.entries.items()
         }
         return replace(self, entries=entries)
@@ -85,7 +95,9 @@ class LearnedState:
         self.local_missing = False
         self.local_shared = True
 
-    def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
+    def rescale(
+        self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]
+    ) -> None:
         for each in fields:
             for name, tensor in self[each.key].items() if each.scales_with_loss else ():
                 if name not in but:
@@ -100,11 +112,13 @@ class LearnedState:
 
 
 class HeldState:
-    """Guards the learned state of a session, and maintains `state.step` and the counters of committed steps.
+    """Guards the learned state of a session, and maintains `state.step` and the counters of
+    committed steps.
 
     Attributes:
         lock: hold it while writing the learned state, and while reading it from another thread.
-        in_commit: whether a commit is writing. A save from a signal handler would then mix two steps.
+        in_commit: whether a commit is writing. A save from a signal handler would then mix two
+            steps.
         commit_failed: whether the latest commit failed on this rank, and no state was loaded since.
     """
 
@@ -115,14 +129,17 @@ class HeldState:
         self.commit_failed = False
         self._counters = counters
         self._mark = CommitMark()
-        # Passes whose outcome the host has not read: how many were committed (on the device), how many there were, and
-        # whether they count as compressed.
+        # Passes whose outcome the host has not read: how many were committed (on the device), how
+        # many there were, and whether they count as compressed.
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """Return the smallest and the largest possible number of committed steps; they differ while the outcome of some
-        passes is unread. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
-        with self.lock:  # a save in another thread may be updating `state.step` and the unread passes
+        """Return the smallest and the largest possible number of committed steps; they differ while
+        the outcome of some passes is unread. Synchronises with an accelerator only if `exact`, or
+        if `start` lies in between.
+        """
+        # a save in another thread may be updating `state.step` and the unread passes
+        with self.lock:
             step, unread = self.state.step, self._unread
             passes = unread[1] if unread else 0
             if passes and (exact or step < start <= step + passes):
@@ -148,30 +165,43 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict` (a bool on the CPU, else
-        a 0-dim bool tensor): whether the pass is committed."""
+        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict` (a
+        bool on the CPU, else a 0-dim bool tensor): whether the pass is committed.
+        """
         if verdict is not False:
             before = self.state.loss_scale
-            self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
-            # After a failed commit the residuals start at zero. This commit has written them, so they are valid again.
+            self.state.loss_scale = (
+                loss_scale if verdict is True else chosen(verdict, loss_scale, before)
+            )
+            # After a failed commit the residuals start at zero. This commit has written them, so
+            # they are valid again.
             self.state.local_missing = self.commit_failed = False
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
             return
-        count, passes = self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
+        count, passes = (
+            self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
+        )
         self._unread = (verdict + count, passes + 1, compressed)
 
     def outcome(self, good: torch.Tensor) -> torch.Tensor:
-        """Return two integers on the host: the number of committed steps after the latest pass, and whether that pass
-        was committed (`good`). On CUDA the host does not wait; they are valid after the work that is queued now."""
+        """Return two integers on the host: the number of committed steps after the latest pass, and
+        whether that pass was committed (`good`). On CUDA the host does not wait; they are valid
+        after the work that is queued now.
+        """
         with self.lock:
-            committed = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device) + self.state.step
+            committed = (
+                torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device)
+                + self.state.step
+            )
             found = torch.stack((committed, good.to(torch.int64)))
         return found.to("cpu", non_blocking=precision.has_streams(good.device))
 
     def settle(self) -> None:
-        """Bring `state.step` up to date. On an accelerator the host and the caller's current stream wait for the latest
-        commit, so that the caller reads the learned state as written by that commit."""
+        """Bring `state.step` up to date. On an accelerator the host and the caller's current stream
+        wait for the latest commit, so that the caller reads the learned state as written by that
+        commit.
+        """
         with self.lock:
             self._mark.wait()
             with self._mark.reading():
@@ -179,8 +209,10 @@ class HeldState:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Hold the lock of the learned state, with `state.step` up to date, while the body runs. The body may copy
-        tensors of the state to the host, which waits only for the latest commit. Change tensors by `overwrite` only."""
+        """Hold the lock of the learned state, with `state.step` up to date, while the body runs.
+        The body may copy tensors of the state to the host, which waits only for the latest commit.
+        Change tensors by `overwrite` only.
+        """
         with self.lock, self._mark.reading():
             self._read()
             yield
@@ -191,7 +223,8 @@ class HeldState:
     def _read(self) -> None:
         while (unread := self._unread) is not None:
             committed, loss_scale = int(unread[0].item()), float(self.state.loss_scale)
-            # A signal handler may have read and counted the passes while this thread waited for the device.
+            # A signal handler may have read and counted the passes while this thread waited for the
+            # device.
             if self._unread is unread:
                 self._count(committed, loss_scale, *unread[1:])
 

@@ -16,15 +16,20 @@ class Done:
 
 
 class ExchangeTask:
-    """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so that errors name the
-    compressor. Raises HookRunError if `exchange` is not a generator. `expects_verdict`: False if the compressor is not
-    transactional."""
+    """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so
+    that errors name the compressor. Raises HookRunError if `exchange` is not a generator.
+    `expects_verdict`: False if the compressor is not transactional.
+    """
 
-    def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True) -> None:
-        if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):
+    def __init__(
+        self, exchange: Exchange, flat: torch.Tensor, name: str, *, expects_verdict: bool = True
+    ) -> None:
+        if not (
+            callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))
+        ):
             raise HookRunError(
-                f"the exchange of {name} is a {type(exchange).__name__}, not a generator: it must yield its "
-                "collectives (Send)"
+                f"the exchange of {name} is a {type(exchange).__name__}, not a generator: it must"
+                " yield its collectives (Send)"
             )
         self.exchange = exchange
         self._flat = flat
@@ -34,8 +39,9 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded collective; after a
-        `Verdict`, whether the pass is committed; None to begin."""
+        """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded
+        collective; after a `Verdict`, whether the pass is committed; None to begin.
+        """
         try:
             with span("exchange", self._name):
                 yielded: Any = self.exchange.send(answer)
@@ -49,17 +55,24 @@ class ExchangeTask:
         # After the verdict only the engine sends, inside a node (`HierarchicalReduction`).
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "intra_node"):
             raise HookRunError(
-                f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
+                f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing"
+                " after it"
             )
         if isinstance(yielded, Verdict):
             self._decided = True
             finite: Any = yielded.finite
-            if not (isinstance(finite, torch.Tensor) and finite.dim() == 0 and finite.dtype == torch.bool):
+            if not (
+                isinstance(finite, torch.Tensor)
+                and finite.dim() == 0
+                and finite.dtype == torch.bool
+            ):
                 raise self._wrong_verdict(finite)
             if not self._expects_verdict:
                 raise HookRunError(f"{self._named} asks for a verdict, but it is not transactional")
         elif not isinstance(yielded, Send):
-            raise HookRunError(f"{self._named} yields a {type(yielded).__name__}; expected Send or Verdict")
+            raise HookRunError(
+                f"{self._named} yields a {type(yielded).__name__}; expected Send or Verdict"
+            )
         return yielded
 
     def _wrong_verdict(self, finite: Any) -> HookRunError:
@@ -71,7 +84,9 @@ class ExchangeTask:
         )
 
     def _checked_result(self, value: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor) or (not self._flat.is_sparse and value.shape != self._flat.shape):
+        if not isinstance(value, torch.Tensor) or (
+            not self._flat.is_sparse and value.shape != self._flat.shape
+        ):
             what = f"a {type(value).__name__}"
             if isinstance(value, torch.Tensor):
                 what = f"a tensor of shape {tuple(value.shape)}"
@@ -83,9 +98,16 @@ class ExchangeTask:
 
 
 def new_task(
-    compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
+    compressor: Compressor[Any],
+    compresses: bool,
+    flat: torch.Tensor,
+    work: Any,
+    state: State,
+    step: StepInfo,
 ) -> ExchangeTask:
-    """Create the exchange of one bucket, or an exact average if the compressor does not compress the bucket."""
+    """Create the exchange of one bucket, or an exact average if the compressor does not compress
+    the bucket.
+    """
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:
@@ -95,7 +117,9 @@ def new_task(
 
 class _NoState:
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
-        raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
+        raise HookRunError(
+            f"state[{key!r}]: a compressor that is not transactional has no learned state"
+        )
 
 
 NO_STATE: State = _NoState()

@@ -1,2 +1,3 @@
-"""Gradients: buckets and layouts, names of parameters, and the sources of gradients: DDP, FSDP2 and unwrapped
-modules."""
+"""Gradients: buckets and layouts, names of parameters, and the sources of gradients: DDP, FSDP2 and
+unwrapped modules.
+"""

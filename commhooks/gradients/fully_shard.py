@@ -1,18 +1,20 @@
 """Read gradients from a model sharded by `fully_shard` (FSDP2): the reduced shards of its units.
 
-In the backward pass FSDP reduce-scatters the gradients of one unit after another within the sharding group. For each
-unit (torch 2.13, `foreach_reduce`)
+In the backward pass FSDP reduce-scatters the gradients of one unit after another within the
+sharding group. For each unit (torch 2.13, `foreach_reduce`)
 
-1. it calls the all-reduce hook with this rank's part: a flat buffer in which every parameter is padded to the size of
-   the largest shard;
-2. it divides the buffer in place. Then, for each parameter in the order of the buffer, it makes the parameter's piece
-   its `.grad` and calls its post-accumulate hooks.
+1. it calls the all-reduce hook with this rank's part: a flat buffer in which every parameter is
+   padded to the size of the largest shard;
+2. it divides the buffer in place. Then, for each parameter in the order of the buffer, it makes the
+   parameter's piece its `.grad` and calls its post-accumulate hooks.
 
-The calls of step 2 reveal which parameters are in the buffer: those without a gradient are missing. After the last of
-these calls the bucket is complete and is sent. At the end of the backward pass the averages replace the `.grad`.
+The calls of step 2 reveal which parameters are in the buffer: those without a gradient are missing.
+After the last of these calls the bucket is complete and is sent. At the end of the backward pass
+the averages replace the `.grad`.
 
-After `set_requires_all_reduce(False)` nothing is sent. As FSDP does on a two-dimensional mesh, the reduced gradients of
-this replica are kept apart, and are added to the buffer of the next pass that averages them.
+After `set_requires_all_reduce(False)` nothing is sent. As FSDP does on a two-dimensional mesh, the
+reduced gradients of this replica are kept apart, and are added to the buffer of the next pass that
+averages them.
 """
 
 import dataclasses
@@ -43,17 +45,23 @@ from commhooks.gradients.source import (
     described_parameter,
     held_weakly,
 )
-from commhooks.gradients.torch_private import all_reduces, count_accumulate_hooks, current_task, run_after_backward
+from commhooks.gradients.torch_private import (
+    all_reduces,
+    count_accumulate_hooks,
+    current_task,
+    run_after_backward,
+)
 
 NOTHING_SHARDED = (
-    "no parameter of this model is both trainable and sharded by fully_shard, so a communication hook would have "
-    "nothing to do: leave out the hook, or attach it after unfreezing parameters"
+    "no parameter of this model is both trainable and sharded by fully_shard, so a communication"
+    " hook would have nothing to do: leave out the hook, or attach it after unfreezing parameters"
 )
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """Return `parameter`, typed as a DTensor. `.data` will not do: torch 2.13 caches results of operations by mesh, and
-    may return a DTensor whose mesh has a destroyed process group."""
+    """Return `parameter`, typed as a DTensor. `.data` will not do: torch 2.13 caches results of
+    operations by mesh, and may return a DTensor whose mesh has a destroyed process group.
+    """
     assert isinstance(parameter, DTensor)
     return parameter
 
@@ -64,8 +72,10 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """Describes this rank's shard of a parameter. `local`: its values, which represent the parameter in buckets.
-    `numel_padded`: number of elements in FSDP's buffers, the size of the largest shard."""
+    """Describes this rank's shard of a parameter. `local`: its values, which represent the
+    parameter in buckets. `numel_padded`: number of elements in FSDP's buffers, the size of the
+    largest shard.
+    """
 
     name: str
     parameter: torch.nn.Parameter
@@ -77,7 +87,8 @@ class LocalShard:
     def of(cls, name: str, parameter: torch.nn.Parameter) -> "LocalShard":
         sharded, local = as_dtensor(parameter), local_values(parameter)
         (placement,), mesh = sharded.placements, sharded.device_mesh
-        dim = placement.dim if isinstance(placement, Shard) else 0  # Replicate: on a mesh of one rank
+        # Replicate: on a mesh of one rank
+        dim = placement.dim if isinstance(placement, Shard) else 0
         size = sharded.size(dim)
         largest = -(-size // mesh.size())
         start = min(mesh.get_local_rank() * largest, size)
@@ -88,7 +99,12 @@ class LocalShard:
         sharded = as_dtensor(self.parameter)
         shape, stride = sharded.shape, sharded.stride()
         return DTensor.from_local(
-            part, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
+            part,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=shape,
+            stride=stride,
         )
 
     @property
@@ -99,8 +115,8 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """Holds the buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its parameters are
-    known.
+    """Holds the buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its
+    parameters are known.
 
     Attributes:
         averaged: False after `set_requires_all_reduce(False)`.
@@ -123,7 +139,9 @@ class UnitBuffer:
             return self.flat
         return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
 
-    def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
+    def pieces(
+        self, buffer: torch.Tensor, *, padded: bool
+    ) -> list[tuple[LocalShard, torch.Tensor]]:
         found, offset = [], 0
         for shard in self.shards:
             found.append((shard, buffer[offset : offset + shard.local.numel()]))
@@ -152,9 +170,10 @@ class RunningPass:
     def check_filled(self) -> None:
         if self.filling is not None:
             raise HookRunError(
-                "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
-                "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters. "
-                "With Accelerate call prepare(model, optimizer) again; in Lightning unfreeze before fit"
+                "fully_shard reduces parameters that the model did not have when the hook was"
+                " attached, or that were frozen then: call hook.detach(), and attach a hook again"
+                " after loading and unfreezing parameters. With Accelerate call prepare(model,"
+                " optimizer) again; in Lightning unfreeze before fit"
             )
 
     def check_new(self, unit: UnitBuffer) -> None:
@@ -162,12 +181,15 @@ class RunningPass:
         again = next((shard.name for shard in unit.shards if shard.name in sent), None)
         if again is not None:
             raise HookRunError(
-                f"fully_shard has reduced {again} twice in one backward pass: its module is called more than once "
-                "before the backward pass. Apply fully_shard to a module around all of these calls instead"
+                f"fully_shard has reduced {again} twice in one backward pass: its module is called"
+                " more than once before the backward pass. Apply fully_shard to a module around"
+                " all of these calls instead"
             )
 
     def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
-        """Take accumulated gradients out of `.grad`, where FSDP would add gradients that are not averaged yet."""
+        """Take accumulated gradients out of `.grad`, where FSDP would add gradients that are not
+        averaged yet.
+        """
         for shard in shards:
             if shard.parameter.grad is not None:
                 self.earlier.append((shard, shard.parameter.grad))
@@ -187,33 +209,38 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raise AttachError if it is sharded
-    in a way that hooks do not support."""
+    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raise
+    AttachError if it is sharded in a way that hooks do not support.
+    """
     data: object = parameter
     if not isinstance(data, DTensor):
         return False
     ranks = data.device_mesh.size()
     if data.device_mesh.ndim == 2 and isinstance(data.placements[0], Replicate):
         raise AttachError(
-            "this model was sharded with a mesh of two dimensions, for which fully_shard itself averages over the "
-            "replicas, uncompressed, before it calls a hook. Change two lines: "
-            "fully_shard(module, mesh=mesh['shard']) instead of mesh=mesh, with the names that your mesh has, and "
-            "commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
+            "this model was sharded with a mesh of two dimensions, for which fully_shard itself"
+            " averages over the replicas, uncompressed, before it calls a hook. Change two lines:"
+            " fully_shard(module, mesh=mesh['shard']) instead of mesh=mesh, with the names that"
+            " your mesh has, and commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
         )
     if data.device_mesh.ndim == 1 and isinstance(data.placements[0], Replicate) and ranks > 1:
         raise AttachError(
-            f"this model was replicated over a mesh of {ranks} ranks, over which replicate itself averages, "
-            "uncompressed, before it calls a hook. Change two lines, with mesh = init_device_mesh(device_type, "
-            f"({ranks}, 1), mesh_dim_names=('replicate', 'shard')): replicate(module, mesh=mesh['shard']), and "
-            "commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
+            f"this model was replicated over a mesh of {ranks} ranks, over which replicate itself"
+            " averages, uncompressed, before it calls a hook. Change two lines, with mesh ="
+            f" init_device_mesh(device_type, ({ranks}, 1), mesh_dim_names=('replicate', 'shard')):"
+            " replicate(module, mesh=mesh['shard']), and commhooks.attach(model, hook,"
+            " replicate_group=mesh['replicate'])"
         )
     if data.device_mesh.ndim != 1 or not isinstance(data.placements[0], (Shard, Replicate)):
         raise AttachError(
-            f"parameter {name} is placed as {data.placements}: a hook needs parameters that fully_shard has split over "
-            "a mesh of one dimension; tensor parallelism is not supported"
+            f"parameter {name} is placed as {data.placements}: a hook needs parameters that"
+            " fully_shard has split over a mesh of one dimension; tensor parallelism is not"
+            " supported"
         )
     if data.is_meta:
-        raise AttachError(f"parameter {name} is on the meta device: attach the hook after materialising the model")
+        raise AttachError(
+            f"parameter {name} is on the meta device: attach the hook after materialising the model"
+        )
     return True
 
 
@@ -227,8 +254,9 @@ def _reshard(units: Iterable[FSDPModule]) -> None:
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Reshard the model, and return the parameters that hooks reduce. Raises AttachError if hooks do not support the
-    sharding."""
+    """Reshard the model, and return the parameters that hooks reduce. Raises AttachError if hooks
+    do not support the sharding.
+    """
     _reshard(_units_of(model))
     return {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
 
@@ -237,8 +265,8 @@ def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:
     meshes = {as_dtensor(parameter).device_mesh: name for name, parameter in parameters.items()}
     if len(meshes) > 1:
         raise AttachError(
-            f"parameters {' and '.join(list(meshes.values())[:2])} are sharded over different meshes; a hook needs one "
-            "mesh for the whole model"
+            f"parameters {' and '.join(list(meshes.values())[:2])} are sharded over different"
+            " meshes; a hook needs one mesh for the whole model"
         )
     if not meshes:
         raise AttachError(NOTHING_SHARDED)
@@ -250,7 +278,9 @@ class FullyShardGradients(GradientSource):
     from_ddp = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support the sharding."""
+        """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support
+        the sharding.
+        """
         self._module = weakref.ref(model)
         sharded = sharded_parameters(model)
         mesh = common_mesh(sharded)
@@ -260,8 +290,8 @@ class FullyShardGradients(GradientSource):
         self.device = local_values(next(iter(sharded.values()))).device
         if self.device.type != mesh.device_type:
             raise AttachError(
-                f"the parameters are on {self.device.type!r} and their mesh is on {mesh.device_type!r}: "
-                "CPUOffloadPolicy is not supported"
+                f"the parameters are on {self.device.type!r} and their mesh is on"
+                f" {mesh.device_type!r}: CPUOffloadPolicy is not supported"
             )
         self.sparse = set()
         self._sharded = sharded
@@ -277,7 +307,8 @@ class FullyShardGradients(GradientSource):
         )
         self._callbacks: HookCallbacks | None = None
         self._pass: RunningPass | None = None
-        self._partial: dict[str, torch.Tensor] = {}  # gradients reduced over the shards, not averaged over the replicas
+        # gradients reduced over the shards, not averaged over the replicas
+        self._partial: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
 
@@ -291,7 +322,10 @@ class FullyShardGradients(GradientSource):
 
     def described(self) -> list[str]:
         place = ", shard {} of {}".format(*self.place)
-        return [described_parameter(name, parameter) + place for name, parameter in self._sharded.items()]
+        return [
+            described_parameter(name, parameter) + place
+            for name, parameter in self._sharded.items()
+        ]
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         if self.module is None:
@@ -299,8 +333,9 @@ class FullyShardGradients(GradientSource):
         return {name: local_values(parameter) for name, parameter in self._sharded.items()}
 
     def not_averaged(self) -> list[str]:
-        """Return the parameters that were trained and not sharded when the hook was attached. FSDP itself reduces the
-        others, and `_end` finds those that were frozen then."""
+        """Return the parameters that were trained and not sharded when the hook was attached. FSDP
+        itself reduces the others, and `_end` finds those that were frozen then.
+        """
         return self._not_sharded
 
     def stepped(self) -> Sequence[torch.Tensor]:
@@ -322,7 +357,9 @@ class FullyShardGradients(GradientSource):
             name: torch.empty(shard.parameter.shape, dtype=shard.local.dtype, device="meta")
             for name, shard in self._shards.items()
         }
-        return ModelNames(whole.items(), {id(each): self.names.all_names(name) for name, each in whole.items()})
+        return ModelNames(
+            whole.items(), {id(each): self.names.all_names(name) for name, each in whole.items()}
+        )
 
     def extent(self, name: str) -> Extent:
         return self._shards[name].extent
@@ -334,19 +371,23 @@ class FullyShardGradients(GradientSource):
         model = self.module
         assert model is not None
         for shard in self._shards.values():
-            # Another post-accumulate hook would see the gradient of this replica before the average.
+            # Another post-accumulate hook would see the gradient of this replica before the
+            # average.
             if count_accumulate_hooks(shard.parameter):
                 raise AttachError(
-                    f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
-                    "optimizer that steps in the backward pass. Neither can be combined with "
-                    f"{callbacks.name!r}: call hook.detach() on the earlier hook, or use an ordinary optimizer"
+                    f"parameter {shard.name} has a post-accumulate-grad hook: an earlier"
+                    " communication hook, or an optimizer that steps in the backward pass. Neither"
+                    f" can be combined with {callbacks.name!r}: call hook.detach() on the earlier"
+                    " hook, or use an ordinary optimizer"
                 )
         self._callbacks = callbacks
         for unit in self._units():
             try:
                 unit.set_all_reduce_hook(functools.partial(self._on_reduced, weakref.ref(unit)))
             except ValueError as error:
-                raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
+                raise AttachError(
+                    f"fully_shard takes no hook for {type(unit).__name__}: {error}"
+                ) from error
         self._handles = [model.register_forward_hook(self._on_forward)]
         parameters = [shard.parameter for shard in self._shards.values()]
         self._handles += call_after_accumulation(parameters, self._on_accumulated)
@@ -358,7 +399,9 @@ class FullyShardGradients(GradientSource):
         self._replace_by(_refuse_closed)
 
     def _replace_by(self, hook: Any) -> None:
-        """Undo `register`. Repeated calls do nothing, because the model may have another hook by then."""
+        """Undo `register`. Repeated calls do nothing, because the model may have another hook by
+        then.
+        """
         for unit in self._units() if self._handles else ():
             unit.set_all_reduce_hook(hook)
         while self._handles:
@@ -367,7 +410,8 @@ class FullyShardGradients(GradientSource):
     def _units(self) -> list[FSDPModule]:
         return [] if self.module is None else _units_of(self.module)
 
-    # ---- what torch calls --------------------------------------------------------------------------------------------
+    # ---- what torch calls
+    # --------------------------------------------------------------------------------------------
 
     def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if current_task() == -1:
@@ -393,9 +437,10 @@ class FullyShardGradients(GradientSource):
         shard, current = self._of_parameter[id(parameter)], self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(
-                f"parameter {shard.name} has got a post-accumulate-grad hook since the communication hook was "
-                "attached, such as an optimizer's that steps in the backward pass: it would see the gradient of "
-                "one replica. Remove it, or call hook.detach()"
+                f"parameter {shard.name} has got a post-accumulate-grad hook since the"
+                " communication hook was attached, such as an optimizer's that steps in the"
+                " backward pass: it would see the gradient of one replica. Remove it, or call"
+                " hook.detach()"
             )
         if current is None or current.filling is None or shard.numel_padded == 0:
             return
@@ -408,14 +453,15 @@ class FullyShardGradients(GradientSource):
             else:
                 self._keep_partial(unit)
 
-    # ---- a backward pass ---------------------------------------------------------------------------------------------
+    # ---- a backward pass
+    # ---------------------------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
         current = self._pass
         if current is None:
             current = self._pass = RunningPass(current_task())
-        # Begin a pass if none is running. FSDP has queued its own callback before this one; it reduces the units whose
-        # inputs need no gradient.
+        # Begin a pass if none is running. FSDP has queued its own callback before this one; it
+        # reduces the units whose inputs need no gradient.
         run_after_backward(lambda: self._end(current), within)
         return current
 
@@ -424,7 +470,9 @@ class FullyShardGradients(GradientSource):
         for shard in unit.shards:
             assert shard.grad is not None
             kept = self._partial.get(shard.name)
-            self._partial[shard.name] = shard.grad.view(-1) if kept is None else kept.add_(shard.grad.view(-1))
+            self._partial[shard.name] = (
+                shard.grad.view(-1) if kept is None else kept.add_(shard.grad.view(-1))
+            )
             keep_for_current_stream([shard.grad])  # FSDP has allocated it on another stream
             shard.parameter.grad = None
 
@@ -438,7 +486,12 @@ class FullyShardGradients(GradientSource):
             partial = self._partial.pop(shard.name, None)
             if partial is not None:
                 piece.add_(partial)
-        bucket = Bucket(unit.sent, [shard.local for shard in unit.shards], index=len(current.units), is_last=False)
+        bucket = Bucket(
+            unit.sent,
+            [shard.local for shard in unit.shards],
+            index=len(current.units),
+            is_last=False,
+        )
         current.units.append(unit)
         unit.average = self._callbacks.reduce(bucket)
 
@@ -463,23 +516,25 @@ class FullyShardGradients(GradientSource):
             expected = piece.view(shard.local.shape)
             if grad is None or not torch.equal(grad.nan_to_num(), expected.to(grad).nan_to_num()):
                 raise HookRunError(
-                    f"the gradient of {shard.name} is not where it is expected in the buffer of its unit: this version "
-                    f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not support"
+                    f"the gradient of {shard.name} is not where it is expected in the buffer of its"
+                    f" unit: this version of torch ({torch.__version__}) packs buffers in a way"
+                    " that commhooks does not support"
                 )
         self._checked.add(key)
 
 
 def _refuse_closed(flat: torch.Tensor) -> None:
     raise HookRunError(
-        "a backward pass after close() of this model's communication hook, which ended its training: the replicas "
-        "would drift apart. Attach a hook to the model for another training"
+        "a backward pass after close() of this model's communication hook, which ended its"
+        " training: the replicas would drift apart. Attach a hook to the model for another training"
     )
 
 
 def _refuse_reentrant() -> None:
     raise HookRunError(
-        "the whole model is inside of a reentrant checkpoint, which hides the end of the backward pass: use "
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint parts of the model"
+        "the whole model is inside of a reentrant checkpoint, which hides the end of the backward"
+        " pass: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint"
+        " parts of the model"
     )
 
 

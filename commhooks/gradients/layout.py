@@ -1,8 +1,9 @@
 """Define a bucket of gradients, and the position of each parameter's gradient in it.
 
-DDP packs gradients in the *memory* order of the parameters. The gradient of a channels_last weight or a transposed
-parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted. Buckets are
-recognised by their parameters and not by index, because DDP rebuilds its buckets after the first step.
+DDP packs gradients in the *memory* order of the parameters. The gradient of a channels_last weight
+or a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns
+its elements permuted. Buckets are recognised by their parameters and not by index, because DDP
+rebuilds its buckets after the first step.
 """
 
 import ctypes
@@ -17,15 +18,18 @@ from commhooks.gradients.torch_private import sparse_values
 
 
 class Bucket:
-    """Holds gradients that are reduced together. Every rank passes the same buckets in the same order.
+    """Holds gradients that are reduced together. Every rank passes the same buckets in the same
+    order.
 
     Attributes:
-        flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a sparse gradient.
+        flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a
+            sparse gradient.
         parameters: in the order of the buffer.
         index: increases within a backward pass.
         nbytes: bytes of the buffer; for a sparse gradient only of the values.
         grad_bucket: the bucket that DDP passed; None without DDP.
-        unused: positions of parameters with a gradient that this rank has not used since the last synchronised pass.
+        unused: positions of parameters with a gradient that this rank has not used since the last
+            synchronised pass.
     """
 
     def __init__(
@@ -81,8 +85,10 @@ class BucketLayout:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
-    DDP packs a parameter contiguously unless it is dense in memory (torch, reducer.cpp, `initialize_bucket_views`)."""
+    """Return the dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1,
+    0) if transposed. DDP packs a parameter contiguously unless it is dense in memory (torch,
+    reducer.cpp, `initialize_bucket_views`).
+    """
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     expected = 1
     for dim in reversed(order):
@@ -94,7 +100,9 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """View `parameter.numel()` elements in memory order as a tensor of the parameter's shape, without a copy."""
+    """View `parameter.numel()` elements in memory order as a tensor of the parameter's shape,
+    without a copy.
+    """
     order = memory_order(parameter)
     inverse = [order.index(dim) for dim in range(len(order))]
     return flat.view([parameter.size(dim) for dim in order]).permute(inverse)
@@ -109,8 +117,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
-def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:
-    """Compute the position of each parameter in the buffer `flat`. Called once per layout, not per step."""
+def read_layout(
+    flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]
+) -> BucketLayout:
+    """Compute the position of each parameter in the buffer `flat`. Called once per layout, not per
+    step.
+    """
     slots: list[Slot] = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
@@ -120,13 +132,16 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
         offset += numel
     if not flat.is_sparse and offset != flat.numel():
         raise RuntimeError(
-            f"the parameters of a bucket have {offset} elements, its buffer has {flat.numel()}: "
-            f"this version of torch ({torch.__version__}) packs buckets in a way that commhooks does not support"
+            f"the parameters of a bucket have {offset} elements, its buffer has {flat.numel()}:"
+            f" this version of torch ({torch.__version__}) packs buckets in a way that commhooks"
+            " does not support"
         )
     return BucketLayout(tuple(slots), offset, flat.dtype, flat.device, flat.is_sparse)
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return (n, m) of a parameter, 2-D or more, as a matrix: n is the size of its slowest dimension in memory."""
+    """Return (n, m) of a parameter, 2-D or more, as a matrix: n is the size of its slowest
+    dimension in memory.
+    """
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

@@ -1,5 +1,6 @@
-"""Read the loss scale, the factor by which a GradScaler multiplies the loss, without synchronising with an
-accelerator."""
+"""Read the loss scale, the factor by which a GradScaler multiplies the loss, without synchronising
+with an accelerator.
+"""
 
 import math
 import numbers
@@ -16,9 +17,13 @@ LossScale = float | torch.Tensor
 
 
 class ScaleOf:
-    """Returns the current scale of the GradScaler that `scaler()` returns, which may be created later; 1 for None."""
+    """Returns the current scale of the GradScaler that `scaler()` returns, which may be created
+    later; 1 for None.
+    """
 
-    def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
+    def __init__(
+        self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device
+    ) -> None:
         self.scaler = scaler
         self._device = device
 
@@ -39,14 +44,18 @@ def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScale
 
 
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
-    """Return the loss scale of this backward pass. Raises HookRunError if it is not a number; or if it is on the host,
-    and zero, negative or not finite. If it is on an accelerator, return the previous loss scale `before` in this case:
-    the gradients of such a step are all zero or not finite, and the residuals must not change."""
+    """Return the loss scale of this backward pass. Raises HookRunError if it is not a number; or if
+    it is on the host, and zero, negative or not finite. If it is on an accelerator, return the
+    previous loss scale `before` in this case: the gradients of such a step are all zero or not
+    finite, and the residuals must not change.
+    """
     scale = loss_scale()
-    if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
+    if not isinstance(scale, numbers.Real) and not (
+        isinstance(scale, torch.Tensor) and scale.numel() == 1
+    ):
         raise HookRunError(
-            f"loss_scale returned a {type(scale).__name__}; expected the factor by which the loss was multiplied: a "
-            "number, or a tensor that holds one"
+            f"loss_scale returned a {type(scale).__name__}; expected the factor by which the loss"
+            " was multiplied: a number, or a tensor that holds one"
         )
     if isinstance(scale, torch.Tensor) and not precision.is_host_readable(scale.device):
         # `where` returns a copy, which is needed because the scaler changes its tensor in place.
@@ -54,8 +63,9 @@ def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossSc
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise HookRunError(
-            f"loss_scale returned {scale}; expected the factor by which the loss was multiplied, a positive number. A "
-            "GradScaler comes down to zero when every step overflows: look for the inf or NaN in the model"
+            f"loss_scale returned {scale}; expected the factor by which the loss was multiplied, a"
+            " positive number. A GradScaler comes down to zero when every step overflows: look for"
+            " the inf or NaN in the model"
         )
     return scale
 

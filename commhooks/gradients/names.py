@@ -1,8 +1,10 @@
-"""Define stable parameter names, the keys of a hook's saved state, and match the globs of the option `exclude`.
+"""Define stable parameter names, the keys of a hook's saved state, and match the globs of the
+option `exclude`.
 
-`attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name of a parameter is its
-position among the parameters of its dtype and device type, counted from the last registered one. The first backward
-pass reduces parameters in this order for every `bucket_cap_mb`, also after a restart.
+`attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name of a
+parameter is its position among the parameters of its dtype and device type, counted from the last
+registered one. The first backward pass reduces parameters in this order for every `bucket_cap_mb`,
+also after a restart.
 """
 
 import difflib
@@ -22,17 +24,25 @@ Value = TypeVar("Value")
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
-    """Return the first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's `names`, or None."""
-    return next((each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None)
+    """Return the first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's
+    `names`, or None.
+    """
+    return next(
+        (each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None
+    )
 
 
 def own_name(name: str) -> str:
-    """Return `name` without the prefix of `torch.compile`, so that checkpoints fit with and without it."""
+    """Return `name` without the prefix of `torch.compile`, so that checkpoints fit with and without
+    it.
+    """
     return name.replace("_orig_mod.", "")
 
 
 def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
-    """Map the id of each parameter to its names in registration order, without `torch.compile`'s prefix."""
+    """Map the id of each parameter to its names in registration order, without `torch.compile`'s
+    prefix.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
@@ -48,15 +58,17 @@ def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
             parts.append(f"{pattern!r}" + (f" (the closest name is {near[0]!r})" if near else ""))
     if parts:
         logger.warning(
-            "exclude: no parameter of the model matches %s. Patterns are compared with whole names, case matters, and "
-            "* stands for anything.",
+            "exclude: no parameter of the model matches %s. Patterns are compared with whole names,"
+            " case matters, and * stands for anything.",
             ", ".join(parts),
         )
 
 
 class ParameterNames(Protocol):
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
-        """Return the names of a bucket's parameters. `first`: whether it is the first bucket of a backward pass."""
+        """Return the names of a bucket's parameters. `first`: whether it is the first bucket of a
+        backward pass.
+        """
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Return {name: parameter} for all parameters known so far."""
@@ -65,14 +77,16 @@ class ParameterNames(Protocol):
         """Return the first of `patterns` that matches the parameter, or None; see `matching`."""
 
     def key_of(self, name: str) -> str:
-        """Return the key in `named_parameters()` of the parameter that has this name. A tied parameter has several
-        names. If no parameter has it, return `name`."""
+        """Return the key in `named_parameters()` of the parameter that has this name. A tied
+        parameter has several names. If no parameter has it, return `name`.
+        """
 
 
 def by_own_names(entries: Mapping[str, Value], names: ParameterNames) -> dict[str, Value]:
-    """Rename saved entries of parameters to the keys of `names`: a tied parameter is saved under the name that was
-    registered first, which may be another one in this model. If several entries are of one parameter, because it was
-    not tied then, one of them is renamed."""
+    """Rename saved entries of parameters to the keys of `names`: a tied parameter is saved under
+    the name that was registered first, which may be another one in this model. If several entries
+    are of one parameter, because it was not tied then, one of them is renamed.
+    """
     found: dict[str, Value] = {}
     for name, entry in entries.items():
         key = names.key_of(name)
@@ -87,7 +101,9 @@ class ModelNames:
         all_names: Mapping[int, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(named_parameters)
-        self._all_names = {name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()}
+        self._all_names = {
+            name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()
+        }
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._keys = {name: key for key, names in self._all_names.items() for name in names}
 
@@ -97,9 +113,10 @@ class ModelNames:
         except KeyError:
             shapes = [tuple(p.shape) for p in parameters if id(p) not in self._names]
             raise HookRunError(
-                f"DDP reduces parameters of shapes {listed(shapes)} that the model did not have when the hook was "
-                "attached, or that were frozen then: wrap the model in DistributedDataParallel again after adding or "
-                "freezing parameters, and attach again"
+                f"DDP reduces parameters of shapes {listed(shapes)} that the model did not have"
+                " when the hook was attached, or that were frozen then: wrap the model in"
+                " DistributedDataParallel again after adding or freezing parameters, and attach"
+                " again"
             ) from None
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
@@ -120,7 +137,9 @@ class ModelNames:
 
 
 class PositionalNames:
-    """Names parameters by position: `float32.cpu.0` is the last registered float32 parameter on the CPU."""
+    """Names parameters by position: `float32.cpu.0` is the last registered float32 parameter on the
+    CPU.
+    """
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
@@ -128,8 +147,8 @@ class PositionalNames:
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         if first and not any(id(parameter) in self._parameters for parameter in parameters):
-            # The parameters belong to another model: clear the names. Its first bucket holds the parameters registered
-            # last.
+            # The parameters belong to another model: clear the names. Its first bucket holds the
+            # parameters registered last.
             self._parameters.clear()
             self._counts.clear()
         for parameter in reversed(parameters):
@@ -143,7 +162,8 @@ class PositionalNames:
         return {name: parameter for parameter, name in self._parameters.values()}
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
-        return None  # `PowerSGDState`, the only state of a bare register_comm_hook, has no option `exclude`
+        # `PowerSGDState`, the only state of a bare register_comm_hook, has no option `exclude`
+        return None
 
     def key_of(self, name: str) -> str:
         return name

@@ -1,7 +1,7 @@
 """Run the arithmetic of hooks in full precision, whatever the user's settings are.
 
-A hook runs inside `backward`: the caller's modes may be on (`modes.py`), and TF32 or bf16 products may be allowed.
-Rounding a product to 10 bits would lose what error feedback stores in the residual.
+A hook runs inside `backward`: the caller's modes may be on (`modes.py`), and TF32 or bf16 products
+may be allowed. Rounding a product to 10 bits would lose what error feedback stores in the residual.
 """
 
 import contextlib
@@ -30,13 +30,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use masks, not
-    branches."""
+    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use
+    masks, not branches.
+    """
     return device.type == "cpu"
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single queue."""
+    """Return whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single
+    queue.
+    """
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type != "mps"
 
@@ -46,26 +49,32 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of `tensors`, allocated on another stream, from being reused before the current stream has
-    finished the work that was queued on it before they were freed."""
+    """Keep the memory of `tensors`, allocated on another stream, from being reused before the
+    current stream has finished the work that was queued on it before they were freed.
+    """
     for tensor in tensors:
         if has_streams(tensor.device):
-            for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
+            for part in (
+                (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,)
+            ):
                 part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError, about the compressor `what`, if there are several devices: all buckets are committed
-    together, and buckets on several devices would have to wait for each other."""
+    """Raise HookConfigError, about the compressor `what`, if there are several devices: all buckets
+    are committed together, and buckets on several devices would have to wait for each other.
+    """
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
-            f"the parameters of this model are on {', '.join(found)}; {what} needs all parameters of a process on one "
-            "device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
+            f"the parameters of this model are on {', '.join(found)}; {what} needs all parameters"
+            " of a process on one device. Use one device per process, or the hook 'fp16_compress'"
+            " or 'bf16_compress'"
         )
 
 
-# ---- the switches that let float32 products be rounded (TF32, bfloat16) ----------------------------------------------
+# ---- the switches that let float32 products be rounded (TF32, bfloat16)
+# ----------------------------------------------
 
 
 class GlobalSwitch:
@@ -81,9 +90,9 @@ class GlobalSwitch:
         torch.set_float32_matmul_precision(old.get(value, "highest"))  # "none" is torch's default
 
 
-# torch newer than 2.8 has a switch per library that multiplies float32 matrices: oneDNN on the CPU, cuBLAS on CUDA.
-# Each is read and restored separately. `torch.set_float32_matmul_precision`, the only switch in 2.8, raises if a user
-# has set these.
+# torch newer than 2.8 has a switch per library that multiplies float32 matrices: oneDNN on the CPU,
+# cuBLAS on CUDA. Each is read and restored separately. `torch.set_float32_matmul_precision`, the
+# only switch in 2.8, raises if a user has set these.
 _PRECISION_SWITCHES: tuple[Any, ...] = (
     (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
     if hasattr(torch.backends.mkldnn, "matmul")
@@ -91,7 +100,8 @@ _PRECISION_SWITCHES: tuple[Any, ...] = (
 )
 
 
-# The switches are global, and autograd has a thread per GPU: the last thread to leave restores them.
+# The switches are global, and autograd has a thread per GPU: the last thread to leave restores
+# them.
 _lock = threading.RLock()
 _inside = 0
 _before: list[tuple[Any, str]] = []
@@ -99,8 +109,10 @@ _before: list[tuple[Any, str]] = []
 
 @contextlib.contextmanager
 def full_precision(*, products: bool = True) -> Iterator[None]:
-    """Run the body in `plain_mode`, and with float32 products in full precision. Pass `products=False` for a body
-    without products: then the global switches stay as they are, because another thread may be training."""
+    """Run the body in `plain_mode`, and with float32 products in full precision. Pass
+    `products=False` for a body without products: then the global switches stay as they are, because
+    another thread may be training.
+    """
     global _inside
     with _lock:
         _inside += products
@@ -117,22 +129,30 @@ def full_precision(*, products: bool = True) -> Iterator[None]:
             _inside -= products
             while _inside == 0 and _before:
                 switch, precision = _before.pop()
-                # "none" inherits from the parent switch. Set an explicit value only if there was one before.
+                # "none" inherits from the parent switch. Set an explicit value only if there was
+                # one before.
                 switch.fp32_precision = "none"
                 if switch.fp32_precision != precision:
                     switch.fp32_precision = precision
 
 
-# ---- what the last bits depend on ------------------------------------------------------------------------------------
+# ---- what the last bits depend on
+# ------------------------------------------------------------------------------------
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu, AMD EPYC 7763
-    64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute equal bits."""
+    """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu,
+    AMD EPYC 7763 64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute
+    equal bits.
+    """
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        parts += [_processor(), torch.backends.cpu.get_cpu_capability(), f"{threads} thread{'s' * (threads > 1)}"]
+        parts += [
+            _processor(),
+            torch.backends.cpu.get_cpu_capability(),
+            f"{threads} thread{'s' * (threads > 1)}",
+        ]
     elif device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         parts += [torch.cuda.get_device_name(device), f"capability {major}.{minor}"]

@@ -1,4 +1,6 @@
-"""Define sources of gradients, the interface between hooks and a model, and the source for an unwrapped model."""
+"""Define sources of gradients, the interface between hooks and a model, and the source for an
+unwrapped model.
+"""
 
 import contextlib
 import weakref
@@ -29,7 +31,9 @@ class PassListener(Protocol):
         """Called before the first bucket of every pass."""
 
     def after_pass(self) -> None:
-        """Called after the last bucket was passed to the hook. Not called if the pass ends in an exception."""
+        """Called after the last bucket was passed to the hook. Not called if the pass ends in an
+        exception.
+        """
 
 
 @dataclass
@@ -73,8 +77,9 @@ class HookCallbacks:
 
 @dataclass(frozen=True)
 class Extent:
-    """Describes where this rank's shard, of shape `shape`, lies in the whole parameter, of shape `whole`: it begins at
-    index `start` of dimension `dim` and is complete in the other dimensions."""
+    """Describes where this rank's shard, of shape `shape`, lies in the whole parameter, of shape
+    `whole`: it begins at index `start` of dimension `dim` and is complete in the other dimensions.
+    """
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
@@ -83,17 +88,20 @@ class Extent:
 
 
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
-    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`. A hook that owned
-    the group would keep its threads and store alive. If the garbage collector destroyed the group in a forked process,
-    such as a DataLoader's worker, the process would die, because the group's threads do not exist there."""
+    """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
+    A hook that owned the group would keep its threads and store alive. If the garbage collector
+    destroyed the group in a forked process, such as a DataLoader's worker, the process would die,
+    because the group's threads do not exist there.
+    """
     weak = weakref.ref(group)
 
     def alive() -> dist.ProcessGroup:
         found = weak()
         if found is None:
             raise HookRunError(
-                "the process group of this communication hook was destroyed (destroy_process_group): wrap the model "
-                "anew after init_process_group, and attach a hook to it"
+                "the process group of this communication hook was destroyed"
+                " (destroy_process_group): wrap the model anew after init_process_group, and attach"
+                " a hook to it"
             )
         return found
 
@@ -101,8 +109,9 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
 
 
 def keep_with(owner: object, kept: object) -> None:
-    """Keep `kept` alive until `owner` is deleted. A finalizer holds it, because the garbage collector destroys the
-    parts of an object in any order."""
+    """Keep `kept` alive until `owner` is deleted. A finalizer holds it, because the garbage
+    collector destroys the parts of an object in any order.
+    """
     weakref.finalize(owner, lambda _: None, kept).atexit = False  # at exit `owner` may still exist
 
 
@@ -113,8 +122,8 @@ class GradientSource(ABC):
         names: the parameters that are reduced; in a sharded model, this rank's shards.
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
-        from_ddp: whether DDP reduces the gradients. Then buckets have torch's `GradBucket`, which users' functions
-            need, and without a hook DDP averages over `group` itself.
+        from_ddp: whether DDP reduces the gradients. Then buckets have torch's `GradBucket`, which
+            users' functions need, and without a hook DDP averages over `group` itself.
     """
 
     names: ModelNames
@@ -128,13 +137,16 @@ class GradientSource(ABC):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group over which gradients are averaged. Raises HookRunError if it was destroyed."""
+        """The process group over which gradients are averaged. Raises HookRunError if it was
+        destroyed.
+        """
         return self._group()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the shards of one replica; None without sharding. A step is committed on all of these
-        ranks or on none."""
+        """The ranks that hold the shards of one replica; None without sharding. A step is committed
+        on all of these ranks or on none.
+        """
         return None
 
     @property
@@ -143,20 +155,30 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. DDP passes `state` to it. Raises AttachError if the model has a hook."""
+        """Register the hook with the model. DDP passes `state` to it. Raises AttachError if the
+        model has a hook.
+        """
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model was deleted."""
+        """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model
+        was deleted.
+        """
 
     def not_averaged(self) -> list[str]:
         """Return the names of the parameters that require gradients now and are not reduced."""
         averaged = {id(parameter) for parameter in self.names.named_parameters().values()}
-        return [name for name, each in self.weights().items() if each.requires_grad and id(each) not in averaged]
+        return [
+            name
+            for name, each in self.weights().items()
+            if each.requires_grad and id(each) not in averaged
+        ]
 
     @abstractmethod
     def unregister(self) -> None:
-        """Undo `register`, between two backward passes. Raises AttachError if the model cannot remove its hook."""
+        """Undo `register`, between two backward passes. Raises AttachError if the model cannot
+        remove its hook.
+        """
 
     def described(self) -> list[str]:
         """Return a line per parameter. The lines are equal on two ranks if their models are."""
@@ -167,7 +189,9 @@ class GradientSource(ABC):
 
     @property
     def keeps_own_gradients(self) -> bool:
-        """Whether `gradients` are this rank's own until the end of the backward pass, in other memory than buckets."""
+        """Whether `gradients` are this rank's own until the end of the backward pass, in other
+        memory than buckets.
+        """
         return False
 
     def stepped(self) -> Sequence[torch.Tensor]:
@@ -175,11 +199,15 @@ class GradientSource(ABC):
         return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
-        """Prepare for a change of the weights. Must be called before anything but an optimizer changes weights."""
+        """Prepare for a change of the weights. Must be called before anything but an optimizer
+        changes weights.
+        """
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Stop synchronising buffers, such as running statistics. Return warnings about what every step still sends."""
+        """Stop synchronising buffers, such as running statistics. Return warnings about what every
+        step still sends.
+        """
         return []
 
     def close(self) -> None:
@@ -189,11 +217,13 @@ class GradientSource(ABC):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """See `CommHook.no_sync`."""
         raise HookConfigError(
-            "no_sync() of a hook is for a module that nothing wraps: use no_sync() of a DistributedDataParallel "
-            "model, or set_requires_gradient_sync(False) of a model that is sharded by fully_shard"
+            "no_sync() of a hook is for a module that nothing wraps: use no_sync() of a"
+            " DistributedDataParallel model, or set_requires_gradient_sync(False) of a model that"
+            " is sharded by fully_shard"
         )
 
-    # ---- shards; by default each parameter is one shard --------------------------------------------------------------
+    # ---- shards; by default each parameter is one shard
+    # --------------------------------------------------------------
 
     @property
     def place(self) -> tuple[int, int]:
@@ -217,9 +247,11 @@ class GradientSource(ABC):
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object exists. The garbage
-    collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the object, which owns the
-    parameters, would keep them and the process group alive for ever."""
+    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object
+    exists. The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that
+    owned the object, which owns the parameters, would keep them and the process group alive for
+    ever.
+    """
     weak = weakref.WeakMethod(method)
 
     def call(parameter: torch.Tensor) -> None:
@@ -236,20 +268,28 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 
 class PlainGradients(GradientSource):
-    """Reads the gradients of an unwrapped module, for hooks that average weights with one process per machine: at the
-    end of the backward pass each gradient becomes a bucket. `accumulates`: returns whether the running pass only
-    accumulates gradients, for frameworks; other loops use `no_sync`."""
+    """Reads the gradients of an unwrapped module, for hooks that average weights with one process
+    per machine: at the end of the backward pass each gradient becomes a bucket. `accumulates`:
+    returns whether the running pass only accumulates gradients, for frameworks; other loops use
+    `no_sync`.
+    """
 
-    nothing_to_reduce = "no parameter of this model requires a gradient: a hook would have nothing to do"
+    nothing_to_reduce = (
+        "no parameter of this model requires a gradient: a hook would have nothing to do"
+    )
     from_ddp = False
 
     def __init__(
-        self, module: torch.nn.Module, group: dist.ProcessGroup, accumulates: Callable[[], bool] | None = None
+        self,
+        module: torch.nn.Module,
+        group: dist.ProcessGroup,
+        accumulates: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(group)
         self._module, self._accumulates = weakref.ref(module), accumulates
         self.names = ModelNames(
-            [(own_name(name), p) for name, p in module.named_parameters() if p.requires_grad], all_names(module)
+            [(own_name(name), p) for name, p in module.named_parameters() if p.requires_grad],
+            all_names(module),
         )
         self.sparse = sparse_parameters(module)
         self.device = next(iter([*self.names.named_parameters().values(), torch.empty(0)])).device
@@ -272,7 +312,9 @@ class PlainGradients(GradientSource):
 
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
         self._callbacks = callbacks
-        self._handles = call_after_accumulation(self.names.named_parameters().values(), self._on_accumulated)
+        self._handles = call_after_accumulation(
+            self.names.named_parameters().values(), self._on_accumulated
+        )
         module = self.module
         assert module is not None
         keep_with(module, self)
@@ -288,7 +330,9 @@ class PlainGradients(GradientSource):
         return {} if self.module is None else dict(self.module.named_parameters())
 
     def _on_accumulated(self, _: torch.Tensor) -> None:
-        only_accumulates = self._in_no_sync or (self._accumulates is not None and self._accumulates())
+        only_accumulates = self._in_no_sync or (
+            self._accumulates is not None and self._accumulates()
+        )
         if self._task != current_task() and not only_accumulates:
             self._task = current_task()
             run_after_backward(self._end_pass)
@@ -297,7 +341,11 @@ class PlainGradients(GradientSource):
     def _end_pass(self) -> None:
         self._task = -1
         assert self._callbacks is not None
-        found = [parameter for parameter in self.names.named_parameters().values() if parameter.grad is not None]
+        found = [
+            parameter
+            for parameter in self.names.named_parameters().values()
+            if parameter.grad is not None
+        ]
         futures = []
         for place, parameter in enumerate(found):
             grad = parameter.grad

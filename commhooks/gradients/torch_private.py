@@ -1,7 +1,8 @@
-"""Collect all private names of torch that commhooks uses. docs/versions.md lists what happens if one is missing.
+"""Collect all private names of torch that commhooks uses. docs/versions.md lists what happens if
+one is missing.
 
-Names without which nothing works are looked up on import, and raise ImportError. The other names are for error
-messages: without them, an unsupported set-up is not detected.
+Names without which nothing works are looked up on import, and raise ImportError. The other names
+are for error messages: without them, an unsupported set-up is not detected.
 """
 
 import contextlib
@@ -18,7 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.errors import HookRunError
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule  # slow to import, and `commhooks hooks` does not need it
+    # slow to import, and `commhooks hooks` does not need it
+    from torch.distributed.fsdp import (
+        FSDPModule,
+    )
 
 
 def _needed(owner: Any, name: str) -> Any:
@@ -27,23 +31,27 @@ def _needed(owner: Any, name: str) -> Any:
     except AttributeError:
         where = getattr(owner, "__qualname__", getattr(owner, "__name__", owner))
         raise ImportError(
-            f"commhooks uses {where}.{name}, a private name that torch {torch.__version__} lacks: install a version of "
-            "torch that docs/versions.md lists"
+            f"commhooks uses {where}.{name}, a private name that torch {torch.__version__} lacks:"
+            " install a version of torch that docs/versions.md lists"
         ) from None
 
 
 current_task: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
-"""Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside of a backward pass."""
+"""Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside of a
+backward pass.
+"""
 
 current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
-"""Return, in a callback at the end of a backward pass, the current node of the enclosing pass; None in the
-outermost."""
+"""Return, in a callback at the end of a backward pass, the current node of the enclosing pass; None
+in the outermost.
+"""
 
 queue_callback: Callable[[Callable[[], None]], None] = _needed(
     _needed(torch.autograd.Variable, "_execution_engine"), "queue_callback"
 )
-"""Call the argument at the end of this backward pass, as torch's optimizer_overlap_hooks.py does. Raises RuntimeError
-outside of a backward pass."""
+"""Call the argument at the end of this backward pass, as torch's optimizer_overlap_hooks.py does.
+Raises RuntimeError outside of a backward pass.
+"""
 
 AnyFuture: Any = _needed(torch._C, "Future")
 """The class of what `Work.get_future()` returns, and base class of `torch.futures.Future`."""
@@ -54,19 +62,23 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_indices")
 """The indices of a sparse tensor. The public `indices()` requires a coalesced tensor."""
 
-
-copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _needed(torch, "_foreach_copy_")
+CopyEach = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+copy_each: CopyEach = _needed(torch, "_foreach_copy_")
 """Copy each tensor of the second list into the one of the first, in few launches."""
 
 profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 """Whether a profiler runs in this thread. Without the name spans are recorded always."""
 
 
-def run_after_backward(callback: Callable[[], None], within: Callable[[], None] | None = None) -> None:
-    """Call `callback` at the end of the current backward pass unless that ends in an exception. Call this at every
-    bucket: reentrant checkpointing runs backward passes inside the backward pass, and a callback queued in an inner
-    pass is dropped at its end, where `within` is called instead. Outside of a backward pass, where `Join` shadows the
-    collectives of other ranks, this does nothing."""
+def run_after_backward(
+    callback: Callable[[], None], within: Callable[[], None] | None = None
+) -> None:
+    """Call `callback` at the end of the current backward pass unless that ends in an exception.
+    Call this at every bucket: reentrant checkpointing runs backward passes inside the backward
+    pass, and a callback queued in an inner pass is dropped at its end, where `within` is called
+    instead. Outside of a backward pass, where `Join` shadows the collectives of other ranks, this
+    does nothing.
+    """
 
     def at_the_end() -> None:
         if current_autograd_node() is None:
@@ -79,15 +91,18 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store of `group` (public after torch 2.8). Raises HookRunError if there is none."""
+    """Return the key-value store of `group` (public after torch 2.8). Raises HookRunError if there
+    is none.
+    """
     public = hasattr(group, "get_group_store")
     store: dist.Store | None = (
         group.get_group_store() if public else dist.distributed_c10d._get_process_group_store(group)
     )
     if store is None:
         raise HookRunError(
-            f"this process group, a {type(group).__name__}, has no store, through which the ranks agree on a joint "
-            "save: use save_residual='per_rank' or 'drop', or make a subclass whose get_group_store() returns one"
+            f"this process group, a {type(group).__name__}, has no store, through which the ranks"
+            " agree on a joint save: use save_residual='per_rank' or 'drop', or make a subclass"
+            " whose get_group_store() returns one"
         )
     return store
 
@@ -95,7 +110,9 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     backend_on = getattr(group, "_get_backend", None)
     with contextlib.suppress(RuntimeError):  # a backend without options
-        return getattr(getattr(backend_on and backend_on(device), "options", None), "_timeout", None)
+        return getattr(
+            getattr(backend_on and backend_on(device), "options", None), "_timeout", None
+        )
     return None
 
 
@@ -116,8 +133,9 @@ def address_key(rank: int) -> str:
 
 
 def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP model inside a module replicated by `torch.distributed._composable.replicate`, or None for other
-    modules. The DDP model is created in the first forward pass, or here."""
+    """Return the DDP model inside a module replicated by `torch.distributed._composable.replicate`,
+    or None for other modules. The DDP model is created in the first forward pass, or here.
+    """
     used: Any = sys.modules.get("torch.distributed._composable.replicate")
     if used is None or not isinstance(model, used.DDP):
         return None
@@ -129,7 +147,9 @@ def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
-    """Return whether DDP runs in `Join(divide_by_initial_world_size=False)`, which DDP's join hook records."""
+    """Return whether DDP runs in `Join(divide_by_initial_world_size=False)`, which DDP's join hook
+    records.
+    """
     return getattr(ddp_model, "_divide_by_initial_world_size", True) is False
 
 

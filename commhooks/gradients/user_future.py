@@ -20,12 +20,17 @@ def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.
 
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
-    """Return `value`, the content of a hook's future, or raise HookRunError unless it is a tensor of `numel` elements.
-    If a callback of the future raises it, backward raises a RuntimeError with the same text."""
+    """Return `value`, the content of a hook's future, or raise HookRunError unless it is a tensor
+    of `numel` elements. If a callback of the future raises it, backward raises a RuntimeError with
+    the same text.
+    """
     if not isinstance(value, torch.Tensor):
-        raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
+        raise HookRunError(
+            f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}"
+        )
     if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket
         raise HookRunError(
-            f"the future of hook {hook_name!r} holds {value.numel()} numbers for a bucket of {numel}; {_EXPECTED}"
+            f"the future of hook {hook_name!r} holds {value.numel()} numbers for a bucket of"
+            f" {numel}; {_EXPECTED}"
         )
     return value

@@ -1,1 +1,3 @@
-"""Attach hooks to models in DDP and FSDP2, and `CommHook`, the user's handle on an attached hook."""
+"""Attach hooks to models in DDP and FSDP2, and `CommHook`, the user's handle on an attached
+hook.
+"""

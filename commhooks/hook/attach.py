@@ -12,7 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.engine.consensus import Binding
-from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, print_error_on_rank_zero
+from commhooks.errors import (
+    AttachError,
+    HookConfigError,
+    log_summary,
+    logger_of,
+    print_error_on_rank_zero,
+)
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import held_weakly
@@ -47,55 +53,60 @@ def attach(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook with a model that is wrapped in DDP or sharded by `fully_shard` (FSDP2). Every rank
-    of the model must call this with equal arguments. The ranks compare their arguments and models in one small
-    collective.
+    """Register a communication hook with a model that is wrapped in DDP or sharded by `fully_shard`
+    (FSDP2). Every rank of the model must call this with equal arguments. The ranks compare their
+    arguments and models in one small collective.
 
     Args:
-        ddp_model: a `DistributedDataParallel` model without a hook, or a root module sharded by `fully_shard` over a
-            one-dimensional mesh, with its parameters on their device. `DiLoCo` and `LocalSGD` also take an unwrapped
-            module, for one process per machine.
-        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
-            `available_hooks()`), a path `"package.module:function"`, or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
-            DDP then averages the gradients itself; the gradients of a model sharded by `fully_shard` are averaged by a
-            plain all-reduce.
+        ddp_model: a `DistributedDataParallel` model without a hook, or a root module sharded by
+            `fully_shard` over a one-dimensional mesh, with its parameters on their device. `DiLoCo`
+            and `LocalSGD` also take an unwrapped module, for one process per machine.
+        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD",
+            see `available_hooks()`), a path `"package.module:function"`, or a callable
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook,
+            for comparisons. DDP then averages the gradients itself; the gradients of a model
+            sharded by `fully_shard` are averaged by a plain all-reduce.
         hook_options: options for a hook given by name.
-        hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
+        hook_state: the state of a callable. It is saved and restored if it has `state_dict` and
+            `load_state_dict`.
         wrapper: communicate in float16 or bfloat16 ("fp16", "bf16").
-        save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
-            communication), "mean" (over the ranks, which must all save), "drop" (no residuals), "distributed" (the
-            mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
-            sharded by `fully_shard`, for which only "distributed" and "drop" are valid.
-        strict: whether loading the state of another hook or model is an error. If False, mismatched parameters start
-            without learned state, with one warning.
-        total_steps: synchronised backward passes in the whole run, if known; needed if `start_powerSGD_iter` is a
-            fraction of the run, and used if it is None.
-        check_every: before every `check_every`-th backward pass, beginning with the first, read all weights and compare
-            them over the ranks. If they differ, all ranks raise HookRunError with the names of the parameters. None:
-            never.
-        ranks_per_node: average exactly inside a node and compress between nodes only; every rank compresses its share
-            of the parameters. A number: that many consecutive ranks form a node. "auto": ranks started by the same
-            launcher form a node, or ranks with the same host name. None: compress between all ranks; the hook `auto`
-            then tries machines as nodes. No effect with one node, or one rank per node. Warns if it exceeds the world
+        save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals,
+            without communication), "mean" (over the ranks, which must all save), "drop" (no
+            residuals), "distributed" (the mean, in a form for `torch.distributed.checkpoint`).
+            "auto": "per_rank", or "distributed" for a model sharded by `fully_shard`, for which
+            only "distributed" and "drop" are valid.
+        strict: whether loading the state of another hook or model is an error. If False, mismatched
+            parameters start without learned state, with one warning.
+        total_steps: synchronised backward passes in the whole run, if known; needed if
+            `start_powerSGD_iter` is a fraction of the run, and used if it is None.
+        check_every: before every `check_every`-th backward pass, beginning with the first, read all
+            weights and compare them over the ranks. If they differ, all ranks raise HookRunError
+            with the names of the parameters. None: never.
+        ranks_per_node: average exactly inside a node and compress between nodes only; every rank
+            compresses its share of the parameters. A number: that many consecutive ranks form a
+            node. "auto": ranks started by the same launcher form a node, or ranks with the same
+            host name. None: compress between all ranks; the hook `auto` then tries machines as
+            nodes. No effect with one node, or one rank per node. Warns if it exceeds the world
             size.
-        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and `ddp_model` spans the
-            ranks of one machine. "torchft", or a `Torchft` with options; None: all ranks are there from the start.
-            Without a process group it makes a group of this process alone.
+        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and
+            `ddp_model` spans the ranks of one machine. "torchft", or a `Torchft` with options;
+            None: all ranks are there from the start. Without a process group it makes a group of
+            this process alone.
         process_group: the group over which to average a DDP model; None: the model's group.
-        replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh over which to average,
-            that is, the ranks that hold the same shard, such as `mesh["replicate"]`. With `members` it may be None:
-            each machine has one replica.
-        loss_scale: a function that returns the current loss scale, e.g. `scaler.get_scale`. The residuals are rescaled
-            when it changes.
+        replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh
+            over which to average, that is, the ranks that hold the same shard, such as
+            `mesh["replicate"]`. With `members` it may be None: each machine has one replica.
+        loss_scale: a function that returns the current loss scale, e.g. `scaler.get_scale`. The
+            residuals are rescaled when it changes.
 
     Returns:
         The registered hook, with state_dict(), load_state_dict(), stats(), plan().
 
     Raises:
         HookConfigError: the arguments are invalid, or no rank's machine supports them.
-        AttachError: the model cannot take a hook. On all ranks: the ranks attach different hooks or have different
-            models, some ranks' machines do not support the hook, or the nodes have different numbers of ranks.
+        AttachError: the model cannot take a hook. On all ranks: the ranks attach different hooks or
+            have different models, some ranks' machines do not support the hook, or the nodes have
+            different numbers of ranks.
         HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
@@ -103,8 +114,8 @@ def attach(
     request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": kept})
     if isinstance(ddp_model, FSDPModule) and save_residual not in ("auto", "distributed", "drop"):
         raise HookConfigError(
-            f"save_residual={save_residual!r} with a model sharded by fully_shard; expected 'distributed' (the "
-            "default), for torch.distributed.checkpoint, or 'drop'"
+            f"save_residual={save_residual!r} with a model sharded by fully_shard; expected"
+            " 'distributed' (the default), for torch.distributed.checkpoint, or 'drop'"
         )
     request = dataclasses.replace(request, distributed=save_residual == "distributed")
     return attach_request(
@@ -133,14 +144,14 @@ def attach_request(
 
     Args:
         total_steps: None: the `total_steps` of the request.
-        accumulates: for a model without a wrapper, which has no `no_sync`: returns whether the current backward pass
-            only accumulates gradients and does not count.
+        accumulates: for a model without a wrapper, which has no `no_sync`: returns whether the
+            current backward pass only accumulates gradients and does not count.
         on_unused: called on the logging rank with the warning that the hook had no effect.
     """
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
-            f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
-            "scaler.get_scale, or None"
+            f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step,"
+            " for example scaler.get_scale, or None"
         )
     total_steps = request.total_steps if total_steps is None else total_steps
     live = request.members is not None
@@ -168,7 +179,9 @@ def attach_request(
     logs = is_logging_rank(source.group, source.shard_group)
     if request.off:  # no hook will log a summary in the first backward pass
         if logs:
-            ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
+            ignored = (
+                f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
+            )
             log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
     attached._register(made.state, on_unused)
@@ -183,7 +196,9 @@ def attach_request(
 
 
 def _process_group_of_one(model: torch.nn.Module) -> None:
-    """Make the default process group for a machine with one process, where nothing else has made one."""
+    """Make the default process group for a machine with one process, where nothing else has made
+    one.
+    """
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

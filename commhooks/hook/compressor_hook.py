@@ -28,8 +28,12 @@ from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
 
-def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
-    compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
+def prepare(
+    request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None
+) -> Prepared:
+    compressor = (
+        AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
+    )
     assert compressor is not None
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
     return Prepared(compressor, functools.partial(build, request, source, session, session.run))
@@ -52,7 +56,9 @@ def build(
 
 
 def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -> Nodes | None:
-    """Divide the ranks into nodes. Without `ranks_per_node` some compressors use machines as nodes."""
+    """Divide the ranks into nodes. Without `ranks_per_node` some compressors use machines as
+    nodes.
+    """
     group = session.consensus.binding.group()
     chooses = session.compressor.uses_machines and request.ranks_per_node is None
     # Between nodes, stale gradients of unused parameters would count as new gradients.
@@ -60,7 +66,9 @@ def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -
         return find_nodes(request.ranks_per_node, group, source.device)
     try:
         return find_nodes("auto", group, source.device)
-    except AttachError:  # on all ranks: machines with different numbers of ranks, or no groups for nodes
+    except (
+        AttachError
+    ):  # on all ranks: machines with different numbers of ranks, or no groups for nodes
         return None
 
 
@@ -68,7 +76,11 @@ class CompressorHook:
     members = None
 
     def __init__(
-        self, request: HookRequest, source: GradientSource, session: Session, run: Callable[[Bucket], Future]
+        self,
+        request: HookRequest,
+        source: GradientSource,
+        session: Session,
+        run: Callable[[Bucket], Future],
     ) -> None:
         self.run, self.end_pass = run, session.end_pass
         name, config = request.name, session.compressor.config
@@ -77,14 +89,20 @@ class CompressorHook:
         self._world_size = source.group.size()
         self._saved_by = SavedBy.of(request, source)
         self.learns = session.compressor.transactional
-        # `plans_of(compressor)`. A bound method would keep this object, and with it the learned state, in a reference
-        # cycle.
-        self._plans_of = functools.partial(parameter_plans, names=session.consensus.binding.names, sparse=source.sparse)
+        # `plans_of(compressor)`. A bound method would keep this object, and with it the learned
+        # state, in a reference cycle.
+        self._plans_of = functools.partial(
+            parameter_plans, names=session.consensus.binding.names, sparse=source.sparse
+        )
         self.checkpointer: LearnedStateCheckpointer | UserStateCheckpointer = (
             LearnedStateCheckpointer(name, session, source.group, self._plans_of)
             if self.learns
             else UserStateCheckpointer(
-                name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
+                name,
+                dataclasses.asdict(config),
+                session.counters,
+                source.group,
+                replicas_equal=config.sends,
             )
         )
 
@@ -145,28 +163,38 @@ class CompressorHook:
             # A run with several ranks may continue from these residuals.
             begin = f"From step {use.begins} on the" if use.plain else "The"
             alone = (
-                f". {begin} gradients are compressed as among several, so that the run can go on with any number of "
-                "them; hook=None trains on exact gradients"
+                f". {begin} gradients are compressed as among several, so that the run can go on"
+                " with any number of them; hook=None trains on exact gradients"
             )
         assert consensus.choice is not None
         if compressor.config.sends or self._world_size == 1:
-            warnings = consensus.choice.warnings(compressor.display_name, checked=self._request.check_every is not None)
+            warnings = consensus.choice.warnings(
+                compressor.display_name, checked=self._request.check_every is not None
+            )
         else:
             warnings = [
-                f"hook {self._request.name!r} averages nothing: every rank trains on its own data only, and the ranks "
-                "drift apart. It is for measuring how long a step takes without a network; hook=None trains without a "
-                "hook"
+                f"hook {self._request.name!r} averages nothing: every rank trains on its own data"
+                " only, and the ranks drift apart. It is for measuring how long a step takes"
+                " without a network; hook=None trains without a hook"
             ]
         kernel = "native kernel" if self.learns and consensus.choice.native else ""
-        details = [each for each in (compressor.summary, kernel, consensus.reduction.description) if each]
+        details = [
+            each for each in (compressor.summary, kernel, consensus.reduction.description) if each
+        ]
         return Summary(details, effect, alone, warnings)
 
     def warnings(self) -> list[str]:
         compressor, plans = self.session.compressor, self._plans_of(self.session.compressor)
         if not plans or not compressor.selective or any(plan.compressed for plan in plans):
             return []
-        name = f"{compressor.display_name} ({compressor.summary})" if compressor.summary else compressor.display_name
-        return [f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."]
+        name = (
+            f"{compressor.display_name} ({compressor.summary})"
+            if compressor.summary
+            else compressor.display_name
+        )
+        return [
+            f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."
+        ]
 
     def plan(self) -> ModelPlan:
         return session_plan(self._request.name, self.session, self._source.sparse, self._saved_by)
@@ -179,7 +207,9 @@ class CompressorHook:
             session.held.settle()
             found = {n: t for key in state.local for n, t in state[key].items()}
             if self.learns and (plans := self._plans_of(session.compressor)):
-                names = {plan.name for plan in plans if plan.compressed and reduction.keeps(plan.name)}
+                names = {
+                    plan.name for plan in plans if plan.compressed and reduction.keeps(plan.name)
+                }
             elif self.learns:  # whole buckets
                 names = set(found) or names
             yield Residuals(found, float(state.loss_scale) * reduction.ranks_per_residual, names)

@@ -1,4 +1,6 @@
-"""Save a hook's state to a folder with `torch.distributed.checkpoint` (DCP), and load it. Used by the plugins."""
+"""Save a hook's state to a folder with `torch.distributed.checkpoint` (DCP), and load it. Used by
+the plugins.
+"""
 
 import io
 import shutil
@@ -20,26 +22,32 @@ _REMEDY = "Load another checkpoint, or remove this folder to continue with fresh
 
 def nothing_saved(place: object, why: str, hook: str) -> str:
     return (
-        f"{place} holds no state of a communication hook ({why}): hook {hook!r} continues with its current state, "
-        "which is empty in a new run."
+        f"{place} holds no state of a communication hook ({why}): hook {hook!r} continues with its"
+        " current state, which is empty in a new run."
     )
 
 
 class DCPFolder:
-    """Saves and loads one hook. All ranks must call each method. `path`: equal on all ranks, in a shared file system.
-    `front_end`: the class that users configure, for messages. `broadcast`: returns rank 0's argument on every rank."""
+    """Saves and loads one hook. All ranks must call each method. `path`: equal on all ranks, in a
+    shared file system. `front_end`: the class that users configure, for messages. `broadcast`:
+    returns rank 0's argument on every rank.
+    """
 
     def __init__(self, path: Path, front_end: str, broadcast: Callable[[Any], Any]) -> None:
         self._path, self._front_end, self._broadcast = path, front_end, broadcast
-        self.last_file = path / ".metadata"  # DCP writes it last: without it the save was interrupted
+        # DCP writes it last: without it the save was interrupted
+        self.last_file = path / ".metadata"
 
     def remove(self) -> None:
-        """Remove the folder before new weights replace the model's checkpoint. If the checkpoint's path is a file,
-        remove it, too. Raises HookRunError if the old state could not be removed and would be loaded later."""
+        """Remove the folder before new weights replace the model's checkpoint. If the checkpoint's
+        path is a file, remove it, too. Raises HookRunError if the old state could not be removed
+        and would be loaded later.
+        """
         failed = ""
         if dist.get_rank() == 0:
             try:
-                if self._path.parent.is_file():  # in Lightning 2.6 every rank removes it, and all but one fail
+                # in Lightning 2.6 every rank removes it, and all but one fail
+                if self._path.parent.is_file():
                     self._path.parent.unlink()
                 self.last_file.unlink(missing_ok=True)
             except OSError as error:
@@ -48,8 +56,8 @@ class DCPFolder:
                 shutil.rmtree(self._path, ignore_errors=True)
         if failed := self._broadcast(failed):
             raise HookRunError(
-                f"the hook's state in the checkpoint at {self._path.parent} cannot be replaced: {failed}. Remove it, "
-                "or save to another path"
+                f"the hook's state in the checkpoint at {self._path.parent} cannot be replaced:"
+                f" {failed}. Remove it, or save to another path"
             )
 
     def is_complete(self) -> bool:
@@ -59,9 +67,10 @@ class DCPFolder:
         dcp.save({"hook": hook}, checkpoint_id=self._path)
 
     def prepare_load(self, hook: CommHook, *, strict: bool) -> Callable[[], None]:
-        """Read and check the saved state without changing `hook`, and return a function that applies it. Raises
-        PayloadError if the state cannot be read; with `strict`, also if another hook saved it, or if it has no
-        residuals."""
+        """Read and check the saved state without changing `hook`, and return a function that
+        applies it. Raises PayloadError if the state cannot be read; with `strict`, also if another
+        hook saved it, or if it has no residuals.
+        """
         planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
         try:
             dcp.load(content, checkpoint_id=self._path, planner=planner)
@@ -69,18 +78,24 @@ class DCPFolder:
             reason, _ = next(iter(error.failures.values()))
             if strict and "Missing key" in str(reason):
                 raise PayloadError(
-                    f"{self._path} lacks learned state that hook {hook.name!r} needs: it was saved by another hook, "
-                    f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
-                    f"start the missing state fresh: {self._front_end}(strict=False)"
+                    f"{self._path} lacks learned state that hook {hook.name!r} needs: it was saved"
+                    " by another hook, or with save_residual='drop'. Use that hook, or"
+                    f" {self._front_end}(save_residual='drop'), or start the missing state fresh:"
+                    f" {self._front_end}(strict=False)"
                 ) from error
-            why = (str(reason).splitlines() or [""])[0]  # torch's next lines advise to unpickle it without checks
-            raise PayloadError(f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}") from error
+            # torch's next lines advise to unpickle it without checks
+            why = (str(reason).splitlines() or [""])[0]
+            raise PayloadError(
+                f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}"
+            ) from error
         with errors_begin_with(self._path, remedy=_REMEDY):
             return hook.prepare_load(content["hook"], strict)
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """Loads plain types only. Otherwise torch 2.13 unpickles everything that is not a tensor, which may run code."""
+    """Loads plain types only. Otherwise torch 2.13 unpickles everything that is not a tensor, which
+    may run code.
+    """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -24,33 +24,43 @@ from commhooks.report import Status, Summary
 from commhooks.request import HookRequest, why_not_called
 
 
-def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
+def prepare(
+    request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None
+) -> Prepared:
     state, function = _users_function(request, source)
     if not isinstance(state, SessionState):
         return Prepared(None, lambda choice: FunctionHook(request, source, state, function), state)
     assert source.module is not None
     session = state.bind(binding, source.module, function)
     run = functools.partial(_run, function, state, request.name)
-    return Prepared(session.compressor, functools.partial(compressor_hook.build, request, source, session, run), state)
+    return Prepared(
+        session.compressor,
+        functools.partial(compressor_hook.build, request, source, session, run),
+        state,
+    )
 
 
 def _users_function(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
     if not source.from_ddp:
         raise HookConfigError(
-            f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
-            "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
+            f"hook {request.name!r} is a function of a GradBucket, which only"
+            " DistributedDataParallel has: for a model sharded by fully_shard take a built-in hook"
+            " by its name or config, or write a commhooks.Compressor"
         )
     state, function = request.build(source.group)
     if reason := why_not_called(function, None, None):
         raise HookConfigError(
-            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
-            "GradBucket"
+            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes"
+            " its state and a GradBucket"
         )
     if request.wrapper is None:
         return state, function
     from commhooks.ddp_comm_hooks import default_hooks
 
-    wrap = {"fp16": default_hooks.fp16_compress_wrapper, "bf16": default_hooks.bf16_compress_wrapper}
+    wrap = {
+        "fp16": default_hooks.fp16_compress_wrapper,
+        "bf16": default_hooks.bf16_compress_wrapper,
+    }
     return state, wrap[request.wrapper](function)
 
 
@@ -63,7 +73,9 @@ class FunctionHook:
 
     members = None
 
-    def __init__(self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, request: HookRequest, source: GradientSource, state: Any, function: Callable[..., Any]
+    ) -> None:
         self.counters = Counters()
         self.state = state
         self.checkpointer = UserStateCheckpointer(
@@ -93,19 +105,28 @@ class FunctionHook:
         return Summary()
 
     def warnings(self) -> list[str]:
-        if self.state is None or isinstance(self.state, dist.ProcessGroup) or self.checkpointer.saves_state:
+        if (
+            self.state is None
+            or isinstance(self.state, dist.ProcessGroup)
+            or self.checkpointer.saves_state
+        ):
             return []
         return [
-            f"the state of hook {self._request.name} ({type(self.state).__name__}) has no state_dict and "
-            "load_state_dict: checkpoints do not hold it."
+            f"the state of hook {self._request.name} ({type(self.state).__name__}) has no"
+            " state_dict and load_state_dict: checkpoints do not hold it."
         ]
 
     def plan(self) -> ModelPlan:
         name, wire = self._request.name, self._request.wire_dtype
-        infos = [ParameterInfo(each, parameter) for each, parameter in self._source.names.named_parameters().items()]
+        infos = [
+            ParameterInfo(each, parameter)
+            for each, parameter in self._source.names.named_parameters().items()
+        ]
         rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
         narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
-        memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
+        memory = MemoryPlan(
+            packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed)
+        )
         return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
 
     @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""The kinds of hooks. Each prepares itself from a request and, once all ranks have agreed on it, is built."""
+"""The kinds of hooks. Each prepares itself from a request and, once all ranks have agreed on it, is
+built.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -17,8 +19,10 @@ KINDS = {
     "function": "commhooks.hook.function_hook",
     "local steps": "commhooks.hook.local_steps_hook",
 }
-"""The modules of the kinds, which are imported when they are used. Each has a function `prepare`, with the arguments of
-`prepared`. A kind is named by `HookConfig.kind`; without a config it is "function"."""
+"""The modules of the kinds, which are imported when they are used. Each has a function `prepare`,
+with the arguments of `prepared`. A kind is named by `HookConfig.kind`; without a config it is
+"function".
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Prepared:
     """A hook before the ranks have compared what they attach.
 
     Attributes:
-        compressor: the ranks compare its plan and choose a kernel for it; None for a user's function.
+        compressor: the ranks compare its plan and choose a kernel for it; None for a user's
+            function.
         build: makes the hook, given the kernel of all ranks. All ranks of the model must call it.
         state: an object that must live as long as the model.
     """
@@ -36,9 +41,20 @@ class Prepared:
     state: Any = None
 
 
-def prepared(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
-    """Prepare the hook of a request. `total_steps`: see `attach`. Raises HookConfigError if the request cannot be
-    served for this model."""
-    kind = "compressor" if request.off else "function" if request.config is None else request.config.kind
-    made: Prepared = importlib.import_module(KINDS[kind]).prepare(request, source, binding, total_steps)
+def prepared(
+    request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None
+) -> Prepared:
+    """Prepare the hook of a request. `total_steps`: see `attach`. Raises HookConfigError if the
+    request cannot be served for this model.
+    """
+    kind = (
+        "compressor"
+        if request.off
+        else "function"
+        if request.config is None
+        else request.config.kind
+    )
+    made: Prepared = importlib.import_module(KINDS[kind]).prepare(
+        request, source, binding, total_steps
+    )
     return made

@@ -13,8 +13,10 @@ WHOLE_LOOK_EVERY = 100
 
 
 class LateParameters:
-    """Warns once about parameters that become trainable after `attach`. Looks at the parameters that were frozen then
-    before every pass, and at the whole model before the first pass and every `WHOLE_LOOK_EVERY` passes."""
+    """Warns once about parameters that become trainable after `attach`. Looks at the parameters
+    that were frozen then before every pass, and at the whole model before the first pass and every
+    `WHOLE_LOOK_EVERY` passes.
+    """
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
@@ -47,10 +49,11 @@ class LateParameters:
         if late:
             self._warned = True
             logger.warning(
-                "%d parameters (the first is %s) were frozen or missing when the hook was attached and are trained "
-                "now: their gradients are not averaged, with a hook or without, and the ranks drift apart. Unfreeze "
-                "them before the model is wrapped, with a learning rate of 0 until they are to train; or wrap the "
-                "model again and attach a hook to it (call fit, train or prepare again).",
+                "%d parameters (the first is %s) were frozen or missing when the hook was attached"
+                " and are trained now: their gradients are not averaged, with a hook or without,"
+                " and the ranks drift apart. Unfreeze them before the model is wrapped, with a"
+                " learning rate of 0 until they are to train; or wrap the model again and attach a"
+                " hook to it (call fit, train or prepare again).",
                 len(late),
                 late[0],
             )
@@ -61,8 +64,8 @@ def warn_of_unsharded(names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         logger.warning(
-            "%s%s: trained, but not sharded, so their gradients are not averaged and the ranks drift apart. Call "
-            "fully_shard on a module that contains them, or freeze them.",
+            "%s%s: trained, but not sharded, so their gradients are not averaged and the ranks"
+            " drift apart. Call fully_shard on a module that contains them, or freeze them.",
             ", ".join(names[:2]),
             more,
         )

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from commhooks.members.members import Members
 
 
-def prepare(request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None) -> Prepared:
+def prepare(
+    request: HookRequest, source: GradientSource, binding: Binding, total_steps: int | None
+) -> Prepared:
     compressor = request.new_compressor(total_steps)
     assert isinstance(compressor, LocalStepsCompressor)
     return Prepared(compressor, functools.partial(_build, request, source, binding, compressor))
@@ -50,7 +52,9 @@ def _build(
         binding = dataclasses.replace(binding, group=held_weakly(own))
     partner, members_of = _partner(request, source, binding, compressor)
     names = source.names.named_parameters()
-    sizes = {name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)}
+    sizes = {
+        name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)
+    }
     outer = FragmentSession(compressor, binding, sizes, partner)
     outer.consensus.compute_with(choice)
     driver = LocalStepsDriver(request.name, source, outer)
@@ -58,13 +62,17 @@ def _build(
 
 
 def _partner(
-    request: HookRequest, source: GradientSource, binding: Binding, compressor: LocalStepsCompressor[Any]
+    request: HookRequest,
+    source: GradientSource,
+    binding: Binding,
+    compressor: LocalStepsCompressor[Any],
 ) -> tuple[Partner, "Callable[[LocalStepsDriver], Members | None]"]:
     """Return with whom the model exchanges its weights, and what makes `CommHook.members`."""
     if request.members is None:
         nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
         return FixedPartner(binding.group, nodes), lambda driver: None
-    # Imported here, so that a hook without `members` runs without that package, and without torchft.
+    # Imported here, so that a hook without `members` runs without that package, and without
+    # torchft.
     from commhooks.members.join import join
     from commhooks.members.members import Members
 
@@ -76,7 +84,11 @@ class LocalStepsHook:
     """Implements `Hook` for local steps, which `LocalStepsDriver` runs."""
 
     def __init__(
-        self, request: HookRequest, source: GradientSource, driver: LocalStepsDriver, members: "Members | None" = None
+        self,
+        request: HookRequest,
+        source: GradientSource,
+        driver: LocalStepsDriver,
+        members: "Members | None" = None,
     ) -> None:
         self.driver, self.counters = driver, driver.counters
         self.run, self.end_pass = driver.run, driver.end_pass
@@ -123,24 +135,34 @@ class LocalStepsHook:
 
     def summary(self) -> Summary:
         buffers = any(True for _ in self.driver.module.buffers())
-        more = "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on" if buffers else ""
+        more = (
+            "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on"
+            if buffers
+            else ""
+        )
         compressor, consensus = self._outer.compressor, self._outer.consensus
         assert consensus.choice is not None
         kernel = "native kernel" if consensus.choice.native else ""
         return Summary(
-            [each for each in (compressor.summary, kernel, self.driver.partner.description) if each],
+            [
+                each
+                for each in (compressor.summary, kernel, self.driver.partner.description)
+                if each
+            ],
             f"{self.plan().summary()}{more}",
-            ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
-            "trains without",
-            consensus.choice.warnings(compressor.display_name, checked=self._request.check_every is not None),
+            ". Outer steps are done as among several, so that the run can go on with any number of"
+            " them; hook=None trains without",
+            consensus.choice.warnings(
+                compressor.display_name, checked=self._request.check_every is not None
+            ),
         )
 
     def warnings(self) -> list[str]:
         found = list(self.driver.still_sent)
         if self._request.check_every is not None and not self._outer.rules.at_once:
             found.append(
-                "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
-                "after a save or a validation only"
+                "check_every compares weights when they should be equal on all ranks: with"
+                " fragments or delay that is after a save or a validation only"
             )
         return [f"hook {self._request.name}: {each}" for each in found]
 
@@ -157,7 +179,9 @@ class LocalStepsHook:
         yield Residuals({}, 1.0, {plan.name for plan in self.plan().parameters if plan.compressed})
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
-        return self._saves.synchronize(self.checkpointer.joint_save(), limit_s, optimizers=optimizers)
+        return self._saves.synchronize(
+            self.checkpointer.joint_save(), limit_s, optimizers=optimizers
+        )
 
     def close(self) -> None:
         self.driver.close()
@@ -168,20 +192,27 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
 
     step_is = "round"
 
-    def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver, saves: RoundSaves) -> None:
-        # A bound method would keep this object, and with it the learned state, in a reference cycle.
+    def __init__(
+        self, hook: str, source: GradientSource, driver: LocalStepsDriver, saves: RoundSaves
+    ) -> None:
+        # A bound method would keep this object, and with it the learned state, in a reference
+        # cycle.
         plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
         super().__init__(hook, driver.outer, source.group, plans)
         self._driver, self._saves = driver, saves
 
-    def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
+    def save(
+        self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True
+    ) -> dict[str, Any]:
         together = joint and self._saves.synchronize(self.joint_save(), limit_s, optimizers=True)
         content = super().save(residual, limit_s=limit_s, gather=gather, joint=together)
         reason = self._saves.why_inexact(together=together)
         return inexact(content, reason) if reason else content
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        return functools.partial(self._driver.begin_from_load, super().prepare_load(content, strict))
+        return functools.partial(
+            self._driver.begin_from_load, super().prepare_load(content, strict)
+        )
 
     def begin_anew(self) -> None:
         self._driver.begin_from_load(super().begin_anew)
@@ -191,5 +222,8 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
         return torch.device("cpu") if offloads else parameter.device
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.named_parameters().items()}
+        dtypes = {
+            name: compute_dtype(each.dtype)
+            for name, each in source.whole.named_parameters().items()
+        }
         return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}

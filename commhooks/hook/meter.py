@@ -30,17 +30,29 @@ class Meter:
     """Computes metrics of hooks. Rates are means since the previous `read` of the same hook."""
 
     def __init__(self) -> None:
-        self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
-        return Meter, ()  # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
+        # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
+        return (
+            Meter,
+            (),
+        )
 
     def read(self, hook: CommHook, *, prefix: str = PREFIX) -> dict[str, float]:
         now, before = hook.stats(), self._before.get(hook, {})
         self._before[hook] = now
         values: dict[str, float | None] = {
-            **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
-            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")},
+            **{
+                name: now["so_far"][name]
+                for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")
+            },
+            **{
+                name: now[name]
+                for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")
+            },
             **hook.norms(),
         }
         passes = now["backward_passes"] - before.get("backward_passes", 0)
@@ -53,5 +65,9 @@ class Meter:
                 values[name] = unit * (now[of] - (before.get(of) or 0)) / passes
         sent = (now["bytes_sent"] or 0) - (before.get("bytes_sent") or 0)
         if sent:
-            values["compression_rate"] = (now["bytes_uncompressed"] - before.get("bytes_uncompressed", 0)) / sent
-        return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}
+            values["compression_rate"] = (
+                now["bytes_uncompressed"] - before.get("bytes_uncompressed", 0)
+            ) / sent
+        return {
+            f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None
+        }

@@ -19,11 +19,14 @@ logger = logger_of(__name__)
 
 
 class NonfiniteWarning:
-    """Warns in the first such pass and names the ranks whose own gradients are not finite. All ranks must run it.
+    """Warns in the first such pass and names the ranks whose own gradients are not finite. All
+    ranks must run it.
 
-    A hook with learned state knows by itself whether a pass is good; the averages of other hooks are read once more, on
-    the CPU only. Only a bad pass needs a collective: the average is the same on all ranks, and so is the decision. On
-    an accelerator the host does not wait: bad passes are known once the hook's counters have been read."""
+    A hook with learned state knows by itself whether a pass is good; the averages of other hooks
+    are read once more, on the CPU only. Only a bad pass needs a collective: the average is the same
+    on all ranks, and so is the decision. On an accelerator the host does not wait: bad passes are
+    known once the hook's counters have been read.
+    """
 
     def __init__(self, session: Session, source: GradientSource, *, logs: bool) -> None:
         self._session, self._counters, self._source = session, session.counters, source
@@ -62,9 +65,10 @@ class NonfiniteWarning:
             blame = self._blame() if self._on_host else "on some rank"
             if self._logs:
                 logger.warning(
-                    "the gradients of backward pass %d are not finite %s, so their average is not finite on any rank, "
-                    "and no GradScaler skips this step: unless your own code skips it, the optimizer now writes inf or "
-                    "NaN into the weights of all ranks. docs/ddp.md#inf-and-nan shows how to skip or to stop.",
+                    "the gradients of backward pass %d are not finite %s, so their average is not"
+                    " finite on any rank, and no GradScaler skips this step: unless your own code"
+                    " skips it, the optimizer now writes inf or NaN into the weights of all ranks."
+                    " docs/ddp.md#inf-and-nan shows how to skip or to stop.",
                     self._counters.backward_passes,
                     blame,
                 )
@@ -79,18 +83,28 @@ class NonfiniteWarning:
         """Return which ranks and which parameter are to blame. All ranks must call this."""
         source = self._source
         gradients = source.gradients().items()
-        name = next((name for name, grad in gradients if grad is not None and not _is_finite(grad)), "")
+        name = next(
+            (name for name, grad in gradients if grad is not None and not _is_finite(grad)), ""
+        )
         if not source.keeps_own_gradients:
             return f"on some rank (in the average the first parameter is {name})"
-        names = gather_texts(name, source.group, source.device, "the names of gradients that are not finite")
+        names = gather_texts(
+            name, source.group, source.device, "the names of gradients that are not finite"
+        )
         ranks = dist.get_process_group_ranks(source.group)
         bad = [f"rank {rank} ({name})" for rank, name in zip(ranks, names, strict=True) if name]
         more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        return f"on {', '.join(bad[:4])}{more}" if bad else "once they are added up or rounded for the wire"
+        return (
+            f"on {', '.join(bad[:4])}{more}"
+            if bad
+            else "once they are added up or rounded for the wire"
+        )
 
 
 def nobody_skips(loss_scale: Callable[[], LossScale] | None) -> bool:
-    """Return whether there is no GradScaler, which would skip a step whose gradients are not finite."""
+    """Return whether there is no GradScaler, which would skip a step whose gradients are not
+    finite.
+    """
     scaler = scaler_of(loss_scale)
     if scaler is None:
         return loss_scale is None or isinstance(loss_scale, ScaleOf)

@@ -1,5 +1,7 @@
 # ruff: noqa: F401
-"""The internal names that the Lightning and Accelerate plugins may import, in addition to `commhooks.errors`."""
+"""The internal names that the Lightning and Accelerate plugins may import, in addition to
+`commhooks.errors`.
+"""
 
 from commhooks.checkpoint import payload as payload_parts
 from commhooks.checkpoint.payload import cut_off

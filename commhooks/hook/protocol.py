@@ -1,5 +1,6 @@
-"""Define the interface between `CommHook` and the three kinds of hooks: compressors, users' functions and local
-steps."""
+"""Define the interface between `CommHook` and the three kinds of hooks: compressors, users'
+functions and local steps.
+"""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -17,8 +18,10 @@ from commhooks.report import Status, Summary
 
 
 class Residuals(NamedTuple):
-    """Holds the 1-D residuals by parameter name, the factor by which they are scaled (loss scale times ranks per node),
-    and the names of the parameters that the hook compresses. For `CommHook.norms`."""
+    """Holds the 1-D residuals by parameter name, the factor by which they are scaled (loss scale
+    times ranks per node), and the names of the parameters that the hook compresses. For
+    `CommHook.norms`.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     factor: float
@@ -37,8 +40,9 @@ class Hook(Protocol):
         """End a pass in which no bucket was marked as the last."""
 
     def listeners(self, *, logs: bool) -> list[PassListener]:
-        """Return what watches the backward passes of this hook. Called once, before `run` is registered. `logs`:
-        whether this rank logs."""
+        """Return what watches the backward passes of this hook. Called once, before `run` is
+        registered. `logs`: whether this rank logs.
+        """
 
     @property
     def checkpointer(self) -> LearnedStateCheckpointer | UserStateCheckpointer: ...
@@ -46,8 +50,9 @@ class Hook(Protocol):
     def status(self) -> Status: ...
 
     def stats(self) -> dict[str, Any]:
-        """Return the entries of `CommHook.stats` that are not counters, always including "step". Updates the counters,
-        which may wait for an accelerator."""
+        """Return the entries of `CommHook.stats` that are not counters, always including "step".
+        Updates the counters, which may wait for an accelerator.
+        """
 
     def summary(self) -> Summary: ...
 

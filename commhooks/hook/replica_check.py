@@ -1,4 +1,6 @@
-"""Check that the replicas still have equal weights: the ranks compare checksums of all parameters."""
+"""Check that the replicas still have equal weights: the ranks compare checksums of all
+parameters.
+"""
 
 import torch
 
@@ -11,9 +13,11 @@ from commhooks.hook.protocol import Hook
 
 
 class ReplicaCheck:
-    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the first: frozen
-    weights, too, but not parameters that DDP ignores. All ranks of the model must run it. Raises HookRunError on all
-    ranks if anything differs; the message names the parameters and the ranks."""
+    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the
+    first: frozen weights, too, but not parameters that DDP ignores. All ranks of the model must run
+    it. Raises HookRunError on all ranks if anything differs; the message names the parameters and
+    the ranks.
+    """
 
     def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
         self._source, self._hook, self._every = source, hook, every
@@ -28,11 +32,13 @@ class ReplicaCheck:
             return
         step: int = self._hook.stats()["step"]
         plan = agreement_key(*(repr(row) for row in self._hook.plan().parameters))
-        # Under `Join`, a rank that has run out of data shadows the other ranks' collectives outside of a backward pass.
-        # It has the weights of an earlier step, which are not compared.
+        # Under `Join`, a rank that has run out of data shadows the other ranks' collectives outside
+        # of a backward pass. It has the weights of an earlier step, which are not compared.
         own = [int(current_task() != -1), step, plan]
         source = self._source
-        on_all_shards(lambda: self._compare(own), [], source.shard_group, source.device, HookRunError)
+        on_all_shards(
+            lambda: self._compare(own), [], source.shard_group, source.device, HookRunError
+        )
 
     def after_pass(self) -> None:
         return None
@@ -42,7 +48,9 @@ class ReplicaCheck:
         group, counters, step = self._source.group, self._hook.counters, own[1]
         if group.size() == 1:
             return
-        parameters = {name: weight for name, weight in self._source.weights().items() if weight.numel() > 0}
+        parameters = {
+            name: weight for name, weight in self._source.weights().items() if weight.numel() > 0
+        }
         if not parameters:  # all are empty, or the model is gone
             return
         device = next(iter(parameters.values())).device
@@ -50,7 +58,11 @@ class ReplicaCheck:
         head = torch.tensor([*own, agreement_key(*parameters)], dtype=torch.int64, device=device)
         heads = gather_rows(head, group, counters, what).tolist()
         present = [rank for rank, row in enumerate(heads) if row[0]]
-        subjects = ["the step of the hook", "the plan of what is compressed", "the names of the parameters"]
+        subjects = [
+            "the step of the hook",
+            "the plan of what is compressed",
+            "the names of the parameters",
+        ]
         _raise_where_different(step, subjects, {rank: heads[rank][1:] for rank in present})
         sums = torch.stack([checksum(p).to(device) for p in parameters.values()])
         rows = gather_rows(sums, group, counters, what).tolist()
@@ -69,8 +81,9 @@ def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[
             differing.append(f"{subject} (ranks [{listed(others)}] against rank {first})")
     if differing:
         raise HookRunError(
-            f"the replicas have drifted apart before step {step}: they differ in {listed(differing)}. Something "
-            "changes the model on some ranks only: weights set or loaded on one rank, parameters that DDP does not "
-            "reduce (unfrozen after the wrap), or another optimizer or learning rate. Go back to the last checkpoint "
-            "in which they were equal"
+            f"the replicas have drifted apart before step {step}: they differ in"
+            f" {listed(differing)}. Something changes the model on some ranks only: weights set or"
+            " loaded on one rank, parameters that DDP does not reduce (unfrozen after the wrap),"
+            " or another optimizer or learning rate. Go back to the last checkpoint in which they"
+            " were equal"
         )

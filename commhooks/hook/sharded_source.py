@@ -7,7 +7,12 @@ from torch.nn import Module
 
 from commhooks.comm.groups import new_group
 from commhooks.errors import HookConfigError
-from commhooks.gradients.fully_shard import FullyShardGradients, common_mesh, local_values, sharded_parameters
+from commhooks.gradients.fully_shard import (
+    FullyShardGradients,
+    common_mesh,
+    local_values,
+    sharded_parameters,
+)
 
 
 def sharded_source(
@@ -27,7 +32,9 @@ def sharded_source(
     if one_replica and replicate_group is None:
         sharded = sharded_parameters(model)
         mesh, device = common_mesh(sharded), local_values(next(iter(sharded.values()))).device
-        replicate_group = new_group([[rank] for rank in range(mesh.size())], mesh.get_group(), device)
+        replicate_group = new_group(
+            [[rank] for rank in range(mesh.size())], mesh.get_group(), device
+        )
     return FullyShardGradients(model, _replicate_group(replicate_group))
 
 
@@ -38,7 +45,8 @@ def _replicate_group(given: object) -> dist.ProcessGroup:
         return given
     what = f"a mesh of {given.ndim} dimensions" if isinstance(given, DeviceMesh) else repr(given)
     raise HookConfigError(
-        f"replicate_group={what}; a model sharded by fully_shard needs the ranks that hold the same shard: with "
-        "mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=('replicate', 'shard')), shard over "
-        "mesh['shard'] and pass replicate_group=mesh['replicate']"
+        f"replicate_group={what}; a model sharded by fully_shard needs the ranks that hold the same"
+        " shard: with mesh = init_device_mesh(device_type, (replicas, shards),"
+        " mesh_dim_names=('replicate', 'shard')), shard over mesh['shard'] and pass"
+        " replicate_group=mesh['replicate']"
     )

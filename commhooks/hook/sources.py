@@ -24,13 +24,16 @@ def source_of(
     one_replica: bool = False,
     accumulates: Callable[[], bool] | None = None,
 ) -> GradientSource:
-    """Make the source of a model's gradients; see `attach`. `unwrapped`: whether the hook also takes a module without a
-    wrapper; `accumulates`: then returns whether the current backward pass does not count. `one_replica`: whether a
-    sharded model without a `replicate_group` has one replica."""
+    """Make the source of a model's gradients; see `attach`. `unwrapped`: whether the hook also
+    takes a module without a wrapper; `accumulates`: then returns whether the current backward pass
+    does not count. `one_replica`: whether a sharded model without a `replicate_group` has one
+    replica.
+    """
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise HookConfigError(
-            f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
-            "for example one of torch.distributed.new_group, or None for the model's own"
+            f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this"
+            " rank belongs to, for example one of torch.distributed.new_group, or None for the"
+            " model's own"
         )
     if isinstance(model, FSDPModule):
         from commhooks.hook.sharded_source import sharded_source  # slow to import, and few need it
@@ -39,16 +42,22 @@ def source_of(
     module = model if isinstance(model, torch.nn.Module) else None
     replicated = None if module is None else ddp_under(module)
     ddp_model = model if replicated is None else replicated
-    takes_plain = unwrapped and module is not None and not isinstance(module, FullyShardedDataParallel)
-    if takes_plain and compiled_from(module) is None and not isinstance(ddp_model, DistributedDataParallel):
+    takes_plain = (
+        unwrapped and module is not None and not isinstance(module, FullyShardedDataParallel)
+    )
+    if (
+        takes_plain
+        and compiled_from(module) is None
+        and not isinstance(ddp_model, DistributedDataParallel)
+    ):
         assert module is not None
         return PlainGradients(module, resolve_group(process_group), accumulates)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise _cannot_take_a_hook(model)
     if replicate_group is not None:
         raise HookConfigError(
-            "replicate_group is for models sharded by fully_shard; for DistributedDataParallel pass process_group, or "
-            "nothing"
+            "replicate_group is for models sharded by fully_shard; for DistributedDataParallel pass"
+            " process_group, or nothing"
         )
     return DDPGradients(ddp_model, process_group, None if replicated is None else module)
 
@@ -56,21 +65,27 @@ def source_of(
 def _cannot_take_a_hook(model: object) -> AttachError:
     if isinstance(model, FullyShardedDataParallel):
         return AttachError(
-            "FullyShardedDataParallel (FSDP1) takes no hook of commhooks: its own hooks are not called with hybrid "
-            "sharding. Shard with torch.distributed.fsdp.fully_shard (FSDP2) instead, over the inner mesh only, and "
-            "pass replicate_group"
+            "FullyShardedDataParallel (FSDP1) takes no hook of commhooks: its own hooks are not"
+            " called with hybrid sharding. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
+            " instead, over the inner mesh only, and pass replicate_group"
         )
     inner = compiled_from(model)
     if isinstance(inner, DistributedDataParallel):
-        return AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
+        return AttachError(
+            "attach the hook to the DistributedDataParallel model before torch.compile wraps it"
+        )
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     if wrapped := [name for name, part in parts if isinstance(part, DistributedDataParallel)]:
         return AttachError(
-            f"{type(model).__qualname__} is not a DistributedDataParallel model, but contains some: "
-            f"{', '.join(wrapped)}. Attach a hook to each of them, such as attach(model.{wrapped[0]}, ...)"
+            f"{type(model).__qualname__} is not a DistributedDataParallel model, but contains some:"
+            f" {', '.join(wrapped)}. Attach a hook to each of them, such as"
+            f" attach(model.{wrapped[0]}, ...)"
         )
-    hint = "the model comes first, then the hook" if isinstance(model, str) else "wrap the model first"
+    hint = (
+        "the model comes first, then the hook" if isinstance(model, str) else "wrap the model first"
+    )
     return AttachError(
-        f"a communication hook needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, "
-        f"got a {type(model).__module__}.{type(model).__qualname__}; {hint}"
+        "a communication hook needs a torch.nn.parallel.DistributedDataParallel model, or one"
+        f" sharded by fully_shard, got a {type(model).__module__}.{type(model).__qualname__};"
+        f" {hint}"
     )

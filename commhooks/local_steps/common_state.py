@@ -1,8 +1,9 @@
-"""Copy state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the GradScaler.
+"""Copy state other than trained weights from rank 0: buffers, frozen parameters, optimizers, the
+GradScaler.
 
-This state is copied and not averaged, because a mean over ranks is often inconsistent: moments, 8-bit codes with their
-scales, the vectors of a spectral norm, observers that start at infinity, masks. In a sharded model rank 0 means the
-rank of the first replica that holds the same shard.
+This state is copied and not averaged, because a mean over ranks is often inconsistent: moments,
+8-bit codes with their scales, the vectors of a spectral norm, observers that start at infinity,
+masks. In a sharded model rank 0 means the rank of the first replica that holds the same shard.
 """
 
 import functools
@@ -15,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collectives
-from commhooks.comm.collectives import agreement_key, broadcast_first, checksum, gather_rows, gather_texts
+from commhooks.comm.collectives import (
+    agreement_key,
+    broadcast_first,
+    checksum,
+    gather_rows,
+    gather_texts,
+)
 from commhooks.comm.counters import Counters
 from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.loss_scale import LossScale, scaler_of
@@ -26,8 +33,9 @@ from commhooks.local_steps.events import TrainingEvents
 Node = tuple[str, Any]
 """A kind and its content, which describe a value without its tensors:
 
-"tensor": the fields of a `_Leaf`; "dict", and "components" of a tensor made of tensors, such as a DTensor: nodes by
-name; "list", "tuple": nodes; "value": the value itself; "own": None, because the value is not shared.
+"tensor": the fields of a `_Leaf`; "dict", and "components" of a tensor made of tensors, such as a
+DTensor: nodes by name; "list", "tuple": nodes; "value": the value itself; "own": None, because the
+value is not shared.
 """
 
 _WHAT = "the state of rank 0"
@@ -36,8 +44,10 @@ _ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
 
 
 class CommonState:
-    """Shares state among the ranks. All ranks must call each method at the same point of the training. `loss_scale` is
-    as passed to `attach`; if it belongs to a GradScaler, the GradScaler is shared, too."""
+    """Shares state among the ranks. All ranks must call each method at the same point of the
+    training. `loss_scale` is as passed to `attach`; if it belongs to a GradScaler, the GradScaler
+    is shared, too.
+    """
 
     def __init__(
         self,
@@ -51,10 +61,11 @@ class CommonState:
 
     @torch.no_grad()
     def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that are equal on all
-        ranks are not sent. `optimizers`: whether to share the optimizers and the GradScaler, in addition to buffers and
-        frozen parameters. Returns labels of the parts that still differ, because only some ranks have them; the same on
-        all ranks."""
+        """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that
+        are equal on all ranks are not sent. `optimizers`: whether to share the optimizers and the
+        GradScaler, in addition to buffers and frozen parameters. Returns labels of the parts that
+        still differ, because only some ranks have them; the same on all ranks.
+        """
         group, device = self._source.group if group is None else group, self._source.device
         # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
@@ -72,13 +83,19 @@ class CommonState:
             for each in (first, described)
         )
         row = [
-            (sums[mine[path].number], 1) if path in mine and mine[path].form == leaf.form else (0, 0)
+            (sums[mine[path].number], 1)
+            if path in mine and mine[path].form == leaf.form
+            else (0, 0)
             for path, leaf in leaves.items()
         ]
-        rows = gather_rows(torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT)
+        rows = gather_rows(
+            torch.tensor(row, device=device).view(-1, 2), group, self._counters, _WHAT
+        )
         wanted = (rows != rows[0]).any(0).any(1).tolist()
         # 3. Broadcast the tensors that differ on some rank, and set the state.
-        arrived = self._receive([x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group)
+        arrived = self._receive(
+            [x for x, each in zip(leaves.values(), wanted, strict=True) if each], tensors, group
+        )
         differing = self._set(own, first, arrived) if group.rank() else set()
         if same_form:
             return []
@@ -86,7 +103,9 @@ class CommonState:
         return sorted({each for text in found for each in text.splitlines()})
 
     def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
-        """Map the label in messages of each part of the state to its value and the function that sets it."""
+        """Map the label in messages of each part of the state to its value and the function that
+        sets it.
+        """
         found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
         module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
@@ -99,11 +118,16 @@ class CommonState:
             parameters = _parameters(optimizer)
             label = f"the state of {type(optimizer).__name__} with {len(parameters)} parameters"
             same = sum(other.startswith(label) for other in found)
-            state = {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state}
-            groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+            state = {
+                i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state
+            }
+            groups = [
+                {k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups
+            ]
             names = self._names_of(parameters)
             set_value = functools.partial(_set_optimizer, optimizer, names)
-            value = {names: {"state": state, "groups": groups}}  # the key ensures that the parameters are the same
+            # the key ensures that the parameters are the same
+            value = {names: {"state": state, "groups": groups}}
             found[label + (f" ({same + 1})" if same else "")] = value, set_value
         if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
             found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
@@ -115,7 +139,9 @@ class CommonState:
         parts: Mapping[str, Node],
         arrived: Mapping[int, torch.Tensor],
     ) -> set[str]:
-        """Set the parts of this rank's state to the described ones. Return the labels that only one side has."""
+        """Set the parts of this rank's state to the described ones. Return the labels that only one
+        side has.
+        """
         differing = set(own.keys() ^ parts.keys())
         for label, node in parts.items():
             value, set_value = own.get(label, (None, functools.partial(self._set_new, label)))
@@ -133,7 +159,9 @@ class CommonState:
         _set_buffer(self._source.module, name, value)
 
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
-        names = dict(zip(map(id, self._source.stepped()), self._source.names.named_parameters(), strict=True))
+        names = dict(
+            zip(map(id, self._source.stepped()), self._source.names.named_parameters(), strict=True)
+        )
         return " ".join(names.get(id(each), str(tuple(each.shape))) for each in parameters)
 
     def _of_first(self, described: dict[str, Node], group: dist.ProcessGroup) -> dict[str, Node]:
@@ -152,12 +180,16 @@ class CommonState:
     def _receive(
         self, leaves: Sequence["_Leaf"], own: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dict[int, torch.Tensor]:
-        """Broadcast tensors of rank 0, which sends them from `own`. Return them by their numbers on rank 0."""
+        """Broadcast tensors of rank 0, which sends them from `own`. Return them by their numbers on
+        rank 0.
+        """
         found: dict[int, torch.Tensor] = {}
         for piece in _messages(leaves):
             sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in piece]
             message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._source.device)
-            parts = [part[: each.nbytes] for part, each in zip(message.split(sizes), piece, strict=True)]
+            parts = [
+                part[: each.nbytes] for part, each in zip(message.split(sizes), piece, strict=True)
+            ]
             if group.rank() == 0:
                 for part, each in zip(parts, piece, strict=True):
                     part.copy_(own[each.number].contiguous().view(-1).view(torch.uint8))
@@ -166,16 +198,23 @@ class CommonState:
                 found[each.number] = part.view(each.dtype).view(each.shape)
         return found
 
-    # ---- for a machine that is behind --------------------------------------------------------------------------------
+    # ---- for a machine that is behind
+    # --------------------------------------------------------------------------------
 
     def described(self, more: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-        """Describe all state of this rank, and the values `more` by label. Return the description and the tensors."""
+        """Describe all state of this rank, and the values `more` by label. Return the description
+        and the tensors.
+        """
         tensors, file = list[torch.Tensor](), io.BytesIO()
-        values = {label: value for label, (value, _) in self._parts(optimizers=True).items()} | dict(more)
+        values = {
+            label: value for label, (value, _) in self._parts(optimizers=True).items()
+        } | dict(more)
         torch.save({label: _described(value, tensors) for label, value in values.items()}, file)
         return file.getvalue(), tensors
 
-    def read(self, form: bytes, read: Callable[[int, torch.Tensor], None]) -> dict[int, torch.Tensor]:
+    def read(
+        self, form: bytes, read: Callable[[int, torch.Tensor], None]
+    ) -> dict[int, torch.Tensor]:
         """Read the tensors of a description into host memory. Return them by their numbers."""
         found = {}
         for _, leaf in self._leaves_of(form):
@@ -183,7 +222,9 @@ class CommonState:
             read(leaf.number, found[leaf.number])
         return found
 
-    def spread(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> tuple[bytes, Mapping[int, torch.Tensor]]:
+    def spread(
+        self, form: bytes, arrived: Mapping[int, torch.Tensor]
+    ) -> tuple[bytes, Mapping[int, torch.Tensor]]:
         """Broadcast to all ranks of the model what rank 0 has read."""
         group, device = self._source.group, self._source.device
         if group.size() == 1:
@@ -195,18 +236,23 @@ class CommonState:
 
     @torch.no_grad()
     def take(
-        self, form: bytes, arrived: Mapping[int, torch.Tensor], more: Mapping[str, tuple[Any, Callable[[Any], None]]]
+        self,
+        form: bytes,
+        arrived: Mapping[int, torch.Tensor],
+        more: Mapping[str, tuple[Any, Callable[[Any], None]]],
     ) -> list[str]:
-        """Set all state of this rank from another rank's description and tensors. `more`: this rank's values for the
-        other rank's `more`, each with the function that sets it.
+        """Set all state of this rank from another rank's description and tensors. `more`: this
+        rank's values for the other rank's `more`, each with the function that sets it.
 
         Returns:
-            Labels of the parts that only one of the two ranks has, and of the entries in `more` in which this rank
-            keeps an object of its own because it cannot be sent.
+            Labels of the parts that only one of the two ranks has, and of the entries in `more` in
+            which this rank keeps an object of its own because it cannot be sent.
         """
         parts: dict[str, Node] = torch.load(io.BytesIO(form), weights_only=True)
         differing = self._set(self._parts(optimizers=True) | dict(more), parts, arrived)
-        return sorted(differing | {label for label in more if label in parts and _keeps_own(parts[label])})
+        return sorted(
+            differing | {label for label in more if label in parts and _keeps_own(parts[label])}
+        )
 
     @staticmethod
     def _leaves_of(form: bytes) -> list[tuple[str, "_Leaf"]]:
@@ -228,7 +274,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     return sums
 
 
-# ---- how a part of the state is set ----------------------------------------------------------------------------------
+# ---- how a part of the state is set
+# ----------------------------------------------------------------------------------
 
 
 class _CannotRebuild(Exception):
@@ -270,7 +317,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# ---- a value described without its tensors ---------------------------------------------------------------------------
+# ---- a value described without its tensors
+# ---------------------------------------------------------------------------
 
 
 class _Leaf(NamedTuple):
@@ -296,12 +344,21 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Node:
         return "components", {name: _described(getattr(value, name), tensors) for name in names}
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         tensors.append(value.detach())
-        return "tensor", (len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type == "cpu")
+        return "tensor", (
+            len(tensors) - 1,
+            tuple(value.shape),
+            value.dtype,
+            value.device.type == "cpu",
+        )
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
         return "dict", {key: _described(each, tensors) for key, each in value.items()}
     if type(value) in (list, tuple):
         return type(value).__name__, [_described(each, tensors) for each in value]
-    return ("value", value) if value is None or type(value) in (bool, int, float, str) else ("own", None)
+    return (
+        ("value", value)
+        if value is None or type(value) in (bool, int, float, str)
+        else ("own", None)
+    )
 
 
 def _leaves(node: Node, path: str) -> Iterator[tuple[str, _Leaf]]:
@@ -321,8 +378,9 @@ def _keeps_own(node: Node) -> bool:
 
 
 def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
-    """Set `own` to the value that `node` describes, in place where possible, and return it. `arrived` has tensors of
-    rank 0 by number; tensors missing from it are equal in `own`."""
+    """Set `own` to the value that `node` describes, in place where possible, and return it.
+    `arrived` has tensors of rank 0 by number; tensors missing from it are equal in `own`.
+    """
     kind, inner = node
     if kind == "own":
         return own
@@ -352,7 +410,9 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
             found[key] = _rebuilt(found.get(key), each, arrived)
         return found
     fits = isinstance(own, (list, tuple)) and len(own) == len(inner)
-    items = [_rebuilt(own[place] if fits else None, each, arrived) for place, each in enumerate(inner)]
+    items = [
+        _rebuilt(own[place] if fits else None, each, arrived) for place, each in enumerate(inner)
+    ]
     if kind == "list" and isinstance(own, list):
         own[:] = items
         return own

@@ -23,7 +23,9 @@ class CommonWeights:
     """Compares and sets the trained weights. All ranks must call each method at the same point of
     the training."""
 
-    def __init__(self, hook: str, source: GradientSource, outer: FragmentSession, *, logs: bool) -> None:
+    def __init__(
+        self, hook: str, source: GradientSource, outer: FragmentSession, *, logs: bool
+    ) -> None:
         self._hook, self._logs = hook, logs
         self._source, self._outer = source, outer
 
@@ -43,14 +45,16 @@ class CommonWeights:
     def _average(self, parameters: Mapping[str, torch.Tensor]) -> None:
         if self._logs:
             logger.warning(
-                "hook %s: the weights differ between ranks at the first backward pass, as after a training that ended "
-                "in mid-round: all ranks begin from their mean.",
+                "hook %s: the weights differ between ranks at the first backward pass, as after a"
+                " training that ended in mid-round: all ranks begin from their mean.",
                 self._hook,
             )
         self._source.before_weights_change()
         group = self._source.group
         for layout in layouts(parameters):
-            send = Send(packed(layout).div_(group.size()), what="the weights to begin from", last=True)
+            send = Send(
+                packed(layout).div_(group.size()), what="the weights to begin from", last=True
+            )
             write_back(layout, collectives.start(send, group, self._outer.counters, "").wait())
 
     def begin_from_loaded(self) -> None:
@@ -58,7 +62,11 @@ class CommonWeights:
         the model's weights if they are equal on all ranks, else the anchor."""
         anchor, known = self._outer.state[ANCHOR.key], self._source.names.named_parameters()
         self._source.before_weights_change()
-        same = all(torch.equal(p.detach(), to_logical(anchor[n], p).to(p)) for n, p in known.items() if n in anchor)
+        same = all(
+            torch.equal(p.detach(), to_logical(anchor[n], p).to(p))
+            for n, p in known.items()
+            if n in anchor
+        )
         if not self._on_some_rank(not same):
             return
         common = not self._on_some_rank(bool(self.differing()))
@@ -68,10 +76,14 @@ class CommonWeights:
             self.go_to_anchor()
         if self._logs:
             logger.warning(
-                "hook %s: the weights of the model differ from the common weights that were saved with the hook. "
-                "The training goes on from %s.",
+                "hook %s: the weights of the model differ from the common weights that were saved"
+                " with the hook. The training goes on from %s.",
                 self._hook,
-                "the weights of the model" if common else "the common weights, because the ranks have different models",
+                (
+                    "the weights of the model"
+                    if common
+                    else "the common weights, because the ranks have different models"
+                ),
             )
 
     def go_to_anchor(self) -> None:
@@ -89,7 +101,9 @@ class CommonWeights:
         known = self._source.names.named_parameters()
         own = [*checksums(list(known.values())), int(changed)]
         row = torch.tensor(own, dtype=torch.int64, device=self._source.device)
-        rows = gather_rows(row, self._source.group, self._outer.counters, "whether the weights are equal")
+        rows = gather_rows(
+            row, self._source.group, self._outer.counters, "whether the weights are equal"
+        )
         same = (rows == rows[0]).all(0).tolist()[:-1]
         differing = [name for name, is_same in zip(known, same, strict=True) if not is_same]
         return differing, bool(rows[:, -1].any())
@@ -100,19 +114,27 @@ class CommonWeights:
         of a rank are not finite, because its gradients will never be finite again."""
         finite = self._on_all_shards(good)
         lost = not finite and not self._on_all_shards(
-            torch.stack([all_finite(parameter) for parameter in self._source.names.named_parameters().values()]).all()
+            torch.stack(
+                [
+                    all_finite(parameter)
+                    for parameter in self._source.names.named_parameters().values()
+                ]
+            ).all()
         )
         rows = self._rows(finite, lost, what="whether all gradients are finite")
         return bool(rows[:, 0].all() or rows[:, 1].any())
 
-    # ---- agreement ---------------------------------------------------------------------------------------------------
+    # ---- agreement
+    # ----------------------------------------------------------------------------------------------
 
     def _rows(self, *values: bool, what: str) -> torch.Tensor:
         row = torch.tensor(values, device=self._source.device, dtype=torch.int64)
         return gather_rows(row, self._source.group, self._outer.counters, what)
 
     def _on_some_rank(self, value: bool) -> bool:
-        return not self._on_all_shards(~self._rows(value, what="whether the weights are those of the anchor").any())
+        return not self._on_all_shards(
+            ~self._rows(value, what="whether the weights are those of the anchor").any()
+        )
 
     def _on_all_shards(self, good: torch.Tensor) -> bool:
         shards = self._source.shard_group

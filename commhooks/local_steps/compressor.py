@@ -1,4 +1,6 @@
-"""Define DiLoCo and local SGD as compressors whose exchange is the outer step of a buffer of weights."""
+"""Define DiLoCo and local SGD as compressors whose exchange is the outer step of a buffer of
+weights.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,8 +26,9 @@ _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": 
 
 @dataclass(frozen=True)
 class WeightPlan(UnitPlan):
-    """Plans a parameter's weights, which always count as compressed. `on_wire` plans how weight differences are sent in
-    an outer step, and `every` is H, the number of steps in a round."""
+    """Plans a parameter's weights, which always count as compressed. `on_wire` plans how weight
+    differences are sent in an outer step, and `every` is H, the number of steps in a round.
+    """
 
     on_wire: UnitPlan = field(kw_only=True)
     every: int = field(kw_only=True)
@@ -45,13 +48,19 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     def __init__(self, config: AnyLocalSteps, wire_dtype: torch.dtype | None = None) -> None:
         super().__init__(config, wire_dtype)
         quantised = _QUANTISED.get(config.wire)
-        self._wire = None if quantised is None else quantised(quantised.Config(exclude=list(config.excluded_globs)))
+        self._wire = (
+            None
+            if quantised is None
+            else quantised(quantised.Config(exclude=list(config.excluded_globs)))
+        )
         if self._wire is not None:
             self.collectives = self._wire.collectives
 
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
-        of_wire = () if self._wire is None else (dataclasses.replace(RESIDUAL, scales_with_loss=False),)
+        of_wire = (
+            () if self._wire is None else (dataclasses.replace(RESIDUAL, scales_with_loss=False),)
+        )
         return ANCHOR, *((MOMENTUM,) if self.config.outer_momentum else ()), *of_wire
 
     @property
@@ -61,9 +70,14 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         p = info.parameter
         if p.is_complex():
-            raise HookConfigError(f"hook {self.name!r}: {info.name} is complex, and only real weights can be averaged")
-        kept = dataclasses.replace(info, sparse=False)  # the gradient may be sparse, the weights are not
-        on_wire = UnitPlan.uncompressed(kept, "") if self._wire is None else self._wire.plan_one(kept)
+            raise HookConfigError(
+                f"hook {self.name!r}: {info.name} is complex, and only real weights can be averaged"
+            )
+        # the gradient may be sparse, the weights are not
+        kept = dataclasses.replace(info, sparse=False)
+        on_wire = (
+            UnitPlan.uncompressed(kept, "") if self._wire is None else self._wire.plan_one(kept)
+        )
         on_wire = dataclasses.replace(on_wire, dtype=compute_dtype(p.dtype))
         return WeightPlan(
             info.name,
@@ -85,14 +99,24 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return OuterStepWorkspace(layout, on_wire, wire, self.offloads(layout.device))
 
     def offloads(self, device: torch.device) -> bool:
-        return self.config.offload is not False and device.type != "meta" and not precision.is_host_readable(device)
+        return (
+            self.config.offload is not False
+            and device.type != "meta"
+            and not precision.is_host_readable(device)
+        )
 
-    def exchange(self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo) -> Exchange:
+    def exchange(
+        self, flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo
+    ) -> Exchange:
         return outer_step(flat, work, state, step, self.config.outer_lr, self.config.outer_momentum)
 
-    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Count in `copies` the weights of the two buffers that are exchanged at a time (with a delay the weights of a
-        fragment, twice), and their anchor and momentum if these are kept in host memory."""
+    def memory_plan(
+        self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
+        """Count in `copies` the weights of the two buffers that are exchanged at a time (with a
+        delay the weights of a fragment, twice), and their anchor and momentum if these are kept in
+        host memory.
+        """
         of_weights = [plan for plan in plans if isinstance(plan, WeightPlan)]
         on_wire = [plan.on_wire for plan in of_weights]
         sizes = [each.numel * each.dtype.itemsize for each in on_wire]
@@ -104,7 +128,10 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         if self.config.delay:
             share, copied = 1 / self.config.fragments, 2
         else:
-            share, copied = min(1.0, 2 * max(flat_weights.BUFFER_BYTES, *sizes, 0) / max(1, weights)), 1
+            share, copied = (
+                min(1.0, 2 * max(flat_weights.BUFFER_BYTES, *sizes, 0) / max(1, weights)),
+                1,
+            )
         offloaded = any(plan.offloaded for plan in of_weights)
         copies = share * (weights * copied + kept * offloaded + sending.copies)
         return MemoryPlan(

@@ -48,7 +48,9 @@ class LocalStepsDriver:
         self.notices = Notices(name, logs=is_logging_rank(source.group, source.shard_group))
         self.sample = WeightSample(list(source.names.named_parameters().values()))
         self.events = TrainingEvents(self.module, source.stepped(), self)
-        self.common = CommonState(source, self.events, outer.consensus.binding.loss_scale, self.counters)
+        self.common = CommonState(
+            source, self.events, outer.consensus.binding.loss_scale, self.counters
+        )
         self.weights = CommonWeights(name, source, outer, logs=self.notices.logs)
         self.partner.bind(outer, self.common)
         self._exact = AllReduceCompressor(AllReduce())
@@ -71,7 +73,8 @@ class LocalStepsDriver:
         self.partner.close()
         self.outer.close()
 
-    # ---- backward passes ---------------------------------------------------------------------------------------------
+    # ---- backward passes
+    # ---------------------------------------------------------------------------------------------
 
     def run(self, bucket: Bucket) -> Future:
         """Leave the gradients as they are, or average them inside the node, or over all ranks
@@ -100,8 +103,12 @@ class LocalStepsDriver:
         self.rules = self.outer.rules  # a load, or the comparison, may have changed the start
         self.counters.begin_pass()
         self._finite.clear()
-        self.on(schedule.PassBegins(self.counters.cumulative()["backward_passes"], self.module.training))
-        if not self.averages and len(self.outer.state[ANCHOR.key]) < len(self._source.names.named_parameters()):
+        self.on(
+            schedule.PassBegins(self.counters.cumulative()["backward_passes"], self.module.training)
+        )
+        if not self.averages and len(self.outer.state[ANCHOR.key]) < len(
+            self._source.names.named_parameters()
+        ):
             self.weights.begin_first_round()
 
     def end_pass(self) -> None:
@@ -116,7 +123,8 @@ class LocalStepsDriver:
                 **{
                     "find_unused_parameters=True": bool(self.still_sent),
                     "ranks_per_node": self.partner.averaging_group is not None,
-                    "start_iter": self.counters.cumulative()["backward_passes"] < self.outer.compressor.start_step,
+                    "start_iter": self.counters.cumulative()["backward_passes"]
+                    < self.outer.compressor.start_step,
                 },
             )
 
@@ -130,7 +138,8 @@ class LocalStepsDriver:
             self.notices.rate_is_multiplied(optimizer, factor)
         return factor
 
-    # ---- events and actions ------------------------------------------------------------------------------------------
+    # ---- events and actions
+    # ------------------------------------------------------------------------------------------
 
     def on(self, event: Event, limit_s: float | None = None) -> None:
         """Take an event, and do what is due now. All ranks must be at the same point of the
@@ -139,7 +148,10 @@ class LocalStepsDriver:
             self.thread = threading.get_ident()
             self._check_repeated_pass()
         self.state, action = schedule.advance(self.rules, self.state, event)
-        if isinstance(event, schedule.ForwardBegins | schedule.LateBackwardEnds) and self.state.exchanging:
+        if (
+            isinstance(event, schedule.ForwardBegins | schedule.LateBackwardEnds)
+            and self.state.exchanging
+        ):
             self.notices.outer_step_is_late(self.counters.backward_passes)
         if action is Action.CALL_BACK:
             self.events.call_after_backward()
@@ -155,7 +167,9 @@ class LocalStepsDriver:
         writes = action is not Action.ASK
         try:
             while action is not Action.NOTHING:
-                self.state, action = schedule.advance(self.rules, self.state, self._perform(action, limit_s))
+                self.state, action = schedule.advance(
+                    self.rules, self.state, self._perform(action, limit_s)
+                )
         except BaseException:
             self.state, _ = schedule.advance(self.rules, self.state, schedule.Failed())
             raise
@@ -170,7 +184,9 @@ class LocalStepsDriver:
         """Do one action, and return the event that says so."""
         match action:
             case Action.ASK:
-                return schedule.Answered(self.weights.all_will_step(torch.stack(self._finite).all()))
+                return schedule.Answered(
+                    self.weights.all_will_step(torch.stack(self._finite).all())
+                )
             case Action.BEGIN:
                 self.weights.begin_from_loaded()
                 return schedule.Begun()
@@ -191,10 +207,13 @@ class LocalStepsDriver:
                 self.outer.apply()
                 return schedule.Applied()
         number = None if action is Action.EXCHANGE_ALL else self.state.turn
-        counts = self.partner.end_round(lambda: self.outer.exchange(number), trained=self.state.met, limit_s=limit_s)
+        counts = self.partner.end_round(
+            lambda: self.outer.exchange(number), trained=self.state.met, limit_s=limit_s
+        )
         return schedule.Exchanged(counts)
 
-    # ---- between two steps -------------------------------------------------------------------------------------------
+    # ---- between two steps
+    # -------------------------------------------------------------------------------------------
 
     def end_round(self, limit_s: float | None = None) -> None:
         """End the round before its last pass. All ranks must call this between the same two steps.
@@ -203,7 +222,8 @@ class LocalStepsDriver:
 
     def begin_from_load(self, take_over: Callable[[], None]) -> None:
         """Load a state by calling `take_over`, and begin a round."""
-        self.outer.forget(until_timeout=True)  # the exchange in flight would count as a step of the loaded state
+        # the exchange in flight would count as a step of the loaded state
+        self.outer.forget(until_timeout=True)
         take_over()
         self.outer.place_state()
         self.sample.forget()

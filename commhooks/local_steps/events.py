@@ -49,16 +49,21 @@ class TrainingEvents:
         listener: gets `ForwardBegins`, `StepBegins` and `StepEnds`, and after
     `call_after_backward` its two events."""
 
-    def __init__(self, module: torch.nn.Module, stepped: Sequence[torch.Tensor], listener: Listener) -> None:
+    def __init__(
+        self, module: torch.nn.Module, stepped: Sequence[torch.Tensor], listener: Listener
+    ) -> None:
         self._parameters = {id(parameter): parameter for parameter in stepped}
-        self._stepped_at = dict.fromkeys(self._parameters, -1)  # `State.ended` at the latest step of each parameter
+        # `State.ended` at the latest step of each parameter
+        self._stepped_at = dict.fromkeys(self._parameters, -1)
         self._listener = weakref.ref(listener)
         self._scaled = _ScaledRates()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         _watch_all_optimizers()
         _watching[self] = None
         # Run before torch's own hooks, because the hook of fully_shard gathers the weights.
-        self._before_forward = module.register_forward_pre_hook(_BeforeForward(listener), prepend=True)
+        self._before_forward = module.register_forward_pre_hook(
+            _BeforeForward(listener), prepend=True
+        )
 
     def close(self) -> None:
         self._scaled.restore()
@@ -70,7 +75,8 @@ class TrainingEvents:
         within it."""
         run_after_backward(functools.partial(_after_backward, self._listener))
 
-    # ---- optimizers --------------------------------------------------------------------------------------------------
+    # ---- optimizers
+    # ----------------------------------------------------------------------------------------------
 
     def known(self) -> list[Optimizer]:
         """Return the optimizers that have stepped parameters of the model."""
@@ -96,7 +102,9 @@ class TrainingEvents:
         listener.on(StepEnds(min(self._stepped_at.values())))
 
     def _parameters_of(self, optimizer: Optimizer) -> set[int]:
-        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
+        return {
+            id(p) for group in optimizer.param_groups for p in group["params"]
+        } & self._parameters.keys()
 
     def reset_nonfinite(self) -> None:
         """Reset the optimizer state of each parameter whose state has a non-finite number, such as
@@ -106,7 +114,8 @@ class TrainingEvents:
                 numbers = _numbers(optimizer.state.get(parameter, {}))
                 if all(number.isfinite().all() for number in numbers):
                     continue
-                if isinstance(optimizer, torch.optim.Adagrad):  # creates its state in the constructor, not in `step`
+                # creates its state in the constructor, not in `step`
+                if isinstance(optimizer, torch.optim.Adagrad):
                     for number in numbers:
                         number.zero_()
                 else:
@@ -152,7 +161,10 @@ class WeightSample:
             return
         places = [parameter.data_ptr() for parameter in self._parameters]
         if places != self._places:  # a view of a parameter's old memory would never change
-            self._places, self._views = places, [_middle(parameter) for parameter in self._parameters]
+            self._places, self._views = (
+                places,
+                [_middle(parameter) for parameter in self._parameters],
+            )
             self._kept = []
         if self._kept:
             copy_each(self._kept, self._views)
@@ -166,7 +178,9 @@ class WeightSample:
         before. Waits for an accelerator."""
         for parameter, kept in zip(self._parameters, self._kept, strict=False):
             now, rounding = _middle(parameter).to(kept), 4 * torch.finfo(kept.dtype).eps
-            self.changed = self.changed or not torch.allclose(now, kept, rtol=rounding, atol=0.0, equal_nan=True)
+            self.changed = self.changed or not torch.allclose(
+                now, kept, rtol=rounding, atol=0.0, equal_nan=True
+            )
         return self.changed
 
 
@@ -180,11 +194,13 @@ class _ScaledRates:
     checkpoints see the user's."""
 
     def __init__(self) -> None:
-        self._changed: list[tuple[dict[str, Any], Any, Any]] = []  # (parameter group, the user's rate, multiplied)
+        # (parameter group, the user's rate, multiplied)
+        self._changed: list[tuple[dict[str, Any], Any, Any]] = []
 
     def multiply(self, optimizer: Optimizer, factor: float) -> None:
         for group in optimizer.param_groups if factor != 1.0 else ():
-            users = group["lr"]  # a number or a tensor. Do not change the tensor in place: schedulers may hold it
+            # a number or a tensor. Do not change the tensor in place: schedulers may hold it
+            users = group["lr"]
             group["lr"] = users * factor
             self._changed.append((group, users, group["lr"]))
 

@@ -72,7 +72,9 @@ class OuterExchange:
                 before()
                 self._exchange()
             return
-        self._thread = threading.Thread(target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True)
+        self._thread = threading.Thread(
+            target=self._exchange_and_keep_errors, name="commhooks outer step", daemon=True
+        )
         self._thread.start()
         # This also joins the thread at exit: the process would abort if it stopped a thread within
         # a collective.
@@ -125,7 +127,11 @@ class OuterExchange:
     def _receive(self) -> None:
         finish_sends(self.running)
         found = [each.finite for each in self.running]
-        self._finite = torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.device)
+        self._finite = (
+            torch.stack(found).all()
+            if found
+            else torch.ones((), dtype=torch.bool, device=self.device)
+        )
 
     def _exchange(self) -> None:
         with self._computing():

@@ -1,4 +1,6 @@
-"""Copy weights to and from flat tensors in memory order, in float32 (float64 for weights in float64)."""
+"""Copy weights to and from flat tensors in memory order, in float32 (float64 for weights in
+float64).
+"""
 
 from collections.abc import Mapping
 
@@ -11,8 +13,9 @@ BUFFER_BYTES = 64 * 2**20
 
 
 def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Divide the parameters, in order, into `parts` lists of about equal size. A list may be empty. `sizes` counts
-    whole parameters, so that ranks with different shards divide alike."""
+    """Divide the parameters, in order, into `parts` lists of about equal size. A list may be empty.
+    `sizes` counts whole parameters, so that ranks with different shards divide alike.
+    """
     total, before = sum(sizes.values()), 0
     found: list[list[str]] = [[] for _ in range(parts)]
     for name, size in sizes.items():
@@ -23,13 +26,18 @@ def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
 
 
 def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
-    """Lay the parameters out in buffers, the last parameter first. A buffer has one device and one dtype, and at most
-    `BUFFER_BYTES` unless a single parameter is larger."""
+    """Lay the parameters out in buffers, the last parameter first. A buffer has one device and one
+    dtype, and at most `BUFFER_BYTES` unless a single parameter is larger.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[list[str]]] = {}
     for name, each in reversed(list(parameters.items())):
         dtype = compute_dtype(each.dtype)
         mine = groups.setdefault((each.device, dtype), [[]])
-        if mine[-1] and sum(parameters[n].numel() for n in [*mine[-1], name]) * dtype.itemsize > BUFFER_BYTES:
+        if (
+            mine[-1]
+            and sum(parameters[n].numel() for n in [*mine[-1], name]) * dtype.itemsize
+            > BUFFER_BYTES
+        ):
             mine.append([])
         mine[-1].append(name)
     found = []
@@ -42,7 +50,9 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
 
 
 def packed(layout: BucketLayout, good: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the weights into a new buffer. Write a NaN into it if `good` (0-dim bool tensor; None: true) is false."""
+    """Copy the weights into a new buffer. Write a NaN into it if `good` (0-dim bool tensor; None:
+    true) is false.
+    """
     flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
     for slot in layout.slots:
         slot.of(flat).copy_(to_memory(slot.parameter.detach(), slot.parameter))
@@ -58,11 +68,16 @@ def write_back(layout: BucketLayout, flat: torch.Tensor) -> None:
 
 
 def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: to_memory(p.detach(), p).to(compute_dtype(p.dtype), copy=True) for n, p in parameters.items()}
+    return {
+        n: to_memory(p.detach(), p).to(compute_dtype(p.dtype), copy=True)
+        for n, p in parameters.items()
+    }
 
 
 def set_weights(parameters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Set the weights for which there are `values` (flat tensors by name), rounded to their dtypes."""
+    """Set the weights for which there are `values` (flat tensors by name), rounded to their
+    dtypes.
+    """
     for name, parameter in parameters.items():
         if name in values:
             parameter.detach().copy_(to_logical(values[name].to(parameter.device), parameter))

@@ -1,6 +1,7 @@
-"""Run the outer steps of a model's weights, which may be divided into fragments that take turns (Douillard et al.:
-Streaming DiLoCo, 2025, section 2). Without fragments and delay, all weights take the outer step of the first paper at
-the end of a round."""
+"""Run the outer steps of a model's weights, which may be divided into fragments that take turns
+(Douillard et al.: Streaming DiLoCo, 2025, section 2). Without fragments and delay, all weights take
+the outer step of the first paper at the end of a round.
+"""
 
 import collections
 import functools
@@ -32,8 +33,8 @@ from commhooks.local_steps.schedule import Rules
 
 
 class FragmentSession(ExchangeDriver):
-    """Runs the outer steps of one model, when the driver says so. All ranks must call each method after the same
-    backward passes.
+    """Runs the outer steps of one model, when the driver says so. All ranks must call each method
+    after the same backward passes.
 
     Args:
         binding: the model and the ranks. With a `delay` nothing else may use the group.
@@ -66,9 +67,12 @@ class FragmentSession(ExchangeDriver):
     def rules(self) -> Rules:
         """What `schedule.py` must know. A load may have changed the start."""
         config, asks = self.compressor.config, self.consensus.binding.loss_scale is not None
-        return Rules(config.sync_every, config.fragments, config.delay, self.compressor.start_step, asks)
+        return Rules(
+            config.sync_every, config.fragments, config.delay, self.compressor.start_step, asks
+        )
 
-    # ---- at once -----------------------------------------------------------------------------------------------------
+    # ---- at once
+    # ----------------------------------------------------------------------------------------------
 
     def exchange(self, number: int | None) -> None:
         """Run the outer step of a fragment (None: of all weights), while the training waits."""
@@ -82,15 +86,19 @@ class FragmentSession(ExchangeDriver):
         if not self.compressor.config.delay:
             self._exchange(buffers)
             return
-        with in_background(device, after_current=True):  # the stream to which the memory of the learned state belongs
+        # the stream to which the memory of the learned state belongs
+        with in_background(device, after_current=True):
             self._exchange(buffers)
         wait_for_background(device)
 
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
-        """Exchange two buffers at a time, so that the memory needed does not grow with the model."""
+        """Exchange two buffers at a time, so that the memory needed does not grow with the
+        model.
+        """
         self.held.settle()  # a save may have written the residuals on another stream
-        # A buffer is committed before the one after the next is sent. To commit all buffers or none, each carries a NaN
-        # if any weight of the fragment is not finite here, or on a rank with another part of the weights.
+        # A buffer is committed before the one after the next is sent. To commit all buffers or
+        # none, each carries a NaN if any weight of the fragment is not finite here, or on a rank
+        # with another part of the weights.
         weights = [parameter.detach() for work in buffers for parameter in work.layout.parameters]
         good = self._on_all_parts(torch.stack([all_finite(weight) for weight in weights]).all())
         under_way: collections.deque[OuterExchange] = collections.deque()
@@ -104,19 +112,22 @@ class FragmentSession(ExchangeDriver):
         self._count(self._on_all_parts(good), buffers)
 
     def _finish(self, exchange: OuterExchange, good: torch.Tensor) -> torch.Tensor:
-        """Commit the exchange of a buffer, and set the weights to the new anchor. Return whether this and all earlier
-        buffers (`good`) are finite."""
+        """Commit the exchange of a buffer, and set the weights to the new anchor. Return whether
+        this and all earlier buffers (`good`) are finite.
+        """
         good = self._in_node(good & exchange.finite())
         self._commit(exchange, good)
         exchange.write_weights()
         return good
 
-    # ---- behind the training -----------------------------------------------------------------------------------------
+    # ---- behind the training
+    # -----------------------------------------------------------------------------------------
 
     def send(self, number: int) -> None:
         """Begin the outer step of a fragment, while the training goes on."""
         exchange = self._new_exchange(self._fragment(number))
-        exchange.begin_behind(self.held.settle)  # a save may have written the residuals on another stream
+        # a save may have written the residuals on another stream
+        exchange.begin_behind(self.held.settle)
         self._in_flight = exchange
 
     def apply(self) -> None:
@@ -135,19 +146,23 @@ class FragmentSession(ExchangeDriver):
         exchange.write_weights(keep_training=self.state.nonfinite_steps == before)
 
     def forget(self, *, until_timeout: bool = False) -> None:
-        """Drop the exchange in flight. With `until_timeout` wait for the exchange up to the process group's timeout,
-        otherwise for a few seconds."""
+        """Drop the exchange in flight. With `until_timeout` wait for the exchange up to the process
+        group's timeout, otherwise for a few seconds.
+        """
         exchange, self._in_flight = self._in_flight, None
         self._buffers.clear()
         if exchange is not None:
             exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
-    # ---- held --------------------------------------------------------------------------------------------------------
+    # ---- held
+    # ----------------------------------------------------------------------------------------------
 
     def held_exchange(self, weight: float, *, exchanges: bool) -> OuterExchange:
-        """Prepare the exchange of all weights, of which nothing is written before `commit_held`; the caller begins it.
-        `weight` is the weight of this replica's differences in the mean. If `exchanges` is False, this rank gets the
-        result from rank 0 of its model, and the exchange has no buffers."""
+        """Prepare the exchange of all weights, of which nothing is written before `commit_held`;
+        the caller begins it. `weight` is the weight of this replica's differences in the mean. If
+        `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
+        has no buffers.
+        """
         self.held.settle()  # a save may have written the residuals on another stream
         buffers = self._fragment(0) if exchanges else []
         for work in buffers:
@@ -155,8 +170,9 @@ class FragmentSession(ExchangeDriver):
         return self._new_exchange(buffers)
 
     def commit_held(self, exchange: OuterExchange) -> None:
-        """Set anchor and weights, or count a discarded step if a number is not finite in any buffer or any shard. All
-        ranks of a model must call this."""
+        """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
+        or any shard. All ranks of a model must call this.
+        """
         buffers = self._fragment(0)
         good = torch.ones((), dtype=torch.bool, device=buffers[0].layout.device)
         if exchange.buffers:
@@ -177,7 +193,8 @@ class FragmentSession(ExchangeDriver):
                 write_back(work.layout, flat)
         exchange.write_weights()
 
-    # ---- what they share ---------------------------------------------------------------------------------------------
+    # ---- what they share
+    # ---------------------------------------------------------------------------------------------
 
     def _new_exchange(self, buffers: Sequence[OuterStepWorkspace]) -> OuterExchange:
         return OuterExchange(buffers, self._start, self.counters.clocks)
@@ -185,11 +202,15 @@ class FragmentSession(ExchangeDriver):
     def _start(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         group = self.partner.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
-        task = ExchangeTask(self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name)
+        task = ExchangeTask(
+            self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name
+        )
         return RunningExchange(task, flat, functools.partial(self._issue, group))
 
     def _issue(self, group: Any, send: Send) -> Pending:
-        return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
+        return collectives.start(
+            send, group, self.counters, f"outer step {self.state.step}", self._messages
+        )
 
     def _commit(self, exchange: OuterExchange, good: torch.Tensor) -> None:
         with self.held.committing(good.device):
@@ -210,8 +231,9 @@ class FragmentSession(ExchangeDriver):
         return good if nodes is None else good_on_all(good, nodes.intra_node, "the node")
 
     def _on_all_parts(self, good: torch.Tensor) -> torch.Tensor:
-        """Return whether `good` is true for all parts of the weights: each rank of a node, or each shard, exchanges one
-        part."""
+        """Return whether `good` is true for all parts of the weights: each rank of a node, or each
+        shard, exchanges one part.
+        """
         good = self._in_node(good)
         shards = self.consensus.binding.shard_group
         return good if shards is None else good_on_all(good, shards, "all shards")
@@ -219,7 +241,9 @@ class FragmentSession(ExchangeDriver):
     def _fragment(self, number: int) -> list[OuterStepWorkspace]:
         if number not in self._buffers:
             known = self.consensus.binding.names.named_parameters()
-            self._buffers[number] = self._made({name: known[name] for name in self._fragments[number]})
+            self._buffers[number] = self._made(
+                {name: known[name] for name in self._fragments[number]}
+            )
         return self._buffers[number]
 
     def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[OuterStepWorkspace]:
@@ -227,18 +251,24 @@ class FragmentSession(ExchangeDriver):
         made = []
         for layout in layouts(parameters):
             infos = [
-                ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False) for slot in layout.slots
+                ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False)
+                for slot in layout.slots
             ]
             made.append(compressor.workspace(layout, compressor.plan(infos)))
         return made
 
-    # ---- anchor and momentum -----------------------------------------------------------------------------------------
+    # ---- anchor and momentum
+    # -----------------------------------------------------------------------------------------
 
     def norm_and_cosine(self) -> tuple[float | None, float | None]:
         return norm_and_cosine(self._measured)
 
     def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        for name, parameter in parameters.items():  # one by one, because the whole anchor may not fit on the device
+        # one by one, because the whole anchor may not fit on the device
+        for (
+            name,
+            parameter,
+        ) in parameters.items():
             self.state[ANCHOR.key].update(copied({name: parameter}))
             self.place_state([name])
 
@@ -247,7 +277,9 @@ class FragmentSession(ExchangeDriver):
         known = self.consensus.binding.names.named_parameters()
         for key, kept in self.state.entries.items():
             for name in kept.keys() if names is None else kept.keys() & names:
-                if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(known[name].device):
+                if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(
+                    known[name].device
+                ):
                     kept[name] = to_host(kept[name])
                 elif self.compressor.config.delay:
                     # Commits on the background stream free memory that this stream has allocated.

@@ -20,26 +20,30 @@ class Notices:
 
     def outer_step_is_late(self, passes: int) -> None:
         self.warn_once(
-            "no torch.optim optimizer has stepped all parameters since backward pass %s, so this "
-            "outer step comes late, with the next forward or backward pass. Until then each rank "
-            "has its own weights. Reasons: an optimizer that is not a torch.optim.Optimizer, several "
-            "optimizers that take turns, backward passes that only accumulate gradients and are not "
-            "in no_sync(), or parameters in no optimizer.",
+            "no torch.optim optimizer has stepped all parameters since backward pass %s, so this"
+            " outer step comes late, with the next forward or backward pass. Until then each rank"
+            " has its own weights. Reasons: an optimizer that is not a torch.optim.Optimizer,"
+            " several optimizers that take turns, backward passes that only accumulate gradients"
+            " and are not in no_sync(), or parameters in no optimizer.",
             passes,
         )
 
     def round_is_discarded(self, passes: int) -> None:
         self.warn_once(
-            "the weights of at least one rank are not finite, so the round that ended after %s backward passes is "
-            "discarded: all ranks go back to the weights from before it, and optimizers reset state that is not "
-            "finite. stats()['nonfinite_steps'] counts such rounds.",
+            "the weights of at least one rank are not finite, so the round that ended after %s"
+            " backward passes is discarded: all ranks go back to the weights from before it, and"
+            " optimizers reset state that is not finite. stats()['nonfinite_steps'] counts such"
+            " rounds.",
             passes,
         )
 
     def rate_is_multiplied(self, optimizer: Optimizer, factor: float) -> None:
         name = type(optimizer).__name__
         if self.logs and self._is_new(name):
-            log_summary(f"{self._hook} multiplies the learning rate of {name} by {factor:.3g} in each step (lr_factor)")
+            log_summary(
+                f"{self._hook} multiplies the learning rate of {name} by {factor:.3g} in each step"
+                " (lr_factor)"
+            )
 
     def warn_once(self, text: str, *arguments: Any, on_every_rank: bool = False) -> None:
         if (self.logs or on_every_rank) and self._is_new(text):
@@ -55,7 +59,9 @@ def refuse_repeated_pass(hook: str, model: torch.nn.Module, **communicates: bool
     """Raise HookRunError before a repeated pass of an optimizer step if passes communicate,
     because LBFGS may call its closure a different number of times on each rank. `communicates`: by
     what passes communicate, and whether this model uses it."""
-    batch_norms = (module for module in model.modules() if isinstance(module, torch.nn.SyncBatchNorm))
+    batch_norms = (
+        module for module in model.modules() if isinstance(module, torch.nn.SyncBatchNorm)
+    )
     communicates["SyncBatchNorm"] = any(module.training for module in batch_norms)
     for what, is_used in communicates.items():
         if is_used:
@@ -70,7 +76,7 @@ def refuse_sharded_steps(optimizer: Optimizer) -> None:
     """Raise HookRunError for a ZeroRedundancyOptimizer, or one like it."""
     if hasattr(optimizer, "consolidate_state_dict"):
         raise HookRunError(
-            f"{type(optimizer).__name__} steps each parameter on one rank only, with the gradient of "
-            "that rank, but this hook averages weights, not gradients: use a plain optimizer, or "
-            "shard the model by fully_shard"
+            f"{type(optimizer).__name__} steps each parameter on one rank only, with the gradient"
+            " of that rank, but this hook averages weights, not gradients: use a plain optimizer,"
+            " or shard the model by fully_shard"
         )

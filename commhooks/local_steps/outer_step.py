@@ -1,9 +1,9 @@
-"""Run the outer step of DiLoCo on one buffer of weights (Douillard et al., DiLoCo: Distributed Low-Communication
-Training of Language Models, 2023, algorithm 1).
+"""Run the outer step of DiLoCo on one buffer of weights (Douillard et al., DiLoCo: Distributed
+Low-Communication Training of Language Models, 2023, algorithm 1).
 
-Between two outer steps rank i trains its own weights theta_i with the inner optimizer. All ranks share the anchor,
-which is the paper's theta, and v, the momentum of the outer optimizer (SGD with Nesterov momentum mu). An outer step
-computes
+Between two outer steps rank i trains its own weights theta_i with the inner optimizer. All ranks
+share the anchor, which is the paper's theta, and v, the momentum of the outer optimizer (SGD with
+Nesterov momentum mu). An outer step computes
 
     delta   = mean over the ranks of (anchor - theta_i)         the outer gradient
     v       = mu v + delta
@@ -22,7 +22,15 @@ import torch
 
 from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
-from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, with_verdict
+from commhooks.compressors.base import (
+    Compressor,
+    Exchange,
+    State,
+    StateField,
+    StepInfo,
+    Verdict,
+    with_verdict,
+)
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.streams import wait_for_copies
 from commhooks.gradients.layout import BucketLayout
@@ -43,11 +51,13 @@ class OuterStepWorkspace:
     Attributes:
         plans: how the differences of each parameter are sent.
         wire: the compressor that averages the differences; None: float32.
-        offloaded: whether anchor and momentum are kept in host memory, while the buffer is on an accelerator.
-        weight: of this rank's difference in the mean; 1 unless some ranks have not trained in the round.
+        offloaded: whether anchor and momentum are kept in host memory, while the buffer is on an
+            accelerator.
+        weight: of this rank's difference in the mean; 1 unless some ranks have not trained in the
+            round.
         sample: every 64th element of delta in the latest outer step that was not discarded.
-        measured: numbers about the latest outer step: the squared norms of delta, of its sample and of the previous
-            sample, and the inner product of both samples.
+        measured: numbers about the latest outer step: the squared norms of delta, of its sample and
+            of the previous sample, and the inner product of both samples.
     """
 
     layout: BucketLayout
@@ -61,13 +71,17 @@ class OuterStepWorkspace:
     def measure(self, delta: torch.Tensor, good: torch.Tensor | bool) -> None:
         new = delta[::SAMPLED_EVERY].clone()
         before = self.sample if self.sample is not None else torch.zeros_like(new)
-        self.measured = torch.stack([delta.dot(delta), new.dot(new), before.dot(before), new.dot(before)])
+        self.measured = torch.stack(
+            [delta.dot(delta), new.dot(new), before.dot(before), new.dot(before)]
+        )
         self.sample = chosen(good, new, before)
 
 
 def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """Return the norm of delta, and its cosine with the previous delta; None where undefined. Waits for an accelerator.
-    `measured` has `OuterStepWorkspace.measured` of all buffers of an outer step."""
+    """Return the norm of delta, and its cosine with the previous delta; None where undefined. Waits
+    for an accelerator. `measured` has `OuterStepWorkspace.measured` of all buffers of an outer
+    step.
+    """
     if not measured:
         return None, None
     squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
@@ -77,10 +91,13 @@ def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, flo
 def outer_step(
     flat: torch.Tensor, work: OuterStepWorkspace, state: State, step: StepInfo, lr: float, mu: float
 ) -> Exchange:
-    """Replace the weights in `flat` (this rank's, 1-D, in float32, or float64 for weights in float64) by the new
-    anchor. If a number is not finite on any rank, the round is discarded: anchor and momentum stay, and the weights are
-    set to the old anchor. `lr`, `mu`: learning rate and momentum of the outer optimizer."""
-    slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]  # each `part` below is a view of `flat`
+    """Replace the weights in `flat` (this rank's, 1-D, in float32, or float64 for weights in
+    float64) by the new anchor. If a number is not finite on any rank, the round is discarded:
+    anchor and momentum stay, and the weights are set to the old anchor. `lr`, `mu`: learning rate
+    and momentum of the outer optimizer.
+    """
+    # each `part` below is a view of `flat`
+    slots = [(slot.name, slot.of(flat)) for slot in work.layout.slots]
     anchor, momentum = state[ANCHOR.key], state[MOMENTUM.key]
     if work.offloaded:
         anchor = fetch(anchor, work.layout.names, flat.device)
@@ -90,7 +107,8 @@ def outer_step(
         if work.weight != 1.0:
             part.mul_(work.weight)
     if work.wire is None:
-        yield Send(flat.div_(step.world_size), what="differences", last=True)  # the sum over the ranks is delta
+        # the sum over the ranks is delta
+        yield Send(flat.div_(step.world_size), what="differences", last=True)
         good = yield Verdict(all_finite(flat))
     else:
         # Do not keep this workspace from round to round, because it is as large as the buffer.

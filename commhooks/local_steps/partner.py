@@ -62,7 +62,9 @@ class Partner(Protocol):
         """Take what outer steps work on. The driver calls this once, before it calls anything
         else. Does not communicate."""
 
-    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+    def end_round(
+        self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
+    ) -> bool:
         """Take the outer step that is due, between two steps of the optimizers. Return whether it
         counts: if not, the replicas have had nothing to exchange, and the round goes on.
 
@@ -119,7 +121,9 @@ class FixedPartner:
     def bind(self, steps: "FragmentSession", common: "CommonState") -> None:
         pass
 
-    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+    def end_round(
+        self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
+    ) -> bool:
         exchange()
         return True
 

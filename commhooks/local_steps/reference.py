@@ -1,6 +1,7 @@
 """Implement DiLoCo in plain torch, for readers and tests: algorithm 1 of Douillard et al., 2023.
 
-`outer_step.py` computes the same in place, on buffers, over real ranks, and may quantise what it sends.
+`outer_step.py` computes the same in place, on buffers, over real ranks, and may quantise what it
+sends.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,8 @@ class RoundSaves:
 
     def __init__(self, hook: str, source: GradientSource, driver: LocalStepsDriver) -> None:
         self._hook, self._source, self._driver = hook, source, driver
-        self._differences: list[str] = []  # what differed between the ranks at the latest joint save
+        # what differed between the ranks at the latest joint save
+        self._differences: list[str] = []
         self._failed = ""  # why the latest joint save has failed
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
@@ -33,9 +34,10 @@ class RoundSaves:
         if driver.state.exchanging or driver.thread not in (None, threading.get_ident()):
             if trained:
                 driver.notices.warn_once(
-                    "a save or synchronize() outside of the training thread cannot end a round, because it would "
-                    "change weights in the middle of a step. Call hook.synchronize(optimizers=True) between two steps, "
-                    "on all ranks, before the thread saves.",
+                    "a save or synchronize() outside of the training thread cannot end a round,"
+                    " because it would change weights in the middle of a step. Call"
+                    " hook.synchronize(optimizers=True) between two steps, on all ranks, before the"
+                    " thread saves.",
                     on_every_rank=True,
                 )
             return not trained
@@ -46,12 +48,16 @@ class RoundSaves:
             learned, passes = driver.outer.state, driver.state.passes
             rounds = learned.step + learned.nonfinite_steps
             failure = saver.run(
-                -1 - rounds, lambda _: self._share(optimizers=optimizers), limit_s, passes=passes, own_group=True
+                -1 - rounds,
+                lambda _: self._share(optimizers=optimizers),
+                limit_s,
+                passes=passes,
+                own_group=True,
             )
         if failure is not None and failure.logged_here:
             logger.warning(
-                "hook %s: the weights of the ranks were not averaged after %s backward passes, because %s. A save or "
-                "validation now has the weights of a single rank.",
+                "hook %s: the weights of the ranks were not averaged after %s backward passes,"
+                " because %s. A save or validation now has the weights of a single rank.",
                 self._hook,
                 driver.counters.backward_passes,
                 failure.reason,
@@ -76,21 +82,22 @@ class RoundSaves:
 
     def why_inexact(self, *, together: bool) -> str:
         """Return why a run that resumes from the state saved now does not continue exactly as this
-        run, and warn; "" if it does. `together`: whether `synchronize` succeeded before the save."""
+        run, and warn; "" if it does. `together`: whether `synchronize` succeeded before the save.
+        """
         driver = self._driver
         if driver.partner.only_whole_rounds and driver.state.apart:
             driver.notices.warn_once(
-                "this save in the middle of a round is marked inexact, because %s. A run that resumes from it begins a "
-                "round with the saved weights.",
+                "this save in the middle of a round is marked inexact, because %s. A run that"
+                " resumes from it begins a round with the saved weights.",
                 driver.partner.only_whole_rounds,
             )
             return f"it was saved in the middle of a round, and {driver.partner.only_whole_rounds}"
         if not together and driver.state.has_trained(Share.OPTIMIZERS):
             if driver.state.apart:
                 logger.warning(
-                    "hook %s was saved by rank %s alone, in the middle of a round, and is marked inexact. A run that "
-                    "resumes begins from the saved weights if every rank loads the same ones, else from the weights at "
-                    "the start of the round.",
+                    "hook %s was saved by rank %s alone, in the middle of a round, and is marked"
+                    " inexact. A run that resumes begins from the saved weights if every rank loads"
+                    " the same ones, else from the weights at the start of the round.",
                     self._hook,
                     self._source.group.rank(),
                 )
@@ -100,21 +107,25 @@ class RoundSaves:
             return failed or f"rank {self._source.group.rank()} saved on its own, {place}"
         if reason := self._changed():
             if driver.notices.logs:
-                logger.warning("hook %s: the saved state is marked inexact, because %s", self._hook, reason)
+                logger.warning(
+                    "hook %s: the saved state is marked inexact, because %s", self._hook, reason
+                )
         return reason
 
     def _changed(self) -> str:
         if self._differences:
             return (
-                f"the ranks differ in {', '.join(self._differences)}. Code beside the training has changed them: for "
-                "example, a callback has put an average of the weights into the model, or an optimizer is in "
-                "evaluation mode. Save when the model has the weights that are trained."
+                f"the ranks differ in {', '.join(self._differences)}. Code beside the training has"
+                " changed them: for example, a callback has put an average of the weights into the"
+                " model, or an optimizer is in evaluation mode. Save when the model has the"
+                " weights that are trained."
             )
         if self._driver.sample.changed:
             return (
-                "this round has ended with weights that something else than a step of an optimizer has changed: for "
-                "example, a callback has put an average of the weights into the model, or an optimizer is in "
-                "evaluation mode. Save, or call hook.synchronize(optimizers=True), while the model has the weights "
-                "that are trained."
+                "this round has ended with weights that something else than a step of an optimizer"
+                " has changed: for example, a callback has put an average of the weights into the"
+                " model, or an optimizer is in evaluation mode. Save, or call"
+                " hook.synchronize(optimizers=True), while the model has the weights that are"
+                " trained."
             )
         return ""

@@ -120,7 +120,8 @@ class State:
         return self.apart or self.shared < shared
 
 
-# ---- events ----------------------------------------------------------------------------------------------------------
+# ---- events
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ class Failed(Event):
     """An action has ended in an exception. What was in flight is lost."""
 
 
-# ---- decisions -------------------------------------------------------------------------------------------------------
+# ---- decisions
+# --------------------------------------------------------------------------------------------------
 
 Next = tuple[State, Action]
 
@@ -250,7 +252,9 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
             return _count(rules, state)
         case Answered(all_step):
             counted = replace(state, in_round=state.in_round + 1)
-            return (_due(counted) if all_step else replace(counted, phase=Phase.TRAINING)), Action.NOTHING
+            return (
+                _due(counted) if all_step else replace(counted, phase=Phase.TRAINING)
+            ), Action.NOTHING
         case LateBackwardEnds():
             return _catch_up(rules, state)
         case ForwardBegins(training):
@@ -265,7 +269,9 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
             ending = replace(state, phase=Phase.ENDING)
             return ending, Action.APPLY if state.in_flight else Action.EXCHANGE_ALL
         case Loaded():
-            state = replace(state, phase=Phase.LOADED, in_round=0, turn=0, in_flight=False, apart=False)
+            state = replace(
+                state, phase=Phase.LOADED, in_round=0, turn=0, in_flight=False, apart=False
+            )
             return replace(state, shared=Share.OPTIMIZERS), Action.NOTHING
         case Failed():
             return replace(state, phase=Phase.TRAINING, in_flight=False), Action.NOTHING
@@ -290,13 +296,17 @@ def _action_ends(rules: Rules, state: State, event: Event) -> Next:
             return _end_turn(rules, replace(state, met=True))
         case Shared(optimizers):
             shared = max(state.shared, Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
-            return replace(
-                state, shared=shared, phase=Phase.TRAINING if state.exchanging else state.phase
-            ), Action.NOTHING
+            return (
+                replace(
+                    state, shared=shared, phase=Phase.TRAINING if state.exchanging else state.phase
+                ),
+                Action.NOTHING,
+            )
     return state, Action.NOTHING
 
 
-# ---- passes ----------------------------------------------------------------------------------------------------------
+# ---- passes
+# --------------------------------------------------------------------------------------------------
 
 
 def _phase_of_pass(rules: Rules, number: int) -> Phase:
@@ -343,13 +353,16 @@ def _due(state: State) -> State:
     return replace(state, phase=Phase.DUE, due_at=state.due_at if waits else state.ended)
 
 
-# ---- what comes late -------------------------------------------------------------------------------------------------
+# ---- what comes late
+# -------------------------------------------------------------------------------------------------
 
 
 def _comes_late(rules: Rules, state: State) -> bool:
     """Return whether what is due waits for the optimizers no longer. Before the first round it
     waits for `sync_every` passes, in which gradients may accumulate, or optimizers take turns."""
-    return state.phase is Phase.DUE and (state.met or state.ended - state.due_at >= rules.sync_every)
+    return state.phase is Phase.DUE and (
+        state.met or state.ended - state.due_at >= rules.sync_every
+    )
 
 
 def _forward_begins(rules: Rules, state: State, training: bool) -> Next:
@@ -368,7 +381,8 @@ def _catch_up(rules: Rules, state: State) -> Next:
     return _exchange(rules, state) if _comes_late(rules, state) else (state, Action.NOTHING)
 
 
-# ---- an outer step ---------------------------------------------------------------------------------------------------
+# ---- an outer step
+# --------------------------------------------------------------------------------------------------
 
 
 def _is_due(rules: Rules, state: State, in_round: int) -> bool:

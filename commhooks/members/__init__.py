@@ -1,1 +1,3 @@
-"""Machines that come and go while local steps train (`members="torchft"`); docs/members.md describes it for users."""
+"""Machines that come and go while local steps train (`members="torchft"`); docs/members.md
+describes it for users.
+"""

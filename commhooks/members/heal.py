@@ -21,7 +21,8 @@ class Healing:
     """Serves this machine's state, and takes that of others.
 
     Attributes:
-        registered: further state for a machine that comes: name -> functions that return and set it.
+        registered: further state for a machine that comes: name -> functions that return and set
+            it.
         failed: how often in turn the state of another machine was unavailable.
     """
 
@@ -32,13 +33,19 @@ class Healing:
         self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self.failed = 0
         self._machine, self._source, self._name = machine, source, machine.id.rpartition(":")[0]
-        self._ranks, self._connections, self._lines = machine.ranks, machine.connections, machine.lines
+        self._ranks, self._connections, self._lines = (
+            machine.ranks,
+            machine.connections,
+            machine.lines,
+        )
 
     def bind(self, steps: FragmentSession, common: CommonState) -> None:
         self._outer, self._common = steps, common
 
     def serve(self, decision: Decision) -> None:
-        """Serve the state of this machine for the machines that heal from it, while the training goes on."""
+        """Serve the state of this machine for the machines that heal from it, while the training
+        goes on.
+        """
         server = self._machine.server
         if not decision.heals or server is None:
             return
@@ -53,10 +60,14 @@ class Healing:
         server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
         if self._ranks.is_first:
             names = ", ".join(machine.name for machine in decision.heals)
-            log_summary(f"members: this machine gives the state of outer step {decision.step} to {names}")
+            log_summary(
+                f"members: this machine gives the state of outer step {decision.step} to {names}"
+            )
 
     def heal(self, decision: Decision, limit_s: float) -> bool:
-        """Take the state of `decision.source` after outer step `decision.step`. Return whether it was available."""
+        """Take the state of `decision.source` after outer step `decision.step`. Return whether it
+        was available.
+        """
         source, step = decision.source, decision.step
         assert source is not None
         server, form, failure = source.servers[self._ranks.shard], b"", ""
@@ -70,12 +81,17 @@ class Healing:
                 arrived = self._common.read(form, read_tensor)
             except NETWORK_ERRORS as error:
                 failure = str(error) or type(error).__name__
-                self.failed += not isinstance(error, NoState)  # its exchange has failed, and is repeated
+                # its exchange has failed, and is repeated
+                self.failed += not isinstance(error, NoState)
             else:
                 has_read(server, step, self._machine.id)
         if not self._ranks.all_agree(not failure):
             self._lines.say(
-                "the state of machine %s at %s is unavailable: %s", source.name, server, failure, about=server
+                "the state of machine %s at %s is unavailable: %s",
+                source.name,
+                server,
+                failure,
+                about=server,
             )
             return False
         self.failed = 0
@@ -88,13 +104,18 @@ class Healing:
 
     @torch.no_grad()
     def _take(self, form: bytes, arrived: Mapping[int, torch.Tensor]) -> list[str]:
-        """Set all state of this rank from another machine's. Return the labels of the parts that only one has."""
+        """Set all state of this rank from another machine's. Return the labels of the parts that
+        only one has.
+        """
         state, counts = self._outer.state, [0, 0]
         own: dict[str, tuple[Any, Callable[[Any], None]]] = {
             "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
             "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
             "counts": (counts, lambda value: None),
-            **{f"registered {name}": (get(), set_value) for name, (get, set_value) in self.registered.items()},
+            **{
+                f"registered {name}": (get(), set_value)
+                for name, (get, set_value) in self.registered.items()
+            },
         }
         self._source.before_weights_change()
         with self._outer.held.settled():

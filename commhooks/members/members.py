@@ -21,7 +21,9 @@ class Members:
 
     @property
     def names(self) -> list[str]:
-        """The names of the machines that train the running round, in the order of their ranks; at least this one."""
+        """The names of the machines that train the running round, in the order of their ranks; at
+        least this one.
+        """
         return [machine.name for machine in self._steps.participants] or [self._steps.name]
 
     @property
@@ -31,17 +33,19 @@ class Members:
 
     @property
     def rank(self) -> int:
-        """The number of this machine among them, 0 to size - 1. It changes when machines come and go."""
+        """The number of this machine among them, 0 to size - 1. It changes when machines come and
+        go.
+        """
         return self.names.index(self._steps.name)
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        """Give a machine that comes further state, such as that of a learning rate scheduler or the position of a
-        loader. Call this before the first backward pass, on every machine.
+        """Give a machine that comes further state, such as that of a learning rate scheduler or the
+        position of a loader. Call this before the first backward pass, on every machine.
 
         Args:
             name: the same on every machine.
-            get: returns the state: numbers, texts, tensors, and lists and dicts of them. Called on a machine after an
-                outer step.
+            get: returns the state: numbers, texts, tensors, and lists and dicts of them. Called on
+                a machine after an outer step.
             set: sets the state, on the machine that comes, after its first step of the optimizers.
 
         Raises:
@@ -52,9 +56,11 @@ class Members:
         self._steps.healing.registered[name] = get, set
 
     def leave(self, wait_s: float | None = None) -> bool:
-        """Leave the training, between two steps: end the round early and send this machine's part, if the others come
-        to their outer step within `wait_s` seconds (None: `Torchft.leave_s`). They no longer wait for this machine.
-        Returns whether its part was sent. A later outer step raises HookRunError."""
+        """Leave the training, between two steps: end the round early and send this machine's part,
+        if the others come to their outer step within `wait_s` seconds (None: `Torchft.leave_s`).
+        They no longer wait for this machine. Returns whether its part was sent. A later outer step
+        raises HookRunError.
+        """
         sent, wait_s = False, self._steps.options.leave_s if wait_s is None else wait_s
         if wait_s > 0 and self._steps.has_met and self._driver.state.apart:
             try:
@@ -62,7 +68,9 @@ class Members:
                 sent = True
             except HookRunError as error:
                 if self._steps.logs:
-                    logger.warning("members: this machine leaves without its part of the round: %s", error)
+                    logger.warning(
+                        "members: this machine leaves without its part of the round: %s", error
+                    )
         if sent and self._steps.logs:
             log_summary("members: this machine leaves, and has sent its part of the round")
         self._steps.leave()

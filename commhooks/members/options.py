@@ -11,11 +11,12 @@ class Torchft:
     """Machines join and leave the training while it runs; see docs/members.md.
 
     Args:
-        lighthouse: address of the lighthouse, such as "http://host:29510". None: the environment variable
-            TORCHFT_LIGHTHOUSE.
+        lighthouse: address of the lighthouse, such as "http://host:29510". None: the environment
+            variable TORCHFT_LIGHTHOUSE.
         min_machines: with fewer machines an outer step waits for more.
         timeout_s: seconds after which a machine that does not answer is left out.
-        leave_s: seconds that a machine which leaves waits until the others come to their outer step.
+        leave_s: seconds that a machine which leaves waits until the others come to their outer
+            step.
         name: name of this machine, different on every machine. None: the host name.
     """
 
@@ -29,7 +30,9 @@ class Torchft:
         for option in ("min_machines", "timeout_s", "leave_s"):
             object.__setattr__(self, option, as_python(getattr(self, option)))
         if type(self.min_machines) is not int or self.min_machines < 1:
-            raise invalid("Torchft: min_machines", self.min_machines, "a number of machines, 1 or more")
+            raise invalid(
+                "Torchft: min_machines", self.min_machines, "a number of machines, 1 or more"
+            )
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
             raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
         if type(self.leave_s) not in (int, float) or not 0 <= self.leave_s < float("inf"):

@@ -1,4 +1,6 @@
-"""The ranks of this machine, which act as one, and the connections of a rank with the same ranks of other machines."""
+"""The ranks of this machine, which act as one, and the connections of a rank with the same ranks of
+other machines.
+"""
 
 import contextlib
 import gc
@@ -24,7 +26,9 @@ from commhooks.members.state_server import NETWORK_ERRORS, STATUS_LIMIT_S, ask, 
 
 _WHAT = "the list of machines"
 _CONNECT_LIMIT_S = 10.0
-"""How long gloo or NCCL may take to connect. Before that all machines have said that they are there."""
+"""How long gloo or NCCL may take to connect. Before that all machines have said that they are
+there.
+"""
 _POLL_S = 0.05
 _PROBE_EVERY_S = 2.0
 
@@ -33,9 +37,10 @@ class RanksOfMachine:
     """The ranks of this machine. All of them must call each method together.
 
     Args:
-        local: the ranks of this machine that have the same weights, or the same shard of them. Rank 0 of them connects
-            to other machines.
-        shards: the ranks of this machine that hold the shards of the model; None: it is not sharded.
+        local: the ranks of this machine that have the same weights, or the same shard of them. Rank
+            0 of them connects to other machines.
+        shards: the ranks of this machine that hold the shards of the model; None: it is not
+            sharded.
         device: of this rank's model.
 
     Attributes:
@@ -44,7 +49,9 @@ class RanksOfMachine:
         shard: the number of this rank's shard.
     """
 
-    def __init__(self, local: dist.ProcessGroup, shards: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, local: dist.ProcessGroup, shards: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
         self.exchanges = local.rank() == 0
         self.shard = 0 if shards is None else shards.rank()
         self.is_first = self.exchanges and self.shard == 0
@@ -56,7 +63,11 @@ class RanksOfMachine:
         """Return whether `good` is true on all ranks of this machine."""
         for group in self._groups:
             own = torch.tensor([good], dtype=torch.int32, device=self._device)
-            good = bool(gather_rows(own, group, None, "whether all ranks of the machine have exchanged").all())
+            good = bool(
+                gather_rows(
+                    own, group, None, "whether all ranks of the machine have exchanged"
+                ).all()
+            )
         return good
 
     def first_text(self, text: str) -> str:
@@ -67,10 +78,16 @@ class RanksOfMachine:
 
     def of_shards(self, text: str) -> tuple[str, ...]:
         """Return the text of each shard."""
-        return (text,) if self._shards is None else tuple(gather_texts(text, self._shards, self._device, _WHAT))
+        return (
+            (text,)
+            if self._shards is None
+            else tuple(gather_texts(text, self._shards, self._device, _WHAT))
+        )
 
     def key_of_shards(self, own: int) -> int:
-        """Combine a number below 2**62 of each shard into one, equal on all ranks of this machine."""
+        """Combine a number below 2**62 of each shard into one, equal on all ranks of this
+        machine.
+        """
         if self._shards is None:
             return own
         keys = gather_rows(torch.tensor([own], device=self._device), self._shards, None, _WHAT)
@@ -92,15 +109,17 @@ class NotConnected(OSError):
 class Connections:
     """Connects this rank with the ranks of other machines that hold the same shard.
 
-    Machines connect in two steps. First each says in its status that it is ready, and waits until all others say so. So
-    a rank never waits in native code for a machine that does not come, it knows whom it cannot reach, and learns at
-    once if another one has given up. Then gloo or NCCL connects them, which takes milliseconds.
+    Machines connect in two steps. First each says in its status that it is ready, and waits until
+    all others say so. So a rank never waits in native code for a machine that does not come, it
+    knows whom it cannot reach, and learns at once if another one has given up. Then gloo or NCCL
+    connects them, which takes milliseconds.
 
     Attributes:
         group: connects the machines of the latest `connect`; None before.
         name: of these connections; "" without.
         number: of this machine's latest report.
-        unreachable: the machines that do not answer here, by id. A thread removes those that answer again.
+        unreachable: the machines that do not answer here, by id. A thread removes those that answer
+            again.
     """
 
     def __init__(self, id: str, shard: int, device: torch.device, timeout_s: float) -> None:
@@ -124,19 +143,30 @@ class Connections:
         }
 
     def connect(self, machines: Sequence[Report], name: str, limit_s: float) -> None:
-        """Connect with `machines`, this one among them, under a name that all of them know. Raises NotConnected, or
-        RuntimeError of torch."""
+        """Connect with `machines`, this one among them, under a name that all of them know. Raises
+        NotConnected, or RuntimeError of torch.
+        """
         self.disconnect()
         self._connecting = name
         self._wait_until_ready(machines, name, time.monotonic() + limit_s)
         limit = timedelta(seconds=min(_CONNECT_LIMIT_S, self._timeout_s))
         made = _group_class(self._device)(timeout=limit)
         rank = [machine.id for machine in machines].index(self._id)
-        made.configure(f"{machines[0].store}/commhooks/{name}/{self._shard}", self._id, rank, len(machines))
+        made.configure(
+            f"{machines[0].store}/commhooks/{name}/{self._shard}", self._id, rank, len(machines)
+        )
         self._torchft_group, self.group, self.name = made, made.parent, name
-        if hasattr(self.group, "set_timeout"):  # torch 2.13; before, exchanges have the limit of the connection
+        # torch 2.13; before, exchanges have the limit of the connection
+        if hasattr(self.group, "set_timeout"):
             self.group.set_timeout(timedelta(seconds=self._timeout_s))
-        adopt(self.group, "gloo" if self._device.type == "cpu" else dist.get_default_backend_for_device(self._device))
+        adopt(
+            self.group,
+            (
+                "gloo"
+                if self._device.type == "cpu"
+                else dist.get_default_backend_for_device(self._device)
+            ),
+        )
 
     def _wait_until_ready(self, machines: Sequence[Report], name: str, deadline: float) -> None:
         waiting = [machine for machine in machines if machine.id != self._id]
@@ -153,7 +183,9 @@ class Connections:
                     raise NotConnected(f"{machine.name} has given up to connect")
                 if status.get("number", 0) > machine.number:
                     raise NotConnected(f"{machine.name} has asked for the machines again")
-            waiting = [machine for machine in waiting if statuses[machine.id].get("connecting") != name]
+            waiting = [
+                machine for machine in waiting if statuses[machine.id].get("connecting") != name
+            ]
             if waiting and time.monotonic() > deadline:
                 raise NotConnected(f"{_names(waiting)} did not come to connect")
             if waiting:
@@ -164,7 +196,9 @@ class Connections:
         if not machines:
             return {}
         with ThreadPoolExecutor(min(16, len(machines)), "commhooks status") as pool:
-            answers = list(pool.map(lambda machine: _status_of(machine.servers[self._shard]), machines))
+            answers = list(
+                pool.map(lambda machine: _status_of(machine.servers[self._shard]), machines)
+            )
         # Behind a router that forwards ports another machine may answer.
         return {
             machine.id: status
@@ -173,7 +207,9 @@ class Connections:
         }
 
     def _not_connected(self, silent: Sequence[Report]) -> NotConnected:
-        places = ", ".join(f"{machine.name} at {machine.servers[self._shard]}" for machine in silent)
+        places = ", ".join(
+            f"{machine.name} at {machine.servers[self._shard]}" for machine in silent
+        )
         return NotConnected(f"{places} does not answer", [machine.id for machine in silent])
 
     def give_up(self, name: str) -> None:
@@ -182,10 +218,14 @@ class Connections:
         self.disconnect()
 
     def all_answer(self, machines: Sequence[Report], unreachable: Collection[str] = ()) -> bool:
-        """Find out which of `machines` do not answer, beside `unreachable`, and keep them in mind. Return whether all
-        do."""
+        """Find out which of `machines` do not answer, beside `unreachable`, and keep them in mind.
+        Return whether all do.
+        """
         others = [machine for machine in machines if machine.id != self._id]
-        silent = {*unreachable, *({machine.id for machine in others} - self._statuses(others).keys())}
+        silent = {
+            *unreachable,
+            *({machine.id for machine in others} - self._statuses(others).keys()),
+        }
         self.unreachable |= {machine.id: machine for machine in others if machine.id in silent}
         if self.unreachable and (self._prober is None or not self._prober.is_alive()):
             self._prober = threading.Thread(target=self._probe, name="commhooks probe", daemon=True)
@@ -211,8 +251,9 @@ class Connections:
             self.unreachable.pop(id, None)
 
     def confirm(self) -> None:
-        """Tell the connected ranks that everything has arrived on this machine. It ends only after all of them have
-        begun it. Raises HookRunError if one of them is gone."""
+        """Tell the connected ranks that everything has arrived on this machine. It ends only after
+        all of them have begun it. Raises HookRunError if one of them is gone.
+        """
         assert self.group is not None
         gather_rows(torch.ones(1, device=self._device), self.group, None, "the confirmation")
 
@@ -222,7 +263,8 @@ class Connections:
         if made is not None:
             made.abort(errored=False)
             del made
-            # gloo closes connections when nothing refers to the group; until then the other machines wait for this one.
+            # gloo closes connections when nothing refers to the group; until then the other
+            # machines wait for this one.
             gc.collect()
 
     def close(self) -> None:
@@ -247,32 +289,38 @@ def _listens(address: str) -> bool:
 def _group_class(device: torch.device) -> Any:
     from torchft import process_group
 
-    return process_group.ProcessGroupGloo if device.type == "cpu" else process_group.ProcessGroupNCCL
+    return (
+        process_group.ProcessGroupGloo if device.type == "cpu" else process_group.ProcessGroupNCCL
+    )
 
 
 def _names(machines: Sequence[Report]) -> str:
     return ", ".join(machine.name for machine in machines)
 
 
-# ---- the network interface -------------------------------------------------------------------------------------------
+# ---- the network interface
+# -------------------------------------------------------------------------------------------
 
 
 def check_interface(host: str) -> None:
-    """Raise AttachError if gloo would listen where other machines cannot reach this one, whose address is `host`."""
+    """Raise AttachError if gloo would listen where other machines cannot reach this one, whose
+    address is `host`.
+    """
     if os.environ.get("GLOO_SOCKET_IFNAME") or is_loopback(host.strip("[]")):
         return
     if is_loopback(gloo := _address_of_gloo()):
         there = [name for name, address in interfaces().items() if address == host]
         interface = next(iter(there), f"the interface with the address {host}")
         raise AttachError(
-            f"members: gloo would listen at {gloo}, to which the host name {socket.gethostname()} leads, and other "
-            f"machines cannot connect there: set GLOO_SOCKET_IFNAME={interface}"
+            f"members: gloo would listen at {gloo}, to which the host name {socket.gethostname()}"
+            f" leads, and other machines cannot connect there: set GLOO_SOCKET_IFNAME={interface}"
         )
 
 
 def _address_of_gloo() -> str:
-    """Return where gloo of torch 2.13 listens without GLOO_SOCKET_IFNAME: at the first address of the host name that
-    this machine has."""
+    """Return where gloo of torch 2.13 listens without GLOO_SOCKET_IFNAME: at the first address of
+    the host name that this machine has.
+    """
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM

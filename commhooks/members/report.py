@@ -1,7 +1,8 @@
-"""What a machine tells the others before an outer step (`Report`), and what each of them does then (`decide`).
+"""What a machine tells the others before an outer step (`Report`), and what each of them does then
+(`decide`).
 
-Pure Python: no torch, no clock, no socket. All machines of a quorum get the same reports, so each of them knows what
-the others decide.
+Pure Python: no torch, no clock, no socket. All machines of a quorum get the same reports, so each
+of them knows what the others decide.
 """
 
 import dataclasses
@@ -14,13 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VERSION = 3
-"""Changes with the protocol between machines, so that another version of commhooks is refused if it must be."""
+"""Changes with the protocol between machines, so that another version of commhooks is refused if it
+must be.
+"""
 UNEXPLAINED_LIMIT = 2
-"""A newcomer is refused when so many exchanges with it have failed in turn, although all machines reach each other."""
+"""A newcomer is refused when so many exchanges with it have failed in turn, although all machines
+reach each other.
+"""
 
 MOST_SAME_NAMES = 10
-"""A machine that was restarted waits for its former self to disappear. After so many reports it is another machine of
-the same name, and is refused."""
+"""A machine that was restarted waits for its former self to disappear. After so many reports it is
+another machine of the same name, and is refused.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +34,10 @@ class Report:
     """What a machine says when it asks for a quorum.
 
     Attributes:
-        id: the name of the machine with a random number, so that a machine that was restarted is another one.
-        number: of this report among those of the machine. A machine that has sent a later one no longer acts on this
-            quorum.
+        id: the name of the machine with a random number, so that a machine that was restarted is
+            another one.
+        number: of this report among those of the machine. A machine that has sent a later one no
+            longer acts on this quorum.
         servers: the address of the `StateServer` of each shard.
         store: the address of its `TCPStore`.
         signature: what must be equal on all machines, by name.
@@ -39,14 +46,16 @@ class Report:
         anchor: a digest of its anchor and momentum.
         participates: whether it has begun a round with the others, or as the first.
         trained: whether it has trained the running round, and not only begun it.
-        attempt: the name of an exchange of which this machine does not know whether the others have committed it; "" if
-            there is none.
+        attempt: the name of an exchange of which this machine does not know whether the others have
+            committed it; "" if there is none.
         attempt_with: the ids of the machines of that exchange.
         complete: whether everything of that exchange has arrived here.
         connection: the name of the connections that it holds; "" without.
         unreachable: the ids of machines with which it could not connect.
-        unexplained: exchanges with others that have failed in turn, although it reached every machine.
-        exchanged: whether it has ever committed an outer step, with others or alone, and not only healed.
+        unexplained: exchanges with others that have failed in turn, although it reached every
+            machine.
+        exchanged: whether it has ever committed an outer step, with others or alone, and not only
+            healed.
         failed_heals: how often in turn it has failed to take the state of another machine.
         left: whether it has left the training. The other fields of the report then mean nothing.
     """
@@ -86,12 +95,16 @@ class Report:
 
 
 class NotAReport(ValueError):
-    """Raised for what another program has sent to the same lighthouse; the message says what it is."""
+    """Raised for what another program has sent to the same lighthouse; the message says what it
+    is.
+    """
 
 
 def read(id: str, content: object) -> Report:
-    """Check what the machine `id` has sent. A report of another version is returned without its content, but with a
-    signature that says so. Raises NotAReport if this is not from commhooks, or damaged."""
+    """Check what the machine `id` has sent. A report of another version is returned without its
+    content, but with a signature that says so. Raises NotAReport if this is not from commhooks, or
+    damaged.
+    """
     if not isinstance(content, Mapping) or type(content.get("commhooks")) is not int:
         raise NotAReport(f"{id!r} of another job")
     if content.get("left") is True:
@@ -100,7 +113,10 @@ def read(id: str, content: object) -> Report:
         signature = {"protocol between machines": str(content["commhooks"])}
         participates = content.get("participates") is True
         return Report(id=id, signature=signature, participates=participates)
-    values = {each.name: _checked(id, each.name, content.get(each.name)) for each in dataclasses.fields(Report)}
+    values = {
+        each.name: _checked(id, each.name, content.get(each.name))
+        for each in dataclasses.fields(Report)
+    }
     if values["id"] != id:
         raise NotAReport(f"{id!r}, which reports as {values['id']!r}")
     return Report(**values)
@@ -120,7 +136,9 @@ def _checked(id: str, name: str, value: object) -> Any:
     elif name in _FLAGS:
         good = isinstance(value, bool)
     elif name == "signature":
-        good = isinstance(value, Mapping) and all(isinstance(x, str) for item in value.items() for x in item)
+        good = isinstance(value, Mapping) and all(
+            isinstance(x, str) for item in value.items() for x in item
+        )
     else:
         good = type(value) is int and value >= 0
     if not good or (name == "servers" and not value):
@@ -134,7 +152,9 @@ class Action(enum.Enum):
     COMMIT = "commit the attempt of which it was not known whether others have, then ask again"
     ABANDON = "forget the attempt, then ask again"
     ASK_AGAIN = "ask again: other machines end their attempt first"
-    EXCHANGE = "exchange the differences with `machines`, confirm, and commit if the confirmation ends"
+    EXCHANGE = (
+        "exchange the differences with `machines`, confirm, and commit if the confirmation ends"
+    )
     HEAL = "take the state of `source` after outer step `step`"
     BEGIN = "begin a round: nobody has trained"
     WAIT = "do not take part, for the `reason`, and ask again"
@@ -146,14 +166,16 @@ class Decision:
     """What one machine does after a quorum.
 
     Attributes:
-        step: outer steps in the anchor of those who take part, after this decision; for HEAL, EXCHANGE and BEGIN.
+        step: outer steps in the anchor of those who take part, after this decision; for HEAL,
+            EXCHANGE and BEGIN.
         machines: that exchange (EXCHANGE) or begin (BEGIN), sorted by id; this one is among them.
         heals: the machines that take the state of this one.
         participants: the machines that train the next round.
         left_out: why machines do not take part, a sentence each.
         pause_s: how long to wait before this machine asks again.
         source: whose state to take.
-        name: of the exchange. The connections that were made under another name are used again if `reuse`.
+        name: of the exchange. The connections that were made under another name are used again if
+            `reuse`.
     """
 
     action: Action
@@ -172,40 +194,48 @@ class Decision:
 def decide(reports: Sequence[Report], me: str) -> Decision:
     """Return what the machine `me` does after a quorum with these reports, one per machine.
 
-    The machines that participate and have the latest anchor exchange their differences. All others heal: they take the
-    state of one of them after the exchange, and train the next round with them. So a machine that comes heals, whenever
-    it comes; only machines that begin in the same quorum, with the same anchor, begin without.
+    The machines that participate and have the latest anchor exchange their differences. All others
+    heal: they take the state of one of them after the exchange, and train the next round with them.
+    So a machine that comes heals, whenever it comes; only machines that begin in the same quorum,
+    with the same anchor, begin without.
 
-    **Machines that meet never keep different outcomes of an outer step.** An exchange goes like this:
+    **Machines that meet never keep different outcomes of an outer step.** An exchange goes like
+    this:
 
     1. All differences are exchanged, and neither anchor nor weights are written.
-    2. All machines confirm, in one small collective, that everything has arrived. It ends only if all have begun it.
+    2. All machines confirm, in one small collective, that everything has arrived. It ends only if
+       all have begun it.
     3. A machine whose confirmation ends writes the new anchor.
 
     Let X be an exchange in which something has failed, at step s.
 
-    - A confirmation has ended somewhere: then all machines of X have begun to confirm, so X is complete on all of them,
-      and stays complete until they write it. A machine of X that has written reports step s + 1, and is not asked. One
-      at step s reports X as complete, or has abandoned X. The first to abandon X would have needed a report at step s
-      that X is incomplete, and there is none. So nobody is the first to abandon, and all that meet COMMIT.
-    - No confirmation has ended: nobody has written. The machines that meet see the same reports, so they all COMMIT,
-      if X is complete on each of them, or all ABANDON and exchange the same differences again. Either way no step is
-      lost.
-    - A machine of X that comes later finds machines of X at a later step. If X is complete on it, it commits X,
-      otherwise it abandons X and heals. If the others have committed X, it has their anchor. If they have abandoned X,
-      it finds at the next quorum that its anchor is another one, and heals: the anchor with which machines have trained
-      goes before one with which none has, then that of machines that participate, then that of the most machines, then
-      that of the first by id.
+    - A confirmation has ended somewhere: then all machines of X have begun to confirm, so X is
+      complete on all of them, and stays complete until they write it. A machine of X that has
+      written reports step s + 1, and is not asked. One at step s reports X as complete, or has
+      abandoned X. The first to abandon X would have needed a report at step s that X is incomplete,
+      and there is none. So nobody is the first to abandon, and all that meet COMMIT.
+    - No confirmation has ended: nobody has written. The machines that meet see the same reports, so
+      they all COMMIT, if X is complete on each of them, or all ABANDON and exchange the same
+      differences again. Either way no step is lost.
+    - A machine of X that comes later finds machines of X at a later step. If X is complete on it,
+      it commits X, otherwise it abandons X and heals. If the others have committed X, it has their
+      anchor. If they have abandoned X, it finds at the next quorum that its anchor is another one,
+      and heals: the anchor with which machines have trained goes before one with which none has,
+      then that of machines that participate, then that of the most machines, then that of the first
+      by id.
 
-    Machines that never meet may go different ways, such as the two sides of a broken network. When they meet, the
-    latest anchor wins, and the other side heals.
+    Machines that never meet may go different ways, such as the two sides of a broken network. When
+    they meet, the latest anchor wins, and the other side heals.
 
-    In a sharded model each rank exchanges its shard in a group per shard, and the ranks of a machine agree before they
-    confirm and before they write, so that a machine acts as one: a rank begins its confirmation only after everything
-    has arrived on all ranks of its machine, and a machine writes at once only if all of its confirmations have ended.
-    If one has not, all of its ranks keep what has arrived, and the machine reports X as complete.
+    In a sharded model each rank exchanges its shard in a group per shard, and the ranks of a
+    machine agree before they confirm and before they write, so that a machine acts as one: a rank
+    begins its confirmation only after everything has arrived on all ranks of its machine, and a
+    machine writes at once only if all of its confirmations have ended. If one has not, all of its
+    ranks keep what has arrived, and the machine reports X as complete.
     """
-    present = sorted((report for report in reports if not report.left), key=lambda report: report.id)
+    present = sorted(
+        (report for report in reports if not report.left), key=lambda report: report.id
+    )
     own = next(report for report in present if report.id == me)
     if reason := _refusal(own, present) or _never_exchanged(own, present):
         return Decision(action=Action.REFUSED, reason=reason)
@@ -220,17 +250,27 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
         return Decision(action=Action.WAIT, reason=cut_off[me])
     least = max(report.min_machines for report in alike)
     if len(reached) < least:
-        there = f"{len(reached)} of min_machines={least} {'is' if len(reached) == 1 else 'are'} here; waiting"
-        return Decision(action=Action.WAIT, reason=there, left_out=tuple(cut_off.values()), pause_s=1.0)
+        there = (
+            f"{len(reached)} of min_machines={least} {'is' if len(reached) == 1 else 'are'} here;"
+            " waiting"
+        )
+        return Decision(
+            action=Action.WAIT, reason=there, left_out=tuple(cut_off.values()), pause_s=1.0
+        )
     return dataclasses.replace(_step(own, reached), left_out=tuple(cut_off.values()))
 
 
 def _settle(own: Report, reports: Sequence[Report]) -> Decision:
-    """End attempts whose outcome is unknown. Machines without one ask again: the steps may change."""
+    """End attempts whose outcome is unknown. Machines without one ask again: the steps may
+    change.
+    """
     if not own.attempt:
         return Decision(action=Action.ASK_AGAIN)
-    # Those that have committed are one step ahead. At this step, an empty attempt means that it was abandoned.
-    undecided = [report for report in reports if report.id in own.attempt_with and report.step == own.step]
+    # Those that have committed are one step ahead. At this step, an empty attempt means that it was
+    # abandoned.
+    undecided = [
+        report for report in reports if report.id in own.attempt_with and report.step == own.step
+    ]
     complete = all(report.attempt == own.attempt and report.complete for report in undecided)
     return Decision(action=Action.COMMIT if complete else Action.ABANDON)
 
@@ -240,12 +280,17 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
     behind = [report for report in reports if report not in latest]
     trained = any(report.trained for report in latest)
     step = latest[0].step + trained
-    sources = {report.id: latest[(place + report.failed_heals) % len(latest)] for place, report in enumerate(behind)}
+    sources = {
+        report.id: latest[(place + report.failed_heals) % len(latest)]
+        for place, report in enumerate(behind)
+    }
     # A machine that fails to heal again and again never trains.
     healthy = [report for report in reports if report in latest or not report.failed_heals]
     if own not in latest:
         participants = tuple(report for report in reports if report is own or report in healthy)
-        return Decision(action=Action.HEAL, step=step, source=sources[own.id], participants=participants)
+        return Decision(
+            action=Action.HEAL, step=step, source=sources[own.id], participants=participants
+        )
     numbers = [(report.id, report.number) for report in latest]
     connection = latest[0].connection
     return Decision(
@@ -255,13 +300,15 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
         heals=tuple(report for report in behind if sources[report.id] is own),
         participants=tuple(healthy),
         name=connection_name(latest, numbers),
-        reuse=connection.startswith(connection_name(latest)) and all(x.connection == connection for x in latest),
+        reuse=connection.startswith(connection_name(latest))
+        and all(x.connection == connection for x in latest),
     )
 
 
 def connection_name(machines: Iterable[Report], numbers: object = None) -> str:
-    """Return a name for connections among `machines`: no two quorums have the same `numbers`. Without them, return its
-    beginning, which is the same for all connections among these machines."""
+    """Return a name for connections among `machines`: no two quorums have the same `numbers`.
+    Without them, return its beginning, which is the same for all connections among these machines.
+    """
     ids = _key([report.id for report in machines])
     return f"{ids}-" if numbers is None else f"{ids}-{_key(numbers)}"
 
@@ -270,13 +317,16 @@ def _key(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-# ---- who takes part --------------------------------------------------------------------------------------------------
+# ---- who takes part
+# --------------------------------------------------------------------------------------------------
 
 
 def _with_latest_anchor(reports: Sequence[Report]) -> list[Report]:
-    """Return the machines that have the latest anchor. Of several anchors of the same step, take the one with which
-    machines have trained, then the one of machines that participate, then that of the most machines. A newcomer with
-    the same anchor counts as behind, unless all of them are newcomers."""
+    """Return the machines that have the latest anchor. Of several anchors of the same step, take
+    the one with which machines have trained, then the one of machines that participate, then that
+    of the most machines. A newcomer with the same anchor counts as behind, unless all of them are
+    newcomers.
+    """
     most = max(report.step for report in reports)
     top = [report for report in reports if report.step == most]
 
@@ -291,8 +341,9 @@ def _with_latest_anchor(reports: Sequence[Report]) -> list[Report]:
 
 
 def _refusal(own: Report, present: Sequence[Report]) -> str:
-    """Return why this machine must end, which is new and does not match the machines that have begun. Of machines that
-    begin together, the first stays; "" if nothing is wrong."""
+    """Return why this machine must end, which is new and does not match the machines that have
+    begun. Of machines that begin together, the first stays; "" if nothing is wrong.
+    """
     elders = [report for report in present if report.participates] or [present[0]]
     if own in elders:
         return ""
@@ -300,44 +351,51 @@ def _refusal(own: Report, present: Sequence[Report]) -> str:
     if not alike:
         elder = elders[0]
         what = next(
-            what for what in [*elder.signature, *own.signature] if own.signature.get(what) != elder.signature.get(what)
+            what
+            for what in [*elder.signature, *own.signature]
+            if own.signature.get(what) != elder.signature.get(what)
         )
         return (
             f"machine {own.name} has another {what} than machine {elder.name} "
             f"({own.signature.get(what)} and {elder.signature.get(what)}): start it as the others"
         )
     if own.number > MOST_SAME_NAMES and any(own.name == elder.name for elder in elders):
-        return f"two machines have the name {own.name}: give each a name of its own (commhooks.Torchft(name=...))"
+        return (
+            f"two machines have the name {own.name}: give each a name of its own"
+            " (commhooks.Torchft(name=...))"
+        )
     for elder in alike:
         if is_loopback(own.host) != is_loopback(elder.host):
             local = own if is_loopback(own.host) else elder
             other = elder if local is own else own
             return (
-                f"machine {local.name} has the address {local.host}, at which only its own host reaches it, and "
-                f"machine {other.name} has {other.host}: start {local.name} with TORCHFT_LIGHTHOUSE set to an address "
-                "of the lighthouse that other hosts reach"
+                f"machine {local.name} has the address {local.host}, at which only its own host"
+                f" reaches it, and machine {other.name} has {other.host}: start {local.name} with"
+                " TORCHFT_LIGHTHOUSE set to an address of the lighthouse that other hosts reach"
             )
     return ""
 
 
 def _never_exchanged(own: Report, present: Sequence[Report]) -> str:
-    """Return why this machine must end, with which no exchange has ever succeeded; "" if nothing is wrong. If none has
-    with any machine, the first stays."""
+    """Return why this machine must end, with which no exchange has ever succeeded; "" if nothing is
+    wrong. If none has with any machine, the first stays.
+    """
     if own.exchanged or own.unexplained < UNEXPLAINED_LIMIT:
         return ""
     alike = [report for report in present if report.signature == own.signature]
     if own in ([report for report in alike if report.exchanged] or alike[:1]):
         return ""
     return (
-        f"machine {own.name} and the others reach each other at {own.host}, but could not exchange "
-        f"{own.unexplained} times in turn. Does a firewall close other ports, or does GLOO_SOCKET_IFNAME name "
-        "another network?"
+        f"machine {own.name} and the others reach each other at {own.host}, but could not exchange"
+        f" {own.unexplained} times in turn. Does a firewall close other ports, or does"
+        " GLOO_SOCKET_IFNAME name another network?"
     )
 
 
 def _alike(own: Report, present: Sequence[Report]) -> list[Report]:
-    """Return the machines with the signature of this one that are not refused, each name once: those that participate,
-    then newcomers, sorted by id."""
+    """Return the machines with the signature of this one that are not refused, each name once:
+    those that participate, then newcomers, sorted by id.
+    """
     alike: list[Report] = []
     for report in sorted(present, key=lambda report: (not report.participates, report.id)):
         same_name = any(report.name == other.name for other in alike)
@@ -356,17 +414,22 @@ def is_loopback(host: str) -> bool:
 
 
 def _reached(reports: Sequence[Report]) -> tuple[list[Report], dict[str, str]]:
-    """Leave out machines until each reaches every other one: the one in most of the failed connections first; of
-    equals a newcomer, then the one that others could not reach, then the last. Return the machines that stay, and the
-    reason for each of the others."""
+    """Leave out machines until each reaches every other one: the one in most of the failed
+    connections first; of equals a newcomer, then the one that others could not reach, then the
+    last. Return the machines that stay, and the reason for each of the others.
+    """
     reached, cut_off = list(reports), dict[str, str]()
     while True:
         ids = {report.id for report in reached}
-        failed = [(report.id, other) for report in reached for other in report.unreachable if other in ids]
+        failed = [
+            (report.id, other) for report in reached for other in report.unreachable if other in ids
+        ]
         if not failed:
             return reached, cut_off
 
-        def blame(report: Report, failed: list[tuple[str, str]] = failed) -> tuple[int, bool, int, str]:
+        def blame(
+            report: Report, failed: list[tuple[str, str]] = failed
+        ) -> tuple[int, bool, int, str]:
             involved = sum(report.id in pair for pair in failed)
             unreached = sum(report.id == to for _, to in failed)
             return involved, not report.participates, unreached, report.id
@@ -374,6 +437,10 @@ def _reached(reports: Sequence[Report]) -> tuple[list[Report], dict[str, str]]:
         worst = max(reached, key=blame)
         reached.remove(worst)
         names = {report.id: report.name for report in reports}
-        pairs = (f"{names[of]} cannot connect with {names[to]}" for of, to in failed if worst.id in (of, to))
+        pairs = (
+            f"{names[of]} cannot connect with {names[to]}"
+            for of, to in failed
+            if worst.id in (of, to)
+        )
         at = f"{worst.name} is at {', '.join(worst.servers)}"
         cut_off[worst.id] = f"{worst.name} does not take part, because {', '.join(pairs)} ({at})"

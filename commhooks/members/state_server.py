@@ -1,4 +1,5 @@
-"""Serve this rank's state to machines that heal, answer other machines' questions, and fetch and ask in turn.
+"""Serve this rank's state to machines that heal, answer other machines' questions, and fetch and
+ask in turn.
 
 Plain HTTP without proxies. Whoever reaches the port can read the weights.
 """
@@ -34,7 +35,9 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass
 class _Served:
-    """A copy of the state after outer step `step`. `readers`: the ids of machines that have not read it yet."""
+    """A copy of the state after outer step `step`. `readers`: the ids of machines that have not
+    read it yet.
+    """
 
     step: int
     form: bytes
@@ -46,9 +49,10 @@ class _Served:
 class StateServer:
     """Serves this rank's state, and its status, from a thread.
 
-    GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a tensor, and
-    /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no state of this step. GET /status
-    returns what `status` returns, as JSON; /waiting calls `waited_for` before.
+    GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a
+    tensor, and /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no
+    state of this step. GET /status returns what `status` returns, as JSON; /waiting calls
+    `waited_for` before.
 
     Args:
         host: of this machine, at which it listens.
@@ -83,7 +87,8 @@ class StateServer:
             daemon_threads = True
 
             def handle_error(self, *_: Any) -> None:
-                if not isinstance(sys.exc_info()[1], OSError):  # a machine that gives up closes the connection
+                # a machine that gives up closes the connection
+                if not isinstance(sys.exc_info()[1], OSError):
                     super().handle_error(*_)
 
             def service_actions(self) -> None:  # called at every poll
@@ -94,9 +99,12 @@ class StateServer:
         serve = self._server.serve_forever
         threading.Thread(target=serve, args=(_POLL_S,), name="commhooks state", daemon=True).start()
 
-    def serve(self, step: int, form: bytes, tensors: Sequence[torch.Tensor], readers: Collection[str]) -> None:
-        """Serve copies of `tensors`, described by `form`, from now on, in place of the state before, until all
-        `readers` (ids of machines) have read it."""
+    def serve(
+        self, step: int, form: bytes, tensors: Sequence[torch.Tensor], readers: Collection[str]
+    ) -> None:
+        """Serve copies of `tensors`, described by `form`, from now on, in place of the state
+        before, until all `readers` (ids of machines) have read it.
+        """
         self._free()
         copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
         with self._lock:
@@ -110,7 +118,11 @@ class StateServer:
     def _free(self, *, only_unused: bool = False) -> None:
         with self._lock:
             served = self._served
-            if served is not None and only_unused and time.monotonic() < served.used_at + self._limit_s:
+            if (
+                served is not None
+                and only_unused
+                and time.monotonic() < served.used_at + self._limit_s
+            ):
                 return
             self._served = None
 
@@ -130,7 +142,9 @@ class StateServer:
             if not served.readers:
                 self._free()
         elif part == "form" or part.isdecimal() and int(part) < len(served.tensors):
-            content = memoryview(served.form) if part == "form" else _bytes_of(served.tensors[int(part)])
+            content = (
+                memoryview(served.form) if part == "form" else _bytes_of(served.tensors[int(part)])
+            )
             _send(request, content, lambda: setattr(served, "used_at", time.monotonic()))
         else:
             request.send_error(404)
@@ -143,7 +157,9 @@ class StateServer:
 
 
 def _send(
-    request: http.server.BaseHTTPRequestHandler, content: memoryview, after_piece: Callable[[], None] = lambda: None
+    request: http.server.BaseHTTPRequestHandler,
+    content: memoryview,
+    after_piece: Callable[[], None] = lambda: None,
 ) -> None:
     request.send_response(200)
     request.send_header("Content-Length", str(len(content)))
@@ -154,8 +170,9 @@ def _send(
 
 
 def ask(server: str, question: str = "status") -> dict[str, Any]:
-    """Return the status of the machine with the `StateServer` at `server`. Raises one of `NETWORK_ERRORS` if it cannot
-    be reached."""
+    """Return the status of the machine with the `StateServer` at `server`. Raises one of
+    `NETWORK_ERRORS` if it cannot be reached.
+    """
     with _opener.open(f"http://{server}/{question}", timeout=STATUS_LIMIT_S) as answer:
         try:
             status = json.load(answer)
@@ -173,9 +190,11 @@ class NoState(OSError):
 def fetch(
     server: str, step: int, limit_s: float, still_comes: Callable[[], bool] = lambda: True
 ) -> tuple[bytes, Callable[[int, torch.Tensor], None]]:
-    """Wait for the state of `step` at a `StateServer`. Returns its description, and a function that reads the tensor
-    with a number into a contiguous tensor on the CPU. Raises one of `NETWORK_ERRORS` if the server is gone, or has no
-    state of this step within `limit_s`; NoState as soon as `still_comes` returns False without it."""
+    """Wait for the state of `step` at a `StateServer`. Returns its description, and a function that
+    reads the tensor with a number into a contiguous tensor on the CPU. Raises one of
+    `NETWORK_ERRORS` if the server is gone, or has no state of this step within `limit_s`; NoState
+    as soon as `still_comes` returns False without it.
+    """
 
     def get(part: object) -> Any:
         return _opener.open(f"http://{server}/state/{step}/{part}", timeout=limit_s)
@@ -220,5 +239,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous tensor, for as long as the tensor is there. torch needs no numpy."""
+    """Return a view of the memory of a contiguous tensor, for as long as the tensor is there. torch
+    needs no numpy.
+    """
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

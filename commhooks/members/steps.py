@@ -24,14 +24,16 @@ from commhooks.members.this_machine import ThisMachine
 
 _MOST_FAILURES = 5
 _ERRORS = (RuntimeError, ValueError, OSError)
-"""Raised when a connection is lost. torch 2.13 raises ValueError if it cannot name the group of a failed collective,
-because torch.distributed does not know it."""
+"""Raised when a connection is lost. torch 2.13 raises ValueError if it cannot name the group of a
+failed collective, because torch.distributed does not know it.
+"""
 
 
 @dataclass
 class Attempt:
-    """An exchange, until it is known whether all machines commit it. `held` is what has arrived; None if something is
-    missing."""
+    """An exchange, until it is known whether all machines commit it. `held` is what has arrived;
+    None if something is missing.
+    """
 
     decision: Decision
     held: OuterExchange | None = None
@@ -53,14 +55,26 @@ class MachineSteps:
     _outer: FragmentSession
     _common: CommonState
 
-    def __init__(self, machine: ThisMachine, source: GradientSource, signature: Mapping[str, str]) -> None:
+    def __init__(
+        self, machine: ThisMachine, source: GradientSource, signature: Mapping[str, str]
+    ) -> None:
         self.participants: tuple[Report, ...] = ()
         self.exchanged_with: tuple[Report, ...] = ()
         self.healing = Healing(machine, source)
-        self.options, self.name, self.logs = machine.options, machine.id.rpartition(":")[0], machine.ranks.is_first
+        self.options, self.name, self.logs = (
+            machine.options,
+            machine.id.rpartition(":")[0],
+            machine.ranks.is_first,
+        )
         self._machine, self._source, self._left = machine, source, False
-        self._attempt: Attempt | None = None  # kept if `end_round` raises, because others may have committed it
-        self._ranks, self._connections, self._lines = machine.ranks, machine.connections, machine.lines
+        self._attempt: Attempt | None = (
+            None  # kept if `end_round` raises, because others may have committed it
+        )
+        self._ranks, self._connections, self._lines = (
+            machine.ranks,
+            machine.connections,
+            machine.lines,
+        )
         # What this machine reports; `_report` completes it.
         self._own = Report(
             id=machine.id,
@@ -98,20 +112,27 @@ class MachineSteps:
         return {"members": self.apart}
 
     def leave(self) -> None:
-        """End this machine's part in the training, and tell the others. `end_round` then raises HookRunError."""
+        """End this machine's part in the training, and tell the others. `end_round` then raises
+        HookRunError.
+        """
         self._left = True
         self.close()
 
     def close(self) -> None:
         self._machine.close()
 
-    # ---- an outer step -----------------------------------------------------------------------------------------------
+    # ---- an outer step
+    # ----------------------------------------------------------------------------------------------
 
-    def end_round(self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
-        """See `Partner`. Meet the other machines, and take an outer step with them or the state of one of them.
-        `exchange` is not called, because it would write before the others have confirmed. Return whether a new round
-        begins; False if no machine had trained, and the running round goes on. Raises AttachError before the first
-        outer step, if this machine does not match the others."""
+    def end_round(
+        self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
+    ) -> bool:
+        """See `Partner`. Meet the other machines, and take an outer step with them or the state of
+        one of them. `exchange` is not called, because it would write before the others have
+        confirmed. Return whether a new round begins; False if no machine had trained, and the
+        running round goes on. Raises AttachError before the first outer step, if this machine does
+        not match the others.
+        """
         if self._left:
             raise HookRunError("members: this machine has left the training (members.leave)")
         deadline = None if limit_s is None else time.monotonic() + limit_s
@@ -156,7 +177,9 @@ class MachineSteps:
                         about=decision.name,
                     )
                     if failures >= _MOST_FAILURES:
-                        raise HookRunError(f"members: the outer step failed {failures} times in turn: {failure}")
+                        raise HookRunError(
+                            f"members: the outer step failed {failures} times in turn: {failure}"
+                        )
 
     def _commit(self) -> None:
         attempt, self._attempt = self._attempt, None
@@ -170,7 +193,9 @@ class MachineSteps:
         self._connections.number = self._own.number
         reports = self._quorum(self._report(), deadline)
         if reports is None:
-            raise HookRunError("members: the other machines did not come to their outer step in time")
+            raise HookRunError(
+                "members: the other machines did not come to their outer step in time"
+            )
         self._connections.forget(reports)
         decision = decide(reports, self._own.id)
         for reason in decision.left_out:
@@ -193,8 +218,9 @@ class MachineSteps:
         )
 
     def _quorum(self, report: Report, deadline: float | None) -> list[Report] | None:
-        """Return the reports of all machines that are alive, the same on all ranks of this machine; None after
-        `deadline`. The report of the first rank counts."""
+        """Return the reports of all machines that are alive, the same on all ranks of this machine;
+        None after `deadline`. The report of the first rank counts.
+        """
         text, lighthouse = "", self._machine.lighthouse
         if lighthouse is not None:
             with span("quorum", self.name):
@@ -202,14 +228,16 @@ class MachineSteps:
             text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
         content = json.loads(self._ranks.first_text(text))
         if content["orphaned"]:
-            raise HookRunError("members: the torchrun that has started this machine is gone, so the machine ends")
+            raise HookRunError(
+                "members: the torchrun that has started this machine is gone, so the machine ends"
+            )
         reports, strangers = read_all(content["quorum"])
         if lighthouse is not None:
             lighthouse.seen(reports)
         if strangers:
             self._lines.say(
-                "another job uses the lighthouse, and is ignored: %s. Give each run a lighthouse of its own, because "
-                "it waits for all machines that use it",
+                "another job uses the lighthouse, and is ignored: %s. Give each run a lighthouse of"
+                " its own, because it waits for all machines that use it",
                 ", ".join(strangers[:3]),
                 once=True,
             )
@@ -221,12 +249,15 @@ class MachineSteps:
         self._own = dataclasses.replace(self._own, participates=True)
 
     def _exchange(self, decision: Decision, deadline: float | None) -> str:
-        """Exchange the differences, and confirm: steps 1 and 2 of the proof in `decide`. Returns a text about what
-        failed; "" if all machines can commit. It is a text, because an exception would keep the connections open, and
-        the others wait until they are closed."""
+        """Exchange the differences, and confirm: steps 1 and 2 of the proof in `decide`. Returns a
+        text about what failed; "" if all machines can commit. It is a text, because an exception
+        would keep the connections open, and the others wait until they are closed.
+        """
         self._attempt = attempt = Attempt(decision)
         failure, unreachable = "", tuple[str, ...]()
-        try:  # an error may occur on one rank of the machine only: no collective inside the machine before they agree
+        # an error may occur on one rank of the machine only: no collective inside the machine
+        # before they agree
+        try:
             self._arrive(attempt, self._limit(deadline))
         except _ERRORS as error:
             failure, unreachable = _not_ours(error), getattr(error, "unreachable", ())
@@ -248,8 +279,10 @@ class MachineSteps:
         return "" if confirmed else failure or "another rank of this machine has failed"
 
     def _arrive(self, attempt: Attempt, limit_s: float) -> None:
-        """Connect, and exchange all differences. Anchor, momentum and trained weights are not written; what is not
-        trained becomes the first machine's, which a repeated exchange does again."""
+        """Connect, and exchange all differences. Anchor, momentum and trained weights are not
+        written; what is not trained becomes the first machine's, which a repeated exchange does
+        again.
+        """
         machines = attempt.decision.machines
         trained = sum(machine.trained for machine in machines)
         weight = len(machines) / trained if self._own.trained else 0.0
@@ -265,7 +298,9 @@ class MachineSteps:
 
     def _limit(self, deadline: float | None) -> float:
         timeout_s = self.options.timeout_s
-        return timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
+        return (
+            timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
+        )
 
 
 def read_all(quorum: Sequence[tuple[str, object]]) -> tuple[list[Report], list[str]]:

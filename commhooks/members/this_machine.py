@@ -1,4 +1,6 @@
-"""What connects this machine with the others: its lighthouse client, state server, connections and ranks."""
+"""What connects this machine with the others: its lighthouse client, state server, connections and
+ranks.
+"""
 
 import json
 import socket
@@ -27,14 +29,19 @@ class ThisMachine:
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
-        AttachError: the lighthouse cannot be reached within `timeout_s`, or others could not reach this machine.
+        AttachError: the lighthouse cannot be reached within `timeout_s`, or others could not reach
+            this machine.
     """
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
-        own_id = f"{options.name or socket.gethostname()}:{uuid.uuid4().hex[:8]}" if ranks.is_first else ""
+        own_id = (
+            f"{options.name or socket.gethostname()}:{uuid.uuid4().hex[:8]}"
+            if ranks.is_first
+            else ""
+        )
         self.id = ranks.first_text(own_id)
         self.store = ""
         self.connections = Connections(self.id, ranks.shard, device, options.timeout_s)
@@ -44,7 +51,9 @@ class ThisMachine:
         except (HookConfigError, AttachError) as error:
             failure = json.dumps([type(error).__name__, str(error)])
         except (OSError, RuntimeError) as error:  # of sockets
-            failure = json.dumps(["", f"members: this machine cannot listen for the other machines: {error}"])
+            failure = json.dumps(
+                ["", f"members: this machine cannot listen for the other machines: {error}"]
+            )
         if failure := ranks.first_text(failure):
             self.close()
             kind, text = json.loads(failure)
@@ -62,8 +71,12 @@ class ThisMachine:
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
             self.store = f"{host}:{self._store.port}"
-            self.lighthouse = Lighthouse(address, self.id, self.store, options.timeout_s, self.lines)
-        waited_for = self.lighthouse.heartbeats.waited_for if self.lighthouse is not None else lambda: None
+            self.lighthouse = Lighthouse(
+                address, self.id, self.store, options.timeout_s, self.lines
+            )
+        waited_for = (
+            self.lighthouse.heartbeats.waited_for if self.lighthouse is not None else lambda: None
+        )
         self.server = StateServer(host, options.timeout_s, self.connections.status, waited_for)
 
     def close(self) -> None:

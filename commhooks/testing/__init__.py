@@ -1,4 +1,6 @@
-"""Check a compressor of your own: `check` runs it on simulated ranks, without processes or a model."""
+"""Check a compressor of your own: `check` runs it on simulated ranks, without processes or a
+model.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -16,19 +18,31 @@ SHAPES = {"wide": (24, 40), "bias": (40,), "tall": (60, 16)}
 
 
 def check(compressor: Compressor[Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
-    """Run `compressor` on 1 to 4 simulated ranks, on float32 gradients of parameters with these shapes on the CPU,
-    compressing from the first step on. Needs no process group.
+    """Run `compressor` on 1 to 4 simulated ranks, on float32 gradients of parameters with these
+    shapes on the CPU, compressing from the first step on. Needs no process group.
 
     Raises:
         HookConfigError: `compressor` is none, for example its config or its class.
-        AssertionError: with one sentence for each rule of docs/own_hook.md that the compressor breaks.
-        HookRunError: the ranks send different things, or the exchange yields or returns something else than it must.
+        AssertionError: with one sentence for each rule of docs/own_hook.md that the compressor
+            breaks.
+        HookRunError: the ranks send different things, or the exchange yields or returns something
+            else than it must.
     """
     if not isinstance(compressor, Compressor):
-        raise HookConfigError(f"check({compressor!r}): expected a compressor, such as MyCompressor(MyConfig())")
-    rules = _Rules(compressor.with_start(0), {name: torch.zeros(shape) for name, shape in shapes.items()})
+        raise HookConfigError(
+            f"check({compressor!r}): expected a compressor, such as MyCompressor(MyConfig())"
+        )
+    rules = _Rules(
+        compressor.with_start(0), {name: torch.zeros(shape) for name, shape in shapes.items()}
+    )
     with torch.no_grad():
-        broken = [*rules.averages(), *rules.skips(), *rules.resumes(), *rules.sees_parameters(), *rules.is_bounded()]
+        broken = [
+            *rules.averages(),
+            *rules.skips(),
+            *rules.resumes(),
+            *rules.sees_parameters(),
+            *rules.is_bounded(),
+        ]
     if broken:
         raise AssertionError(f"{compressor.display_name}: " + "\n".join(broken))
 
@@ -48,7 +62,10 @@ class _Rules:
             yield from self._averaged(ranks, step, 4)
             given += float(torch.stack(self._gradients(step, 4)).mean(0).norm())
         if (kept := float(self._mean_residual(ranks).norm())) > given:
-            yield f"Its mean residual (norm {kept:.3g}) is larger than all gradients together (norm {given:.3g})."
+            yield (
+                f"Its mean residual (norm {kept:.3g}) is larger than all gradients together (norm"
+                f" {given:.3g})."
+            )
         if not torch.equal(random_state, torch.get_rng_state()):
             yield "It draws from torch's global generator, and changes the user's random numbers."
 
@@ -61,21 +78,32 @@ class _Rules:
             slot.of(buckets[1])[slot.numel // 2] = torch.inf
             committed = ranks.step(buckets)
             if committed and self._compressor.transactional:
-                yield f"Its Verdict is true although the gradient of {slot.name!r} is inf on one rank."
+                yield (
+                    f"Its Verdict is true although the gradient of {slot.name!r} is inf on one"
+                    " rank."
+                )
             if any(bool(bucket.isfinite().all()) for bucket in buckets):
-                yield f"The result is finite although the gradient of {slot.name!r} is inf on one rank."
+                yield (
+                    f"The result is finite although the gradient of {slot.name!r} is inf on one"
+                    " rank."
+                )
         if not _same(before, [state.entries for state in ranks.states]):
             yield "It has written learned state in a step that was not committed."
 
     def resumes(self) -> Iterator[str]:
-        """The learned state must be all that a run needs to go on, also with another number of ranks."""
+        """The learned state must be all that a run needs to go on, also with another number of
+        ranks.
+        """
         whole, resumed = self._trained(2, steps=3), self._ranks(2)
         resumed.states = copy.deepcopy(whole.states)
         straight, again = self._gradients(3, 2), self._gradients(3, 2)
         whole.step(straight)
         resumed.step(again)
         if not _same(straight, again):
-            yield "A resumed run gives other gradients: something that it has learned is not in its state_fields."
+            yield (
+                "A resumed run gives other gradients: something that it has learned is not in its"
+                " state_fields."
+            )
         for count in (1, 3):
             ranks = self._ranks(count)
             ranks.states = [copy.deepcopy(whole.states[0]) for _ in range(count)]
@@ -87,11 +115,15 @@ class _Rules:
             yield from self._averaged(ranks, 4, count)
 
     def sees_parameters(self) -> Iterator[str]:
-        """DDP changes its buckets, so no bit may depend on them. A compressor of whole buckets plans them as such."""
+        """DDP changes its buckets, so no bit may depend on them. A compressor of whole buckets
+        plans them as such.
+        """
         ranks = self._ranks(2)
         if any(plan.state_name for plan in ranks.plans):
             return
-        alone = {name: self._ranks(2, {name: parameter}) for name, parameter in self._parameters.items()}
+        alone = {
+            name: self._ranks(2, {name: parameter}) for name, parameter in self._parameters.items()
+        }
         for step in range(3):
             together, buckets = self._gradients(step, 2), self._gradients(step, 2)
             ranks.step(together)
@@ -99,7 +131,10 @@ class _Rules:
                 own = [slot.of(bucket).clone() for bucket in buckets]
                 alone[slot.name].step(own)
                 if not _same(own, [slot.of(bucket) for bucket in together]):
-                    yield f"The result of {slot.name!r} depends on the other parameters in its bucket."
+                    yield (
+                        f"The result of {slot.name!r} depends on the other parameters in its"
+                        " bucket."
+                    )
                     return
 
     def is_bounded(self) -> Iterator[str]:
@@ -107,11 +142,18 @@ class _Rules:
         plans = self._ranks(2).plans
         planned = self._compressor.memory_plan(plans, [plans]).residual
         if sizes[0] != sizes[1]:
-            yield f"What differs between ranks grows from {sizes[0]} bytes after 2 steps to {sizes[1]} after 6."
+            yield (
+                f"What differs between ranks grows from {sizes[0]} bytes after 2 steps to"
+                f" {sizes[1]} after 6."
+            )
         elif sizes[0] > planned:
-            yield f"It keeps {sizes[0]} bytes that differ between ranks, but its memory_plan says {planned}."
+            yield (
+                f"It keeps {sizes[0]} bytes that differ between ranks, but its memory_plan says"
+                f" {planned}."
+            )
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
+    # ---- helpers
+    # ----------------------------------------------------------------------------------------------
 
     def _averaged(self, ranks: SimulatedRanks, step: int, count: int) -> Iterator[str]:
         buckets = self._gradients(step, count)
@@ -124,14 +166,26 @@ class _Rules:
         if not bool(result.isfinite().all()):
             yield f"The result of step {step} is not finite, but all gradients are."
         elif self._keeps_residual:
-            lost = (wanted + kept - result - self._mean_residual(ranks)).norm() / (wanted + kept).norm()
+            lost = (wanted + kept - result - self._mean_residual(ranks)).norm() / (
+                wanted + kept
+            ).norm()
             if lost > self._tolerance:
-                yield f"With {count} ranks {lost:.1%} of gradient and residual are neither in the result nor kept."
+                yield (
+                    f"With {count} ranks {lost:.1%} of gradient and residual are neither in the"
+                    " result nor kept."
+                )
         elif result.dot(wanted) > 2 * wanted.square().sum():
-            yield f"With {count} ranks the result is longer than the mean: a sum must be divided by step.world_size."
+            yield (
+                f"With {count} ranks the result is longer than the mean: a sum must be divided by"
+                " step.world_size."
+            )
 
-    def _ranks(self, count: int, parameters: dict[str, torch.Tensor] | None = None) -> SimulatedRanks:
-        return SimulatedRanks(lambda: copy.deepcopy(self._compressor), count, parameters or self._parameters)
+    def _ranks(
+        self, count: int, parameters: dict[str, torch.Tensor] | None = None
+    ) -> SimulatedRanks:
+        return SimulatedRanks(
+            lambda: copy.deepcopy(self._compressor), count, parameters or self._parameters
+        )
 
     def _trained(self, count: int, steps: int) -> SimulatedRanks:
         ranks = self._ranks(count)
@@ -163,5 +217,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one.nan_to_num(1e30), other.nan_to_num(1e30))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(
+            _same(value, other[key]) for key, value in one.items()
+        )
     return len(one) == len(other) and all(map(_same, one, other))

@@ -1,4 +1,6 @@
-"""Any number of ranks in one process: the collectives of an exchange are computed as sums of tensors."""
+"""Any number of ranks in one process: the collectives of an exchange are computed as sums of
+tensors.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +19,13 @@ from commhooks.gradients.names import ModelNames
 
 
 class SimulatedRanks:
-    """`world_size` ranks that reduce one bucket, each with its own learned state. Needs no process group.
+    """`world_size` ranks that reduce one bucket, each with its own learned state. Needs no process
+    group.
 
     Args:
         new_compressor: makes the compressor of a rank; all must have equal options.
-        parameters: by name, in the order of the bucket. Only shapes, strides, dtype and device are read.
+        parameters: by name, in the order of the bucket. Only shapes, strides, dtype and device are
+            read.
 
     Attributes:
         layout, plans: of the bucket.
@@ -30,27 +34,47 @@ class SimulatedRanks:
     """
 
     def __init__(
-        self, new_compressor: Callable[[], Compressor[Any]], world_size: int, parameters: Mapping[str, torch.Tensor]
+        self,
+        new_compressor: Callable[[], Compressor[Any]],
+        world_size: int,
+        parameters: Mapping[str, torch.Tensor],
     ) -> None:
         self._compressors = [new_compressor() for _ in range(world_size)]
         first, compressor = next(iter(parameters.values())), self._compressors[0]
-        empty = torch.empty(sum(p.numel() for p in parameters.values()), dtype=first.dtype, device=first.device)
+        empty = torch.empty(
+            sum(p.numel() for p in parameters.values()), dtype=first.dtype, device=first.device
+        )
         self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))
         names = ModelNames(parameters.items())
-        infos = [ParameterInfo.of(name, p, names, compressor.config) for name, p in parameters.items()]
+        infos = [
+            ParameterInfo.of(name, p, names, compressor.config) for name, p in parameters.items()
+        ]
         self.plans: list[UnitPlan] = compressor.plan(infos)
-        self._compresses = not compressor.transactional or any(plan.compressed for plan in self.plans)
-        self._works = [c.workspace(self.layout, self.plans) if self._compresses else None for c in self._compressors]
+        self._compresses = not compressor.transactional or any(
+            plan.compressed for plan in self.plans
+        )
+        self._works = [
+            c.workspace(self.layout, self.plans) if self._compresses else None
+            for c in self._compressors
+        ]
         self.states = [LearnedState.of(c.state_fields) for c in self._compressors]
         self.bytes_sent = 0
 
     def step(self, buckets: Sequence[torch.Tensor]) -> bool:
-        """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed; True for a compressor
-        without learned state, which averages non-finite values, too."""
+        """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed;
+        True for a compressor without learned state, which averages non-finite values, too.
+        """
         ranks = zip(self._compressors, buckets, self._works, self.states, strict=True)
         with precision.full_precision():
             tasks = [
-                new_task(compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
+                new_task(
+                    compressor,
+                    self._compresses,
+                    flat,
+                    work,
+                    state,
+                    StepInfo(state.step, len(buckets), rank=rank),
+                )
                 for rank, (compressor, flat, work, state) in enumerate(ranks)
             ]
             steps = [task.advance(None) for task in tasks]
@@ -65,7 +89,10 @@ class SimulatedRanks:
             if self._compressors[0].transactional:
                 verdicts = {bool(step.finite) for step in steps if isinstance(step, Verdict)}
                 if len(verdicts) > 1:
-                    raise HookRunError("the ranks come to different verdicts: a Verdict must depend on reduced numbers")
+                    raise HookRunError(
+                        "the ranks come to different verdicts: a Verdict must depend on reduced"
+                        " numbers"
+                    )
                 good = verdicts.pop()
                 steps = [task.advance(good) for task in tasks]
                 for state in self.states:
@@ -82,7 +109,8 @@ def _reduce(sends: Sequence[Send], ranks: int) -> list[torch.Tensor]:
     kinds = {(send.op, tuple(send.tensor.shape), send.tensor.dtype, send.last) for send in sends}
     if len(kinds) > 1 or len(sends) < ranks:
         raise HookRunError(
-            "the ranks do not send the same: op, shape, dtype and last must follow from plan and options"
+            "the ranks do not send the same: op, shape, dtype and last must follow from plan and"
+            " options"
         )
     stacked = torch.stack([send.tensor for send in sends])
     if sends[0].op == "gather":

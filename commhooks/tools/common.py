@@ -1,4 +1,6 @@
-"""Helpers of the commands: running the user's code, parsing options, the process group, a stopwatch."""
+"""Helpers of the commands: running the user's code, parsing options, the process group, a
+stopwatch.
+"""
 
 import contextlib
 import os
@@ -21,9 +23,10 @@ from commhooks.request import why_not_called
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
-    """Context manager: run the user's code in the body as `python -m` would without arguments: the current folder is
-    first in `sys.path`, which is restored afterwards. Raises HookConfigError if the code calls `sys.exit`, as
-    `parse_args()` does if an argument is missing."""
+    """Context manager: run the user's code in the body as `python -m` would without arguments: the
+    current folder is first in `sys.path`, which is restored afterwards. Raises HookConfigError if
+    the code calls `sys.exit`, as `parse_args()` does if an argument is missing.
+    """
     argv = sys.argv
     search_path = list(sys.path)
     sys.argv = [path.partition(":")[0]]
@@ -32,8 +35,8 @@ def user_code(path: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         raise HookConfigError(
-            f"{path!r} has called sys.exit({error.code!r}) while it was imported or called. A script's own run, with "
-            "its parse_args(), belongs under `if __name__ == '__main__':`"
+            f"{path!r} has called sys.exit({error.code!r}) while it was imported or called. A"
+            " script's own run, with its parse_args(), belongs under `if __name__ == '__main__':`"
         ) from error
     finally:
         sys.argv = argv
@@ -44,10 +47,14 @@ def call(path: str) -> Any:
     with user_code(path):
         function = import_path(path, repr(path))
         if not callable(function) or isinstance(function, torch.nn.Module):
-            raise HookConfigError(f"{path!r} is a {type(function).__name__}; expected a function that builds the model")
+            raise HookConfigError(
+                f"{path!r} is a {type(function).__name__}; expected a function that builds the"
+                " model"
+            )
         if reason := why_not_called(function):
             raise HookConfigError(
-                f"{path!r} cannot be called without arguments ({reason}): write a function that builds the model"
+                f"{path!r} cannot be called without arguments ({reason}): write a function that"
+                " builds the model"
             )
         return function()
 
@@ -56,24 +63,30 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
     """Convert `["random_seed=1", "exclude=['*embed*']"]` to a dict. Values are YAML."""
     for text in texts:
         if not text.partition("=")[0].strip() or "=" not in text:
-            raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
+            raise HookConfigError(
+                f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4"
+            )
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
     except OmegaConfBaseException as error:
-        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {str(error).splitlines()[0]}") from None
+        raise HookConfigError(
+            f"--options {' '.join(texts)}: {error.full_key}: {str(error).splitlines()[0]}"
+        ) from None
     except YAMLError:
         raise HookConfigError(
-            f"--options {' '.join(texts)}: a value is not YAML; quote text with special characters, and the whole for "
-            "the shell: --options \"exclude=['*embed*']\""
+            f"--options {' '.join(texts)}: a value is not YAML; quote text with special characters,"
+            " and the whole for the shell: --options \"exclude=['*embed*']\""
         ) from None
     return dict(values)
 
 
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
-    """Context manager: use the existing process group, or make one of the ranks started by torchrun, on GPUs with the
-    device of LOCAL_RANK. Raises CommandError if torchrun has started no ranks (`example` is a command that does), or
-    `init_process_group` fails. `backend`: nccl, gloo; None: torch's choice."""
+    """Context manager: use the existing process group, or make one of the ranks started by
+    torchrun, on GPUs with the device of LOCAL_RANK. Raises CommandError if torchrun has started no
+    ranks (`example` is a command that does), or `init_process_group` fails. `backend`: nccl, gloo;
+    None: torch's choice.
+    """
     if dist.is_initialized():
         yield
         return
@@ -86,7 +99,9 @@ def process_group(backend: str | None, example: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
         hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
-        raise CommandError(f"the ranks cannot make a process group{which}{hint}: {error}") from error
+        raise CommandError(
+            f"the ranks cannot make a process group{which}{hint}: {error}"
+        ) from error
     try:
         yield
     finally:

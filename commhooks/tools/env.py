@@ -1,4 +1,6 @@
-"""`commhooks env`: print what a bug report needs: versions, backends, kernels, interfaces, cores."""
+"""`commhooks env`: print what a bug report needs: versions, backends, kernels, interfaces,
+cores.
+"""
 
 import argparse
 import importlib.metadata
@@ -16,7 +18,15 @@ from commhooks.compressors.native import library
 from commhooks.errors import HookConfigError
 from commhooks.gradients.precision import arithmetic_of
 
-PACKAGES = ("lightning", "pytorch-lightning", "accelerate", "transformers", "torchft", "triton", "omegaconf")
+PACKAGES = (
+    "lightning",
+    "pytorch-lightning",
+    "accelerate",
+    "transformers",
+    "torchft",
+    "triton",
+    "omegaconf",
+)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -38,10 +48,17 @@ def environment() -> dict[str, str]:
         **{package: _version(package) for package in PACKAGES},
         "backends": ", ".join(_backends()) or "none: this torch has no torch.distributed",
         "gpus": _gpus(),
-        "processor": f"{arithmetic_of(torch.device('cpu'))}; {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "processor": (
+            f"{arithmetic_of(torch.device('cpu'))}; {os.cpu_count()} cores,"
+            f" {torch.get_num_threads()} threads"
+        ),
         "native kernels": _native_kernels(),
         "interfaces": ", ".join(name for _, name in socket.if_nameindex()),
-        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(("GLOO_", "NCCL_"))},
+        **{
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("GLOO_", "NCCL_"))
+        },
     }
 
 

@@ -14,14 +14,21 @@ def run(arguments: argparse.Namespace) -> None:
     from torchft.coordination import LighthouseServer
 
     try:
-        server = LighthouseServer(f"[::]:{arguments.port}", 1, join_timeout_ms=int(arguments.wait_s * 1000))
+        server = LighthouseServer(
+            f"[::]:{arguments.port}", 1, join_timeout_ms=int(arguments.wait_s * 1000)
+        )
     except Exception as error:  # torchft raises RuntimeError
         raise CommandError(f"the lighthouse cannot use port {arguments.port}: {error}") from error
     port = server.address().rpartition(":")[2]
     try:
         print(f"export {VARIABLE}=http://{host_for_others()}:{port}", flush=True)
-        print("Set this on every machine, or another address of this one that they reach. Ctrl-C ends it.", flush=True)
-        # Wake up now and then: a signal that comes just before a wait without a limit would not end it.
+        print(
+            "Set this on every machine, or another address of this one that they reach. Ctrl-C"
+            " ends it.",
+            flush=True,
+        )
+        # Wake up now and then: a signal that comes just before a wait without a limit would not end
+        # it.
         while not threading.Event().wait(1.0):
             pass
     except KeyboardInterrupt:

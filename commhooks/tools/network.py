@@ -1,5 +1,6 @@
-"""`commhooks network`: measure the network between the ranks, and predict the time that a training step spends on it.
-docs/commands.md describes the model of the prediction."""
+"""`commhooks network`: measure the network between the ranks, and predict the time that a training
+step spends on it. docs/commands.md describes the model of the prediction.
+"""
 
 import argparse
 import contextlib
@@ -17,7 +18,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import Op, collective_error, gather_rows, gather_texts, resolve_group
+from commhooks.comm.collectives import (
+    Op,
+    collective_error,
+    gather_rows,
+    gather_texts,
+    resolve_group,
+)
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import places_of, ranks_by_place
 from commhooks.compressors.unit_plan import ParameterInfo
@@ -47,26 +54,32 @@ CANDIDATES = (
 )
 """In order of increasing loss."""
 SMALL = 0.15
-"""An exchange is small if it takes at most this share of a step's computing time. A lossier hook could then make the
-step at most 13 % shorter."""
+"""An exchange is small if it takes at most this share of a step's computing time. A lossier hook
+could then make the step at most 13 % shorter.
+"""
 SLOW = 0.5
 """A connection is slow below this share of the median rate."""
 UNUSED = 0.25
 """An interface is slow below this share of its rated speed."""
 MOST = 66
-"""The maximum number of pairs to measure: all pairs of 12 ranks. A pair takes 0.25 s on a fast network."""
+"""The maximum number of pairs to measure: all pairs of 12 ranks. A pair takes 0.25 s on a fast
+network.
+"""
 COUNTED_BYTES = 100_000
 """An interface that has sent fewer bytes was not used by the measurement."""
 SYSTEM = Path("/sys/class/net")  # Linux only
 CONNECTIONS_LEGEND = (
-    "Two ranks: one large message in one direction while no other rank sends, and half the round trip of a small one. "
-    "All at once: what every rank sends, and receives at the same time, in an all-reduce of a large buffer, and the "
-    "time of an all-reduce of one number."
+    "Two ranks: one large message in one direction while no other rank sends, and half the round"
+    " trip of a small one. All at once: what every rank sends, and receives at the same time, in an"
+    " all-reduce of a large buffer, and the time of an all-reduce of one number."
 )
-ONE_MACHINE = "All ranks are on one machine, so this is the speed of its memory and processors, not of a network."
+ONE_MACHINE = (
+    "All ranks are on one machine, so this is the speed of its memory and processors, not of a"
+    " network."
+)
 LEGEND = (
-    "Predicted from the line 'all at once', as if nothing overlapped with the backward pass and the codec took no "
-    "time; * with ranks_per_node."
+    "Predicted from the line 'all at once', as if nothing overlapped with the backward pass and the"
+    " codec took no time; * with ranks_per_node."
 )
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _LARGEST_BYTES, _SMALLEST_BYTES = 32 * 2**20, 64 * 2**10
@@ -78,7 +91,9 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = {text: parsed_size(text) for text in arguments.params}
     if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
-    with process_group(arguments.backend, "torchrun --nnodes 2 --nproc-per-node 8 ... -m commhooks network"):
+    with process_group(
+        arguments.backend, "torchrun --nnodes 2 --nproc-per-node 8 ... -m commhooks network"
+    ):
         group = resolve_group()
         report = measure(group, sizes, arguments.step_ms)
         if group.rank() == 0:
@@ -86,12 +101,17 @@ def run(arguments: argparse.Namespace) -> None:
         dist.barrier()
 
 
-def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> "NetworkReport":
-    """Measure the network between the ranks of `group`. All of them must call this, and get the same report. `sizes`:
-    numbers of parameters, by the names that the report shows. `step_ms`: the time of a step without a network, if
-    known."""
+def measure(
+    group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None
+) -> "NetworkReport":
+    """Measure the network between the ranks of `group`. All of them must call this, and get the
+    same report. `sizes`: numbers of parameters, by the names that the report shows. `step_ms`: the
+    time of a step without a network, if known.
+    """
     if group.size() == 1:
-        raise CommandError("there is one rank, and no network to measure: start as many as the training will have")
+        raise CommandError(
+            "there is one rank, and no network to measure: start as many as the training will have"
+        )
     began = time.perf_counter()
     on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -103,14 +123,23 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     link = measure_link(group, device)
     pairs = measure_pairs(pairs_to_measure(list(machines.values())), group, device)
     own = busiest(before, others=len(machines) > 1)
-    texts = gather_texts(json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces")
-    inside = [p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())]
+    texts = gather_texts(
+        json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces"
+    )
+    inside = [
+        p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())
+    ]
     cluster = cluster_of(
-        list(machines.values()), link, max(inside, default=link.mbit_per_s), "nccl" if on_gpu else "gloo"
+        list(machines.values()),
+        link,
+        max(inside, default=link.mbit_per_s),
+        "nccl" if on_gpu else "gloo",
     )
     return NetworkReport(
         machines=machines,
-        interfaces={name: Interface(*json.loads(texts[ranks[0]])) for name, ranks in machines.items()},
+        interfaces={
+            name: Interface(*json.loads(texts[ranks[0]])) for name, ranks in machines.items()
+        },
         backend=backend_of(group, device),
         pairs=pairs,
         link=link,
@@ -120,13 +149,15 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     )
 
 
-# ---- all ranks together ----------------------------------------------------------------------------------------------
+# ---- all ranks together
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Link:
-    """Describes the network as measured on the slowest rank: the rate at which it sends, and receives, in a ring
-    all-reduce of one large buffer, and the time of an all-reduce of one number."""
+    """Describes the network as measured on the slowest rank: the rate at which it sends, and
+    receives, in a ring all-reduce of one large buffer, and the time of an all-reduce of one number.
+    """
 
     mbit_per_s: float
     latency_ms: float
@@ -137,7 +168,9 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
         row = torch.tensor([_all_reduce_s(buffer, group)], dtype=torch.float64, device=device)
         return float(gather_rows(row, group, None, "the time of an all-reduce").max())
 
-    latency_s = statistics.median(all_reduce_s(torch.ones(1, device=device)) for _ in range(2 + _REPEATS))
+    latency_s = statistics.median(
+        all_reduce_s(torch.ones(1, device=device)) for _ in range(2 + _REPEATS)
+    )
     buffer = torch.ones(_SMALLEST_BYTES // 4, device=device)
     took_s = all_reduce_s(buffer)
     while took_s < _enough_s(latency_s) and buffer.nbytes < _LARGEST_BYTES:
@@ -162,13 +195,15 @@ def _without_latency_s(took_s: float, latency_s: float) -> float:
     return max(took_s - latency_s, took_s / 10)
 
 
-# ---- pairs -----------------------------------------------------------------------------------------------------------
+# ---- pairs
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Describes the connection between two ranks: the rate of one large message from the first to the second, and half
-    the round-trip time of one number."""
+    """Describes the connection between two ranks: the rate of one large message from the first to
+    the second, and half the round-trip time of one number.
+    """
 
     ranks: tuple[int, int]
     mbit_per_s: float
@@ -176,8 +211,10 @@ class Pair:
 
 
 def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one inside a machine; if
-    that is still too many, each machine with the next. `machines`: the ranks of each."""
+    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one
+    inside a machine; if that is still too many, each machine with the next. `machines`: the ranks
+    of each.
+    """
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:
         return every
@@ -188,7 +225,9 @@ def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]
     return between + [(ranks[0], ranks[1]) for ranks in machines[:1] if len(ranks) > 1]
 
 
-def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device) -> list[Pair]:
+def measure_pairs(
+    pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device
+) -> list[Pair]:
     found = []
     for one, other in pairs:
         row = torch.zeros(2, dtype=torch.float64, device=device)
@@ -197,9 +236,12 @@ def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, de
                 row.copy_(torch.tensor(_ask(other, group, device)))
             elif group.rank() == other:
                 _answer(one, group, device)
-            dist.broadcast(row, group=group, group_src=one)  # the other ranks wait here, so only one pair runs
+            # the other ranks wait here, so only one pair runs
+            dist.broadcast(row, group=group, group_src=one)
         except RuntimeError as error:
-            raise collective_error(f"messages between rank {one} and rank {other}", group, error) from error
+            raise collective_error(
+                f"messages between rank {one} and rank {other}", group, error
+            ) from error
         rate, latency = row.tolist()
         found.append(Pair((one, other), rate, latency))
     return found
@@ -234,19 +276,23 @@ def _send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup, device: torch
     dist.send(tensor.to(device), group=group, group_dst=to)
 
 
-def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+def _receive(
+    tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
     tensor = tensor.to(device)
     dist.recv(tensor, group=group, group_src=source)
     return tensor
 
 
-# ---- interfaces ------------------------------------------------------------------------------------------------------
+# ---- interfaces
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Interface:
-    """Describes a network interface of a machine. The name is "" if unknown, as with InfiniBand, whose bytes Linux does
-    not count."""
+    """Describes a network interface of a machine. The name is "" if unknown, as with InfiniBand,
+    whose bytes Linux does not count.
+    """
 
     name: str = ""
     rated_mbit_per_s: float | None = None
@@ -255,7 +301,9 @@ class Interface:
     def words(self) -> str:
         if not self.name:
             return "interface unknown"
-        return self.name + (f", rated at {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else "")
+        return self.name + (
+            f", rated at {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else ""
+        )
 
 
 def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
@@ -284,13 +332,16 @@ def bandwidth(mbit_per_s: float) -> str:
     return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
 
 
-# ---- predictions -----------------------------------------------------------------------------------------------------
+# ---- predictions
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Holds the parameters of the network model: `bandwidth` in bit/s per machine, between machines; `inside` in bit/s
-    per rank, inside a machine; `latency` in seconds per message, between machines."""
+    """Holds the parameters of the network model: `bandwidth` in bit/s per machine, between
+    machines; `inside` in bit/s per rank, inside a machine; `latency` in seconds per message,
+    between machines.
+    """
 
     machines: int
     ranks_per_machine: int
@@ -300,11 +351,14 @@ class Cluster:
     backend: Literal["nccl", "gloo"]
 
     def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
-        """Predict the seconds of the collectives `ops` of each bucket, one after another. `counted`: bytes in all
-        buckets (see `Counters`), divided equally among `ops`. `together`: number of ranks of a machine in one group."""
+        """Predict the seconds of the collectives `ops` of each bucket, one after another.
+        `counted`: bytes in all buckets (see `Counters`), divided equally among `ops`. `together`:
+        number of ranks of a machine in one group.
+        """
         ranks, found = self.machines * together, 0.0
         for op in ops:
-            if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):  # each rank sends to every other rank
+            # each rank sends to every other rank
+            if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):
                 shares, messages = together * (ranks - together), ranks - together
             else:
                 shares, messages = ranks - 1, _messages(op, ranks, self.backend)
@@ -314,26 +368,39 @@ class Cluster:
 
 
 def _messages(op: Op, ranks: int, backend: str) -> int:
-    """Return the number of consecutive messages in a ring. NCCL sums in a tree if that needs fewer."""
+    """Return the number of consecutive messages in a ring. NCCL sums in a tree if that needs
+    fewer.
+    """
     if op == "gather":
         return ranks - 1
     return 2 * min(ranks - 1, math.ceil(math.log2(ranks)) if backend == "nccl" else ranks)
 
 
 def cluster_of(
-    machines: Sequence[Sequence[int]], link: Link, inside_mbit_per_s: float, backend: Literal["nccl", "gloo"]
+    machines: Sequence[Sequence[int]],
+    link: Link,
+    inside_mbit_per_s: float,
+    backend: Literal["nccl", "gloo"],
 ) -> Cluster:
     """Fit the model. If machines have different numbers of ranks, each rank counts as a machine."""
     ranks, sizes = sum(map(len, machines)), {len(each) for each in machines}
     together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
     latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
-    return Cluster(ranks // together, together, 1e6 * link.mbit_per_s, 1e6 * inside_mbit_per_s, latency, backend)
+    return Cluster(
+        ranks // together,
+        together,
+        1e6 * link.mbit_per_s,
+        1e6 * inside_mbit_per_s,
+        latency,
+        backend,
+    )
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Holds the predicted time that a step spends on the network with one hook, on average. `between_nodes`: whether
-    this is with `ranks_per_node`, because it is faster."""
+    """Holds the predicted time that a step spends on the network with one hook, on average.
+    `between_nodes`: whether this is with `ranks_per_node`, because it is faster.
+    """
 
     candidate: Predicted
     seconds: float
@@ -346,7 +413,9 @@ def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
 
 
 def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cluster) -> Exchange:
-    compressor = HookRequest.parse(candidate.hook, hook_options=candidate.options).new_compressor(total_steps=1)
+    compressor = HookRequest.parse(candidate.hook, hook_options=candidate.options).new_compressor(
+        total_steps=1
+    )
     assert compressor is not None
     plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
     config = compressor.config
@@ -363,34 +432,48 @@ def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cl
         return among_all
     # Inside a machine every gradient travels twice, as in an all-reduce.
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside
-    return min(among_all, Exchange(candidate, seconds(1) + inside, between_nodes=True), key=lambda each: each.seconds)
+    return min(
+        among_all,
+        Exchange(candidate, seconds(1) + inside, between_nodes=True),
+        key=lambda each: each.seconds,
+    )
 
 
 def parsed_size(text: str) -> float:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmb]?)", text.strip().lower())
     size = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else 0.0
     if size < 1:
-        raise HookConfigError(f"--params {text}: expected a number of parameters such as 350k, 124M or 1.5B")
+        raise HookConfigError(
+            f"--params {text}: expected a number of parameters such as 350k, 124M or 1.5B"
+        )
     return size
 
 
 def transformer(numel: float) -> dict[str, torch.Tensor]:
-    """Make a transformer of about `numel` parameters on the meta device: 64 times as wide as deep, like GPT-2."""
+    """Make a transformer of about `numel` parameters on the meta device: 64 times as wide as deep,
+    like GPT-2.
+    """
     width = max(64, 64 * round((64 * numel / 12) ** (1 / 3) / 64))
     layers = max(1, round(numel / (12 * width**2)))
     shapes = {"attention": (3 * width, width), "output": (width, width), "norm": (width,)}
     shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
     with torch.device("meta"):
-        return {f"{layer}.{name}": torch.empty(shape) for layer in range(layers) for name, shape in shapes.items()}
+        return {
+            f"{layer}.{name}": torch.empty(shape)
+            for layer in range(layers)
+            for name, shape in shapes.items()
+        }
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
+# ---- the report
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """Holds the result of `commhooks network`, equal on every rank. `print(report)` shows tables and advice. `machines`
-    and `interfaces` are by machine; `exchanges` by model size, one per hook."""
+    """Holds the result of `commhooks network`, equal on every rank. `print(report)` shows tables
+    and advice. `machines` and `interfaces` are by machine; `exchanges` by model size, one per hook.
+    """
 
     machines: dict[str, list[int]]
     interfaces: dict[str, Interface]
@@ -416,13 +499,17 @@ class NetworkReport:
         for pair in self.pairs:
             ranks_of_pair = f"{pair.ranks[0]} - {pair.ranks[1]}"
             connections.add_row(ranks_of_pair, f"{pair.mbit_per_s:,.0f}", f"{pair.latency_ms:.3g}")
-        connections.add_row("all at once", f"{self.link.mbit_per_s:,.0f}", f"{self.link.latency_ms:.3g}")
+        connections.add_row(
+            "all at once", f"{self.link.mbit_per_s:,.0f}", f"{self.link.latency_ms:.3g}"
+        )
         times = new_table("Seconds per step, by size")
         times.add_column("hook")
         for size in self.exchanges:
             times.add_column(size, justify="right")
         for row in zip(*self.exchanges.values(), strict=True):
-            cells = [f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row]
+            cells = [
+                f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row
+            ]
             times.add_row(row[0].candidate.label, *cells)
         legend = CONNECTIONS_LEGEND + (f" {ONE_MACHINE}" if len(self.machines) == 1 else "")
         return text_of(*lines, connections, legend, times, LEGEND, *self.advice())
@@ -435,14 +522,18 @@ class NetworkReport:
         machine = {rank: name for name, ranks in self.machines.items() for rank in ranks}
         found = []
         for where, one_machine in (("between machines", False), ("inside a machine", True)):
-            pairs = [each for each in self.pairs if (machine[each.ranks[0]] == machine[each.ranks[1]]) is one_machine]
+            pairs = [
+                each
+                for each in self.pairs
+                if (machine[each.ranks[0]] == machine[each.ranks[1]]) is one_machine
+            ]
             usual = statistics.median(pair.mbit_per_s for pair in pairs) if pairs else 0.0
             worst = min(pairs, key=lambda pair: pair.mbit_per_s, default=None)
             if worst is not None and worst.mbit_per_s < SLOW * usual:
                 found.append(
-                    f"Ranks {worst.ranks[0]} and {worst.ranks[1]} reach {bandwidth(worst.mbit_per_s)} where "
-                    f"{bandwidth(usual)} is usual {where}: every all-reduce waits for the slowest connection. Check "
-                    "this one first."
+                    f"Ranks {worst.ranks[0]} and {worst.ranks[1]} reach"
+                    f" {bandwidth(worst.mbit_per_s)} where {bandwidth(usual)} is usual {where}:"
+                    " every all-reduce waits for the slowest connection. Check this one first."
                 )
         return found
 
@@ -458,30 +549,37 @@ class NetworkReport:
         name, each = slow[0]
         others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
         return [
-            f"{name}{others} sends over {each.words}, but reaches {bandwidth(reached)}. Is it the right one? "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no exclusion such as ^lo). If it is, "
-            "look at what else uses the network."
+            f"{name}{others} sends over {each.words}, but reaches {bandwidth(reached)}. Is it the"
+            " right one? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no"
+            " exclusion such as ^lo). If it is, look at what else uses the network."
         ]
 
     def _hook(self, size: str, exchanges: list[Exchange]) -> str:
         plain = exchanges[0]
-        spends = f"{size} parameters: with plain DDP a step spends {_duration(plain.seconds)} on the network"
+        spends = (
+            f"{size} parameters: with plain DDP a step spends {_duration(plain.seconds)} on the"
+            " network"
+        )
         if self.step_ms is None:
             return (
-                f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing is needed. Else "
-                'begin with hook="auto", which measures and chooses; hook="diloco" sends the least. --step-ms names '
-                "one."
+                f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing"
+                ' is needed. Else begin with hook="auto", which measures and chooses;'
+                ' hook="diloco" sends the least. --step-ms names one.'
             )
         computing, limit = f"beside {self.step_ms:g} ms of computing", SMALL * self.step_ms / 1e3
         if plain.seconds <= limit:
             return f"{spends}, {computing}: nothing needed."
         small = [each for each in exchanges if each.seconds <= limit]
         best = small[0] if small else min(exchanges, key=lambda each: each.seconds)
-        options = f", hook_options={dict(best.candidate.options)!r}" if best.candidate.options else ""
+        options = (
+            f", hook_options={dict(best.candidate.options)!r}" if best.candidate.options else ""
+        )
         nodes = ', ranks_per_node="auto"' if best.between_nodes else ""
         return (
-            f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be {_duration(best.seconds)}: '
-            f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the last loss with plain "
+            f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be'
+            f" {_duration(best.seconds)}: "
+            f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the"
+            " last loss with plain "
             "DDP's."
         )
 

@@ -1,4 +1,6 @@
-"""`auto` where ranks form nodes, and on shards of FSDP2: it tries what is fast there, and all ranks decide alike."""
+"""`auto` where ranks form nodes, and on shards of FSDP2: it tries what is fast there, and all ranks
+decide alike.
+"""
 
 import dataclasses
 import os
@@ -33,11 +35,17 @@ TRIAL_STEPS = 3
 """Of 0.1 s each, which is enough."""
 TRIAL = trials.WARM_UP + TRIAL_STEPS
 short_trials = mock.patch.object(trials, "TRIAL_STEPS", TRIAL_STEPS)
-START = {"int8_compress": "start_iter", "int4_compress": "start_iter", "powerSGD": "start_powerSGD_iter"}
+START = {
+    "int8_compress": "start_iter",
+    "int4_compress": "start_iter",
+    "powerSGD": "start_powerSGD_iter",
+}
 
 
 def _on_an_accelerator(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Where the host does not read what is computed, with gloo's collectives, which has messages on the CPU only."""
+    """Where the host does not read what is computed, with gloo's collectives, which has messages on
+    the CPU only.
+    """
     with masks(), mock.patch.object(PointToPoint, "applies_to", return_value=False):
         return _as_by_name(options, count)
 
@@ -53,24 +61,31 @@ def _as_by_name(options: dict[str, Any], count: int) -> dict[str, Any]:
     if start:
         by_name.train(run.step)
     else:
-        by_name.train(1).ddp.module.load_state_dict(run.ddp.module.state_dict())  # DDP then has the same buckets
+        # DDP then has the same buckets
+        by_name.train(1).ddp.module.load_state_dict(run.ddp.module.state_dict())
         by_name.step = run.step
         run.train(1)
         by_name.train(1)
     session = session_of(run.hook)
     layouts = [known.layout for known in session.consensus.buckets if known.used]
-    seen = ObservedPass(1.0, layouts, session.consensus.binding.names, session.listener._memory_plan)
+    seen = ObservedPass(
+        1.0, layouts, session.consensus.binding.names, session.listener._memory_plan
+    )
     stats, stats_by_name = run.hook.stats(), by_name.hook.stats()
     return {
         "label": chosen.label,
         "same": torch.equal(run.gradients[-1], by_name.gradients[-1]),
         "weights": run.weights(),
         "notes": run.hook.state_dict()["notes"],
-        "residuals": residuals(run.hook).keys() == (residuals(by_name.hook).keys() if start else set()),
+        "residuals": (
+            residuals(run.hook).keys() == (residuals(by_name.hook).keys() if start else set())
+        ),
         "sent": [each["bytes_sent_last_pass"] for each in (stats, stats_by_name)],
         "inside": stats["bytes_inside_nodes"] > 0,
         "memory": seen.memory(session.compressor) == run.hook.plan().memory,  # as before a trial
-        "plan": [dataclasses.replace(each.hook.plan(), hook="", start_step=0) for each in (run, by_name)],
+        "plan": [
+            dataclasses.replace(each.hook.plan(), hook="", start_step=0) for each in (run, by_name)
+        ],
         "lines": [line for line in lines if "auto: " in line],
     }
 
@@ -87,14 +102,23 @@ def test_between_nodes_the_choice_trains_as_by_name(
 ) -> None:
     ranks = run_ranks(train, options, count, world_size=4)
     for rank in ranks:
-        assert rank["label"] == label and rank["same"] and rank["residuals"] and rank["inside"] and rank["memory"]
+        assert (
+            rank["label"] == label
+            and rank["same"]
+            and rank["residuals"]
+            and rank["inside"]
+            and rank["memory"]
+        )
         assert rank["sent"][0] == rank["sent"][1] and rank["plan"][0] == rank["plan"][1]
-        assert rank["notes"] == ranks[0]["notes"] and torch.equal(rank["weights"], ranks[0]["weights"])
+        assert rank["notes"] == ranks[0]["notes"] and torch.equal(
+            rank["weights"], ranks[0]["weights"]
+        )
     (line,) = ranks[0]["lines"]
     assert f"auto: {label} from step " in line and " per step and node: a step takes " in line
 
 
-# What it is told, the machine of each rank, whether DDP looks for unused parameters, and whether there are nodes then.
+# What it is told, the machine of each rank, whether DDP looks for unused parameters, and whether
+# there are nodes then.
 ARRANGEMENTS = [
     (2, [0, 0, 0, 0], False, True),
     (None, [0, 1, 0, 1], False, True),  # it looks for machines itself
@@ -105,7 +129,9 @@ ARRANGEMENTS = [
 
 
 def _offered() -> list[tuple[set[str], int]]:
-    """In each arrangement the candidates after the measuring, and the ranks per node in what is saved."""
+    """In each arrangement the candidates after the measuring, and the ranks per node in what is
+    saved.
+    """
     register_compressor(PrescribedAutoCompressor)
     found = []
     for ranks_per_node, machines, unused, _ in ARRANGEMENTS:
@@ -113,7 +139,9 @@ def _offered() -> list[tuple[set[str], int]]:
             auto, ddp = PrescribedAuto(quality="close"), {"find_unused_parameters": unused}
             run = Run.new(hook=auto, ranks_per_node=ranks_per_node, ddp=ddp).train(BEGIN + 1)
         assert decision_of(run).phase == "trying"
-        found.append((set(decision_of(run).known), run.hook.state_dict()["notes"].get("ranks_per_node", 1)))
+        found.append(
+            (set(decision_of(run).known), run.hook.state_dict()["notes"].get("ranks_per_node", 1))
+        )
     return found
 
 
@@ -121,7 +149,10 @@ def test_candidates_work_between_nodes_where_there_are_some(run_ranks: Any) -> N
     labels = ("bf16", "int8", "int4", "powerSGD rank 16")
     for rank in run_ranks(_offered, world_size=4):
         for (known, ranks_per_node), (*_, nodes) in zip(rank, ARRANGEMENTS, strict=True):
-            assert known == {"allreduce", *(f"{name}{' between nodes' if nodes else ''}" for name in labels)}
+            assert known == {
+                "allreduce",
+                *(f"{name}{' between nodes' if nodes else ''}" for name in labels),
+            }
             assert ranks_per_node == (2 if nodes else 1)
 
 
@@ -141,7 +172,11 @@ def _saved_while(steps: int) -> dict[str, Any]:
         "decisions": decisions[0].to_plain() == decisions[1].to_plain(),
         "after": decision_of(run).to_plain() == decision_of(again).to_plain(),
         "weights": [run.weights(), again.weights()],
-        "flat": (decision_of(flat).candidate.label, decision_of(flat).since, len(residuals(flat.hook))),
+        "flat": (
+            decision_of(flat).candidate.label,
+            decision_of(flat).since,
+            len(residuals(flat.hook)),
+        ),
         "trains": flat.train(3).weights(),
         "saved": saved,
     }
@@ -159,14 +194,17 @@ def test_between_nodes_a_run_resumes(run_ranks: Any) -> None:
         assert rank["exact"] and rank["phase"] == "decided" and rank["decisions"] and rank["after"]
         assert torch.equal(*rank["weights"])
         # Without nodes nothing of that is possible: it begins anew.
-        assert rank["flat"] == ("allreduce", None, 0) and torch.equal(rank["trains"], ranks[0]["trains"])
+        assert rank["flat"] == ("allreduce", None, 0) and torch.equal(
+            rank["trains"], ranks[0]["trains"]
+        )
     more = run_ranks(_with_more_nodes, ranks[0]["saved"], world_size=6)
     for label, anew, weights in more:
         assert (label, anew) == ("powerSGD rank 2 between nodes", "measuring")
         assert torch.equal(weights, more[0][2])
 
 
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+# ---- FSDP2
+# --------------------------------------------------------------------------------------------------
 
 
 def _decision(hook: commhooks.CommHook) -> Any:
@@ -190,7 +228,9 @@ def _on_shards() -> dict[str, Any]:
     one, other = backward(model, random_gradients(steps)), backward(loaded, random_gradients(steps))
     return {
         "same": all(same),
-        "learned": all(torch.equal(learned(hook)[key], each) for key, each in learned(again).items()),
+        "learned": all(
+            torch.equal(learned(hook)[key], each) for key, each in learned(again).items()
+        ),
         "resumed": all(torch.equal(one[name], other[name]) for name in one),
         "decisions": [_decision(each).to_plain() for each in (hook, again)],
         "bytes": hook.plan().bytes_after + hook.plan().flag_bytes,
@@ -204,7 +244,9 @@ def test_on_shards_the_choice_trains_as_by_name_and_resumes(run_ranks: Any) -> N
         assert rank["decisions"][0] == rank["decisions"][1] == ranks[0]["decisions"][0]
         assert rank["decisions"][0]["label"] == "int8"
     # The shards differ in size, and count with the larger one.
-    assert ranks[0]["decisions"][0]["figures"]["counted_bytes"]["int8"] == max(rank["bytes"] for rank in ranks)
+    assert ranks[0]["decisions"][0]["figures"]["counted_bytes"]["int8"] == max(
+        rank["bytes"] for rank in ranks
+    )
     assert len({rank["bytes"] for rank in ranks}) == 2
 
 
@@ -224,4 +266,7 @@ def _one_shard_is_slow() -> dict[str, Any]:
 
 def test_the_slowest_shard_counts(run_ranks: Any) -> None:
     for notes in run_ranks(_one_shard_is_slow, world_size=4):
-        assert notes["label"] == "allreduce" and notes["figures"]["tried_s"] == {"allreduce": 1.0, "int8": 3.0}
+        assert notes["label"] == "allreduce" and notes["figures"]["tried_s"] == {
+            "allreduce": 1.0,
+            "int8": 3.0,
+        }

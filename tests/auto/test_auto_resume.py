@@ -1,4 +1,6 @@
-"""The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if damaged."""
+"""The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if
+damaged.
+"""
 
 import dataclasses
 import math
@@ -56,7 +58,9 @@ def test_a_run_that_has_measured_nothing_yet_measures_longer(run_ranks: Any) -> 
     """Saved just before the decision; what was measured until then is not saved."""
     ranks = run_ranks(_too_late)
     for rank in ranks:
-        assert rank["phases"] == [("measuring", "allreduce")] * TRIAL_STEPS + [("trying", "int8")] * 2
+        assert (
+            rank["phases"] == [("measuring", "allreduce")] * TRIAL_STEPS + [("trying", "int8")] * 2
+        )
         assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
@@ -173,11 +177,15 @@ def test_another_exclude_counts_after_a_resume(label: str) -> None:
     now = _decided(label)
     made = _resumed(now, exclude=["*embed*"])
     assert _measures(made, now) and made.candidate.label == label
-    assert all(each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values())
+    assert all(
+        each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values()
+    )
 
 
 def test_a_choice_of_other_options_is_made_anew() -> None:
-    low = dataclasses.replace(OFFERED[POWER], options={"matrix_approximation_rank": 2, "exclude": []})
+    low = dataclasses.replace(
+        OFFERED[POWER], options={"matrix_approximation_rank": 2, "exclude": []}
+    )
     assert _resumed(dataclasses.replace(_decided(POWER), candidate=low)) == BEGUN
 
 
@@ -186,7 +194,8 @@ def test_another_quality_counts_after_a_resume() -> None:
     made = _resumed(now, quality="same")
     labels = {"allreduce", "bf16", "int8"}
     assert _measures(made, now) and made.known.keys() == made.counted_bytes.keys() == labels
-    same = _decided("int8", others=made.others, counted_bytes=made.counted_bytes)  # saved with quality="same"
+    # saved with quality="same"
+    same = _decided("int8", others=made.others, counted_bytes=made.counted_bytes)
     assert _measures(_resumed(same), same)
     assert _resumed(_decided("int4"), quality="same") == BEGUN
 
@@ -196,8 +205,14 @@ BAD: list[tuple[str, Any]] = [
     ("label", None),
     ("candidates", []),
     ("candidates", [{"label": "int8", "hook": "os:system", "options": {}, "changes": 1.0}]),
-    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"block_size": 7}, "changes": 1.0}]),
-    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"no": 7}, "changes": 1.0}]),
+    (
+        "candidates",
+        [{"label": "int8", "hook": "int8_compress", "options": {"block_size": 7}, "changes": 1.0}],
+    ),
+    (
+        "candidates",
+        [{"label": "int8", "hook": "int8_compress", "options": {"no": 7}, "changes": 1.0}],
+    ),
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": "x"}]),
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": 10**400}]),
     ("since", -1),
@@ -227,7 +242,13 @@ def test_a_damaged_decision_is_refused_and_changes_nothing() -> None:
     with process_group_of_one():
         run = Run.new(hook="auto")
         saved, before = run.save(residual="per_rank")["hook"], decision_of(run)
-        for notes in ([], "x", {"label": "int8"}, 3, *({**decided().to_plain(), key: value} for key, value in BAD)):
+        for notes in (
+            [],
+            "x",
+            {"label": "int8"},
+            3,
+            *({**decided().to_plain(), key: value} for key, value in BAD),
+        ):
             with pytest.raises(PayloadError):
                 run.hook.load_state_dict({**saved, "notes": notes})
             assert decision_of(run) is before, notes
@@ -237,7 +258,13 @@ def test_decisions_of_earlier_versions_are_read() -> None:
     """They measured again from time to time, and had further figures, with which they predicted."""
     made = _decided("int8", tried_s={"allreduce": 1.0, "int8": 0.4})
     saved = made.to_plain() | {"phase": "resting", "watch": [40, 48]}
-    saved["figures"] |= {"step_s": 0.4, "waiting_s": None, "predicted_s": {"int8": 0.5}, "codec_s": {}, "spent_s": 0.1}
+    saved["figures"] |= {
+        "step_s": 0.4,
+        "waiting_s": None,
+        "predicted_s": {"int8": 0.5},
+        "codec_s": {},
+        "spent_s": 0.1,
+    }
     saved["figures"] |= {"mbit_per_s": 941.0, "latency_ms": 0.2}
     assert Decision.from_plain(saved) == made
     trying = dataclasses.replace(made, phase="trying", tried_s={"allreduce": 1.0}).to_plain()

@@ -1,4 +1,6 @@
-"""`auto` in training: what it decides is done, as if it had been asked for by name; at, before and after the change."""
+"""`auto` in training: what it decides is done, as if it had been asked for by name; at, before and
+after the change.
+"""
 
 import math
 import threading
@@ -23,10 +25,18 @@ from commhooks.plan import parameter_plans
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import masks
-from tests.support.prescribed_auto import BEGIN, TRIAL, PrescribedAutoCompressor, decided, decision_of, new
+from tests.support.prescribed_auto import (
+    BEGIN,
+    TRIAL,
+    PrescribedAutoCompressor,
+    decided,
+    decision_of,
+    new,
+)
 from tests.support.training import Run, residuals
 
-# ---- as the choice by name -------------------------------------------------------------------------------------------
+# ---- as the choice by name
+# -------------------------------------------------------------------------------------------
 
 
 def _as_by_name() -> dict[str, Any]:
@@ -57,7 +67,10 @@ def test_the_choice_trains_as_by_name(run_ranks: Any) -> None:
         assert rank["residuals"]
         assert rank["stats"]["compressed_steps"] == 6
         assert rank["plan"]["parameters"] == rank["plan by name"]["parameters"]
-        assert rank["plan"]["hook"] == f"prescribed_auto: {rank['label']}" and rank["label"] in rank["table"]
+        assert (
+            rank["plan"]["hook"] == f"prescribed_auto: {rank['label']}"
+            and rank["label"] in rank["table"]
+        )
 
 
 def _without_memory() -> str:
@@ -101,14 +114,17 @@ def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
     ranks = run_ranks(_decides_by_the_clock)
     for rank in ranks:
         assert rank["before"] == "allreduce" and rank["as all-reduce"], "measuring changes nothing"
-        assert rank["decision"] == ranks[0]["decision"] and torch.equal(rank["weights"], ranks[0]["weights"])
+        assert rank["decision"] == ranks[0]["decision"] and torch.equal(
+            rank["weights"], ranks[0]["weights"]
+        )
         tried_s = rank["decision"]["figures"]["tried_s"]
         labels = [each["label"] for each in rank["decision"]["candidates"]]
         assert list(tried_s)[0] == "allreduce" and "powerSGD rank 16" in labels
         assert all(each > 0 for each in tried_s.values()) and len(rank["tried"]) > 1
 
 
-# ---- the change ------------------------------------------------------------------------------------------------------
+# ---- the change
+# --------------------------------------------------------------------------------------------------
 
 
 def _tries_all() -> dict[str, Any]:
@@ -130,7 +146,9 @@ def _tries_all() -> dict[str, Any]:
 def test_each_candidate_is_tried_in_training_steps(run_ranks: Any) -> None:
     ranks = run_ranks(_tries_all)
     for rank in ranks:
-        assert rank["labels"] == ["allreduce"] * BEGIN + ["int8"] * TRIAL + ["bf16"] * TRIAL + ["allreduce"]
+        assert rank["labels"] == ["allreduce"] * BEGIN + ["int8"] * TRIAL + ["bf16"] * TRIAL + [
+            "allreduce"
+        ]
         assert rank["decision"] == ranks[0]["decision"] and rank["decision"]["phase"] == "decided"
         assert torch.equal(rank["weights"], ranks[0]["weights"])
     (line,) = ranks[0]["lines"]
@@ -156,15 +174,21 @@ def test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce(run_rank
     ranks = run_ranks(_one_rank_has_no_times, 1)
     for rank in ranks:
         assert rank["decision"].to_plain() == ranks[0]["decision"].to_plain()
-        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "decided"
-    assert [len(rank["lines"]) for rank in ranks] == [1, 0] and "make no sense" in ranks[0]["lines"][0]
+        assert (
+            rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "decided"
+        )
+    assert [len(rank["lines"]) for rank in ranks] == [1, 0] and "make no sense" in ranks[0][
+        "lines"
+    ][0]
 
 
 def test_a_trial_that_cannot_be_measured_is_taken_back(run_ranks: Any) -> None:
     ranks = run_ranks(_one_rank_has_no_times, BEGIN + 1)
     for rank in ranks:
         assert rank["decision"].to_plain() == ranks[0]["decision"].to_plain()
-        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "decided"
+        assert (
+            rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "decided"
+        )
     assert "int8 could not be measured" in ranks[0]["lines"][0]
 
 
@@ -173,8 +197,12 @@ def _different_decisions(differ: str) -> str:
     session = session_of(run.hook)
     compressor = session.compressor
     assert isinstance(compressor, AutoCompressor)
-    other = {"what": decided("int4"), "when": decided(phase="measuring", watch=Watch(9, 17))}[differ]
-    session.consensus.replace_compressor(compressor._with(other if dist.get_rank() else decided("int8")))
+    other = {"what": decided("int4"), "when": decided(phase="measuring", watch=Watch(9, 17))}[
+        differ
+    ]
+    session.consensus.replace_compressor(
+        compressor._with(other if dist.get_rank() else decided("int8"))
+    )
     with pytest.raises(HookRunError) as caught:
         run.train(1)
     return str(caught.value)
@@ -187,7 +215,9 @@ def test_ranks_with_different_decisions_say_so(run_ranks: Any, differ: str) -> N
 
 
 def test_a_save_in_another_thread_does_not_wait_for_the_decision() -> None:
-    """A joint save holds the lock while it waits for the other ranks, whose training may wait for this rank's."""
+    """A joint save holds the lock while it waits for the other ranks, whose training may wait for
+    this rank's.
+    """
     with process_group_of_one():
         run = new().train(2)  # decides with the next pass
         saved: list[Any] = []
@@ -229,21 +259,32 @@ def _taken_back(finite: bool) -> dict[str, Any]:
     plain.ddp.module.load_state_dict(run.ddp.module.state_dict())
     plain.step = run.step
     same = torch.equal(run.train(1).gradients[-1], plain.train(1).gradients[-1])
-    return {"before": before, "during": during, "chosen": chosen, "same": same, "weights": run.weights()}
+    return {
+        "before": before,
+        "during": during,
+        "chosen": chosen,
+        "same": same,
+        "weights": run.weights(),
+    }
 
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_choice_that_is_taken_back_leaves_no_residuals(run_ranks: Any, finite: bool) -> None:
     ranks = run_ranks(_taken_back, finite)
     for rank in ranks:
-        assert rank["before"] and not rank["during"] and rank["chosen"] == "allreduce" and rank["same"]
+        assert (
+            rank["before"] and not rank["during"] and rank["chosen"] == "allreduce" and rank["same"]
+        )
         assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
-# ---- options and topologies ------------------------------------------------------------------------------------------
+# ---- options and topologies
+# ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offered", Auto(quality="close", exclude=["0.*"]).candidates, ids=lambda x: x.label)
+@pytest.mark.parametrize(
+    "offered", Auto(quality="close", exclude=["0.*"]).candidates, ids=lambda x: x.label
+)
 def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     """What is excluded counts for the candidates that have this option; bf16 casts everything."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -256,7 +297,10 @@ def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     excluded = {plan.name for plan in plans[0] if "excluded" in plan.reason}
     assert excluded == ({"0.weight", "0.bias"} if alone.state_fields else set())
     # No residual can belong to what is excluded, whichever candidate comes next.
-    infos = [ParameterInfo.of(name, p, names, chosen.config) for name, p in names.named_parameters().items()]
+    infos = [
+        ParameterInfo.of(name, p, names, chosen.config)
+        for name, p in names.named_parameters().items()
+    ]
     assert chosen.may_compress(infos) == [False, False, True, False]
 
 

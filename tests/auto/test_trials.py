@@ -49,7 +49,11 @@ def test_choose(times: dict[str, float], now: str, expected: str) -> None:
 def _begun(step_s: float = 1.0, config: Auto = CONFIG) -> Decision:
     """After ten steps of all-reduce."""
     return trials.after_measuring(
-        trials.begin(config, 0), 10, step_s, [each for each in OFFERED if each in config.candidates], SENT
+        trials.begin(config, 0),
+        10,
+        step_s,
+        [each for each in OFFERED if each in config.candidates],
+        SENT,
     )
 
 
@@ -72,17 +76,31 @@ def _run(times: Mapping[str, float], config: Auto = CONFIG) -> tuple[list[str], 
         ({"allreduce": 10.0, "int4": 1.4}, ["int4"], "int4"),
         ({"allreduce": 10.0, "int4": 3.0, "int8": 2.7}, ["int4", "int8"], "int8"),
         # It is hidden, or fast: nobody knows from bytes what a step takes.
-        ({"allreduce": 1.0, "int4": 0.95, "int8": 0.9, "bf16": 0.8}, ["int4", "int8", "bf16"], "bf16"),
+        (
+            {"allreduce": 1.0, "int4": 0.95, "int8": 0.9, "bf16": 0.8},
+            ["int4", "int8", "bf16"],
+            "bf16",
+        ),
         # What computes long says nothing about the network.
-        ({"allreduce": 1.0, "int4": 2.0, "int8": 1.9, "bf16": 1.02}, ["int4", "int8", "bf16"], "allreduce"),
+        (
+            {"allreduce": 1.0, "int4": 2.0, "int8": 1.9, "bf16": 1.02},
+            ["int4", "int8", "bf16"],
+            "allreduce",
+        ),
         # Steps of 10 ms.
-        ({"allreduce": 0.0109, "int4": 0.0119, "int8": 0.0149, "bf16": 0.0089}, ["int4", "int8", "bf16"], "bf16"),
+        (
+            {"allreduce": 0.0109, "int4": 0.0119, "int8": 0.0149, "bf16": 0.0089},
+            ["int4", "int8", "bf16"],
+            "bf16",
+        ),
     ],
 )
 def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], chosen: str) -> None:
     labels, now = _run(times)
     assert labels == tried and now.candidate.label == chosen
-    assert dict(now.tried_s) == {"allreduce": times["allreduce"]} | {label: times[label] for label in tried}
+    assert dict(now.tried_s) == {"allreduce": times["allreduce"]} | {
+        label: times[label] for label in tried
+    }
     untried = SENT.keys() - now.tried_s.keys()
     assert ("not tried, because their bytes alone" in now.why) == bool(untried)
     assert all(each in now.why for each in untried)
@@ -90,15 +108,26 @@ def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], cho
 
 
 def test_what_sends_as_much_as_all_reduce_is_not_tried() -> None:
-    """Of a model in bfloat16; and int4 where everything is excluded. Afterwards, with int8 in force, neither."""
+    """Of a model in bfloat16; and int4 where everything is excluded. Afterwards, with int8 in
+    force, neither.
+    """
     sent = {"allreduce": 50.0, "bf16": 50.0, "int8": 26.0, "int4": 50.0}
     now = trials.after_measuring(trials.begin(CONFIG, 0), 10, 1.0, OFFERED, sent)
     assert (now.candidate.label, now.phase) == ("int8", "trying")
     now = trials.after_trial(now, 20, 0.5)
-    assert (now.candidate.label, now.phase) == ("int8", "decided") and Decision.from_plain(now.to_plain()) == now
-    assert "not tried, because they send no less of this model: bf16, int4" in now.why and "alone" not in now.why
+    assert (now.candidate.label, now.phase) == ("int8", "decided") and Decision.from_plain(
+        now.to_plain()
+    ) == now
+    assert (
+        "not tried, because they send no less of this model: bf16, int4" in now.why
+        and "alone" not in now.why
+    )
     now = trials.after_measuring(now, 130, 1.0, OFFERED, sent)
-    assert (now.candidate.label, trials.worth_trying(now)) == ("allreduce", ["allreduce"])  # which is in force now
+    # which is in force now
+    assert (now.candidate.label, trials.worth_trying(now)) == (
+        "allreduce",
+        ["allreduce"],
+    )
 
 
 def test_a_trial_without_a_time_ends_the_trials() -> None:
@@ -108,7 +137,12 @@ def test_a_trial_without_a_time_ends_the_trials() -> None:
         assert now.phase == "trying" and now.candidate.label == "int4" and now.watch is not None
         assert (now.watch.begin, now.watch.end) == (10 + WARM_UP, 18 + TRIAL_STEPS * (turn + 1))
     now = trials.extended(now, 60)
-    assert (now.phase, now.since, now.candidate.label, now.switches) == ("decided", 60, "allreduce", 2)
+    assert (now.phase, now.since, now.candidate.label, now.switches) == (
+        "decided",
+        60,
+        "allreduce",
+        2,
+    )
     assert "int4 could not be measured" in now.why and set(now.known) == set(SENT)
     assert Decision.from_plain(now.to_plain()).to_plain() == now.to_plain()
 
@@ -120,7 +154,12 @@ def test_times_that_never_make_sense_end_the_measuring() -> None:
         now = trials.extended(now, 10 + turn)
         assert now.phase == "measuring" and now.watch == Watch(WARM_UP, 10 + turn + TRIAL_STEPS)
     now = trials.extended(now, 99)
-    assert (now.phase, now.since, now.candidate.label, now.extended) == ("decided", 99, "allreduce", 0)
+    assert (now.phase, now.since, now.candidate.label, now.extended) == (
+        "decided",
+        99,
+        "allreduce",
+        0,
+    )
     assert "make no sense" in now.why
 
 
@@ -131,7 +170,13 @@ def test_trials_after_a_resume_compare_with_the_choice_in_force() -> None:
     now = trials.after_measuring(now, 120, 2.0, OFFERED, SENT)
     assert now.candidate.label == "int4" and list(now.tried_s) == ["int8"]
     now = trials.after_trial(now, 130, 2.1)
-    assert now.candidate.label == "bf16"  # nothing is won by sending less: the network is not what takes long
+    # nothing is won by sending less: the network is not what takes long
+    assert now.candidate.label == "bf16"
     now = trials.after_trial(now, 140, 1.85)
     now = trials.after_trial(now, 150, 1.9)
-    assert (now.candidate.label, now.phase, now.since) == ("int8", "decided", 150)  # nothing gains a tenth
+    # nothing gains a tenth
+    assert (now.candidate.label, now.phase, now.since) == (
+        "int8",
+        "decided",
+        150,
+    )

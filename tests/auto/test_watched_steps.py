@@ -63,13 +63,17 @@ def test_a_pass_that_is_not_committed_is_not_shown(training: Training) -> None:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_on_cuda_the_host_waits_for_no_watched_pass(finished: bool) -> None:
-    """`finished`: whether the device keeps up. If not, the times are read where the decision is due."""
+    """`finished`: whether the device keeps up. If not, the times are read where the decision is
+    due.
+    """
     shown: list[int] = []
     with (
         process_group_of_one(),
         cuda_stand_ins() as cuda,
         mock.patch.object(Event, "query", lambda _: finished),
-        mock.patch.object(AutoCompressor, "observe", lambda _, seen: shown.append(len(seen.layouts))),
+        mock.patch.object(
+            AutoCompressor, "observe", lambda _, seen: shown.append(len(seen.layouts))
+        ),
     ):
         run = Run.new(hook="auto", hook_options={"measure_steps": 9})
         waits, so_far = [], []
@@ -79,5 +83,9 @@ def test_on_cuda_the_host_waits_for_no_watched_pass(finished: bool) -> None:
             loss.backward()
             waits.append(sum(map(len, cuda.host_waits.values())) - before)
             so_far.append(len(shown))
-    assert waits[1:9] == [0] * 8 and waits[9] > 0  # steps 2 to 8 are watched; with pass 9 it decides
-    assert so_far[:9] == [max(0, step - 1) if finished else 0 for step in range(9)] and so_far[9] == 7 + finished
+    # steps 2 to 8 are watched; with pass 9 it decides
+    assert waits[1:9] == [0] * 8 and waits[9] > 0
+    assert (
+        so_far[:9] == [max(0, step - 1) if finished else 0 for step in range(9)]
+        and so_far[9] == 7 + finished
+    )

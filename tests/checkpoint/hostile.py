@@ -1,4 +1,6 @@
-"""Payloads as damage or malice would make them: random changes of good ones, the same for the same seed."""
+"""Payloads as damage or malice would make them: random changes of good ones, the same for the same
+seed.
+"""
 
 import copy
 import io
@@ -22,7 +24,13 @@ def places(value: Any, path: Path = ()) -> list[Path]:
     """The paths of everything inside `value`, itself excluded; not deeper than payloads are."""
     if len(path) == 6:
         return []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [each for key, item in items for each in ((*path, key), *places(item, (*path, key)))]
 
 
@@ -50,16 +58,67 @@ def _in_itself() -> list[Any]:
     return endless
 
 
-# fmt: off
-VALUES: list[Callable[[], Any]] = [lambda value=value: value for value in (  # type: ignore[misc]
-    None, True, False, 0, 1, 2, -1, 7, 2**31, 2**61, 2**62, 2**63, 2**70, -(2**70), 10**400, 10**5000,
-    0.0, 0.5, 1.0, -1.0, float("nan"), float("inf"), float("-inf"), 5e-324, 1e-30, 1e-38, 1e30, 1e38, 1e308,
-    "", "powerSGD", "mean", "per_rank", "none", "1", "\ud800", "z\u0308\u202e", "x" * 100_000,
-    b"mean", "né".encode("utf-16"), 1j,
-    torch.float16, torch.device("cpu"), torch.Size([2, 3]), (), (1, 2),
-)] + [list, dict, set, lambda: [None], lambda: [0, 0], lambda: [2**70], lambda: {"": 0}, lambda: {3: [1]}]
+VALUES: list[Callable[[], Any]] = [
+    lambda value=value: value
+    for value in (  # type: ignore[misc]
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        7,
+        2**31,
+        2**61,
+        2**62,
+        2**63,
+        2**70,
+        -(2**70),
+        10**400,
+        10**5000,
+        0.0,
+        0.5,
+        1.0,
+        -1.0,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        5e-324,
+        1e-30,
+        1e-38,
+        1e30,
+        1e38,
+        1e308,
+        "",
+        "powerSGD",
+        "mean",
+        "per_rank",
+        "none",
+        "1",
+        "\ud800",
+        "z\u0308\u202e",
+        "x" * 100_000,
+        b"mean",
+        "né".encode("utf-16"),
+        1j,
+        torch.float16,
+        torch.device("cpu"),
+        torch.Size([2, 3]),
+        (),
+        (1, 2),
+    )
+] + [
+    list,
+    dict,
+    set,
+    lambda: [None],
+    lambda: [0, 0],
+    lambda: [2**70],
+    lambda: {"": 0},
+    lambda: {3: [1]},
+]
 VALUES += [_deep, _in_itself]
-# fmt: on
 
 
 def _one_is(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -147,7 +206,20 @@ def _delete(payload: Any, path: Path, rng: random.Random) -> str:
 def _rename(payload: Any, path: Path, rng: random.Random) -> str:
     inside = at(payload, path[:-1])
     item = inside.pop(path[-1])
-    key = rng.choice([f"{path[-1]}x", str(path[-1]).upper(), "", 0, None, b"step", (1,), "\ud800", "a\0b", 10**5000])
+    key = rng.choice(
+        [
+            f"{path[-1]}x",
+            str(path[-1]).upper(),
+            "",
+            0,
+            None,
+            b"step",
+            (1,),
+            "\ud800",
+            "a\0b",
+            10**5000,
+        ]
+    )
     if isinstance(inside, dict):
         inside[key] = item
     return f"renamed to {type(key).__name__}"
@@ -165,7 +237,11 @@ def _add(payload: Any, path: Path, rng: random.Random) -> str:
 
 def _exchange(payload: Any, path: Path, rng: random.Random) -> str:
     """What stands at two places changes them."""
-    others = [other for other in places(payload) if other[: len(path)] != path and path[: len(other)] != other]
+    others = [
+        other
+        for other in places(payload)
+        if other[: len(path)] != path and path[: len(other)] != other
+    ]
     if others:
         other = rng.choice(others)
         here, there = at(payload, path), at(payload, other)
@@ -174,11 +250,23 @@ def _exchange(payload: Any, path: Path, rng: random.Random) -> str:
     return "exchanged"
 
 
-CHANGES = [_replace, _replace, _replace, _change_tensor, _change_tensor, _delete, _rename, _add, _exchange]
+CHANGES = [
+    _replace,
+    _replace,
+    _replace,
+    _change_tensor,
+    _change_tensor,
+    _delete,
+    _rename,
+    _add,
+    _exchange,
+]
 
 
 def changed(payload: Any, donor: Any, rng: random.Random) -> tuple[Any, str]:
-    """A changed copy of `payload` and what was done; parts may come from another payload, `donor`."""
+    """A changed copy of `payload` and what was done; parts may come from another payload,
+    `donor`.
+    """
     payload, said = copy.deepcopy(payload), []
     for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
         paths = places(payload)
@@ -225,7 +313,9 @@ def as_file(content: Any) -> bytes:
 
 
 def changed_distributed(state: Any, donor: Any, rng: random.Random) -> tuple[Any, str]:
-    """As `changed`, of a state for `torch.distributed.checkpoint`: also inside its bytes, which hold payloads."""
+    """As `changed`, of a state for `torch.distributed.checkpoint`: also inside its bytes, which
+    hold payloads.
+    """
     if rng.random() < 0.4:
         return changed(state, donor, rng)
     state = dict(state)

@@ -1,4 +1,6 @@
-"""A hook is attached, loaded, saved and called in whatever mode the caller is, and trains on as without the mode."""
+"""A hook is attached, loaded, saved and called in whatever mode the caller is, and trains on as
+without the mode.
+"""
 
 import contextlib
 import copy
@@ -106,11 +108,18 @@ class Run:
         with self.caller.doing("save"):
             hook = self.hook.state_dict(residual)
         model, optimizer = self.ddp.module.state_dict(), self.optimizer.state_dict()
-        return {"model": copy.deepcopy(model), "optimizer": copy.deepcopy(optimizer), "hook": hook, "step": self.step}
+        return {
+            "model": copy.deepcopy(model),
+            "optimizer": copy.deepcopy(optimizer),
+            "hook": hook,
+            "step": self.step,
+        }
 
 
 def _handled(attach: Attach, caller: Caller, saved: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights after each part of a run that is resumed, saved in all ways, trained on, and resumed again."""
+    """The weights after each part of a run that is resumed, saved in all ways, trained on, and
+    resumed again.
+    """
     run = Run(attach, caller, saved)
     run.train(3)
     with caller.doing("save"):
@@ -119,7 +128,11 @@ def _handled(attach: Attach, caller: Caller, saved: dict[str, Any]) -> list[torc
     run.save("per_rank")
     for residual in ("mean", "distributed"):
         again = run.save(residual)
-        tensors = [each for entry in again["hook"].get("parameters", {}).values() for each in entry.values()]
+        tensors = [
+            each
+            for entry in again["hook"].get("parameters", {}).values()
+            for each in entry.values()
+        ]
         assert not any(each.is_inference() for each in tensors if isinstance(each, torch.Tensor))
         run.train(1)
         weights.append(flat(run.ddp.parameters()))
@@ -162,7 +175,9 @@ class _UsersState:
 
 def _attach_kind(kind: Kind, ddp: DistributedDataParallel) -> commhooks.CommHook:
     with computing_with(kind.kernel):
-        return commhooks.attach(ddp, kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper)
+        return commhooks.attach(
+            ddp, kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper
+        )
 
 
 def _attach_users(ddp: DistributedDataParallel) -> commhooks.CommHook:
@@ -176,7 +191,8 @@ ATTACH: dict[str, Attach] = {
         for name in ("powerSGD", "int4, torch", "batched", "random_k", "auto, chooses powerSGD")
     },
     "diloco with delay": functools.partial(
-        _attach_kind, Kind("diloco", {"sync_every": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.5})
+        _attach_kind,
+        Kind("diloco", {"sync_every": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.5}),
     ),
     "a user's function": _attach_users,
 }
@@ -185,17 +201,23 @@ ATTACH: dict[str, Attach] = {
 def _in_every_mode(name: str) -> list[str]:
     cases = {mode: Caller(MODES[mode], HANDLING) for mode in MODES}
     # A step in some of these modes is another step without a hook, too.
-    cases |= {f"steps in {mode}": Caller(MODES[mode], {"backward"}) for mode in ("inference mode", "deterministic")}
+    cases |= {
+        f"steps in {mode}": Caller(MODES[mode], {"backward"})
+        for mode in ("inference mode", "deterministic")
+    }
     cases["optimizer in autocast"] = Caller(MODES["autocast"], {"optimizer step"})
     return _differing(ATTACH[name], cases)
 
 
 @pytest.mark.parametrize("name", ATTACH)
-def test_a_hook_that_is_handled_in_a_mode_trains_on_as_without_it(run_ranks: Any, name: str) -> None:
+def test_a_hook_that_is_handled_in_a_mode_trains_on_as_without_it(
+    run_ranks: Any, name: str
+) -> None:
     assert run_ranks(_in_every_mode, name) == [[], []]
 
 
-# ---- other ways in ---------------------------------------------------------------------------------------------------
+# ---- other ways in
+# --------------------------------------------------------------------------------------------------
 
 
 def _pickled(caller: Caller) -> torch.Tensor:
@@ -216,7 +238,11 @@ def _pickled(caller: Caller) -> torch.Tensor:
 
 def _pickled_in_every_mode() -> list[str]:
     expected = _pickled(Caller())
-    return [name for name, mode in MODES.items() if not torch.equal(_pickled(Caller(mode, {"read"})), expected)]
+    return [
+        name
+        for name, mode in MODES.items()
+        if not torch.equal(_pickled(Caller(mode, {"read"})), expected)
+    ]
 
 
 def test_a_pickled_state_that_is_read_in_a_mode_trains_on(run_ranks: Any) -> None:
@@ -243,13 +269,19 @@ def _sharded(caller: Caller, hook: str, options: dict[str, Any]) -> torch.Tensor
 
 def _sharded_in_every_mode(hook: str, options: dict[str, Any]) -> list[str]:
     expected = _sharded(Caller(), hook, options)
-    # fully_shard itself needs parameters that are made outside of inference mode and on their device.
+    # fully_shard itself needs parameters that are made outside of inference mode and on their
+    # device.
     modes = {name: mode for name, mode in MODES.items() if name != "meta device by default"}
     within = {"inference mode": {"save", "load"}}
-    found = {n: _sharded(Caller(mode, within.get(n, HANDLING)), hook, options) for n, mode in modes.items()}
+    found = {
+        n: _sharded(Caller(mode, within.get(n, HANDLING)), hook, options)
+        for n, mode in modes.items()
+    }
     return [name for name, gradients in found.items() if not torch.equal(gradients, expected)]
 
 
 @pytest.mark.parametrize(("hook", "options"), [("powerSGD", POWERSGD), ("int4", {"start_iter": 1})])
-def test_a_sharded_model_is_handled_in_a_mode(run_ranks: Any, hook: str, options: dict[str, Any]) -> None:
+def test_a_sharded_model_is_handled_in_a_mode(
+    run_ranks: Any, hook: str, options: dict[str, Any]
+) -> None:
     assert run_ranks(_sharded_in_every_mode, hook, options) == [[], []]

@@ -1,8 +1,8 @@
-"""Something has changed between saving and loading: options, hook, wrapper, buckets, DDP, the model, its
-float type, the scaler.
+"""Something has changed between saving and loading: options, hook, wrapper, buckets, DDP, the
+model, its float type, the scaler.
 
-Each change is either right, without a word, or one error that lists the names and says what strict=False does; and
-strict=False does that, with one warning on rank 0.
+Each change is either right, without a word, or one error that lists the names and says what
+strict=False does; and strict=False does that, with one warning on rank 0.
 """
 
 import copy
@@ -47,7 +47,9 @@ def _model(kind: str) -> torch.nn.Module:
     """`make_model` and what may have become of it."""
     model = make_model(getattr(torch, kind) if kind == "float64" else torch.float32)
     if kind == "renamed":
-        model = torch.nn.Sequential(OrderedDict(("middle" if k == "5" else k, m) for k, m in model.named_children()))
+        model = torch.nn.Sequential(
+            OrderedDict(("middle" if k == "5" else k, m) for k, m in model.named_children())
+        )
     elif kind == "reshaped":
         model[5], model[7] = torch.nn.Linear(24, 32), torch.nn.Linear(32, 10)
     elif kind == "frozen":
@@ -63,13 +65,17 @@ def _new(kind: str = "", hook: Any = "powerSGD", **changes: Any) -> Run:
 
 
 def _weights_and_optimizer(run: Run, source: Run) -> None:
-    torch.nn.utils.vector_to_parameters(source.weights().to(next(run.ddp.parameters())), run.ddp.parameters())
+    torch.nn.utils.vector_to_parameters(
+        source.weights().to(next(run.ddp.parameters())), run.ddp.parameters()
+    )
     run.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
     run.step = source.step
 
 
 def _kept(saved: dict[str, Any], run: Run) -> dict[str, bool]:
-    """Name -> whether the memory of that parameter is what was saved; those that have no memory are left out."""
+    """Name -> whether the memory of that parameter is what was saved; those that have no memory are
+    left out.
+    """
     memory = session_of(run.hook).state  # type: ignore[union-attr]
     kept = {}
     for name, entry in saved["parameters"].items():
@@ -78,15 +84,16 @@ def _kept(saved: dict[str, Any], run: Run) -> dict[str, bool]:
             continue
         assert residual is not None and q is not None
         rows = min(len(q), len(entry["q"]))
-        kept[name] = torch.equal(residual, entry["residual"][0].flatten().to(residual.dtype)) and torch.equal(
-            q[:rows], entry["q"][:rows].flatten(1).to(q.dtype)
-        )
+        kept[name] = torch.equal(
+            residual, entry["residual"][0].flatten().to(residual.dtype)
+        ) and torch.equal(q[:rows], entry["q"][:rows].flatten(1).to(q.dtype))
     return kept
 
 
 MATRICES = ["0.weight", "3.weight", "5.weight", "7.weight"]
 
-# ------------------------------------------------------------------------------------------------- what is right
+# -------------------------------------------------------------------------------------------------
+# what is right
 
 # A compiled model has the names of the model: test_ddp_options.py.
 RIGHT: dict[str, dict[str, Any]] = {
@@ -131,18 +138,28 @@ def test_changes_that_a_state_does_not_know_of(run_ranks: Any, change: str) -> N
             result = rank[direction]
             assert result["kept"] == dict.fromkeys(MATRICES, True)
             assert result["warnings"] == []
-            assert (result["stats"]["step"], result["stats"]["compressed_steps"]) == (STEPS + MORE, MORE)
-            assert result["weights"].isfinite().all() and torch.equal(result["weights"], first["weights"])
+            assert (result["stats"]["step"], result["stats"]["compressed_steps"]) == (
+                STEPS + MORE,
+                MORE,
+            )
+            assert result["weights"].isfinite().all() and torch.equal(
+                result["weights"], first["weights"]
+            )
             if change == "buckets":
                 assert torch.equal(result["weights"], result["uninterrupted"])
 
 
-# ------------------------------------------------------------------------------------------------ another model
+# ------------------------------------------------------------------------------------------------
+# another model
 
 SAVED, NOW = "in the saved state, not in the model", "in the model, not in the saved state"
 # Change -> (kind of model that saves, kind that loads, what the text says of each name).
 MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "renamed": ("", "renamed", {"5.weight": SAVED, "5.bias": SAVED, "middle.weight": NOW, "middle.bias": NOW}),
+    "renamed": (
+        "",
+        "renamed",
+        {"5.weight": SAVED, "5.bias": SAVED, "middle.weight": NOW, "middle.bias": NOW},
+    ),
     "reshaped": (
         "",
         "reshaped",
@@ -152,11 +169,18 @@ MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
             "7.weight": "saved with shape (10, 24), now (10, 32)",
         },
     ),
-    "frozen": ("", "frozen", {name: f"{SAVED} (removed, renamed, or frozen now)" for name in ("5.weight", "5.bias")}),
+    "frozen": (
+        "",
+        "frozen",
+        {name: f"{SAVED} (removed, renamed, or frozen now)" for name in ("5.weight", "5.bias")},
+    ),
     "unfrozen": (
         "frozen",
         "",
-        {name: f"{NOW} (added, renamed, or frozen or tied then)" for name in ("5.weight", "5.bias")},
+        {
+            name: f"{NOW} (added, renamed, or frozen or tied then)"
+            for name in ("5.weight", "5.bias")
+        },
     ),
 }
 
@@ -164,9 +188,14 @@ MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
 def _refused(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
     """The error of loading into `run`, which has run already, and whether it is as before."""
     before, weights = copy.deepcopy(run.hook.state_dict()), run.weights()
-    with log_lines("commhooks", logging.WARNING) as lines, pytest.raises(commhooks.PayloadError) as error:
+    with (
+        log_lines("commhooks", logging.WARNING) as lines,
+        pytest.raises(commhooks.PayloadError) as error,
+    ):
         run.hook.load_state_dict(saved, strict=True)
-    untouched = same(before, run.hook.state_dict()) and torch.equal(weights, run.weights()) and not lines
+    untouched = (
+        same(before, run.hook.state_dict()) and torch.equal(weights, run.weights()) and not lines
+    )
     return {"error": str(error.value), "untouched": untouched, "weights": run.train(2).weights()}
 
 
@@ -216,7 +245,8 @@ def test_another_model(run_ranks: Any, change: str, hook: str, running: bool) ->
             assert any(line.startswith(f"  {name}: {problem}") for line in lines), name
         assert (
             last
-            == "strict=False, with hook=... or in the load, gives these parameters fresh memory and loads the others"
+            == "strict=False, with hook=... or in the load, gives these parameters fresh memory and"
+            " loads the others"
         )
         # All that has a residual and is as it was keeps it.
         fitting = ["0.weight", "3.weight", "5.weight", "7.weight"]
@@ -224,14 +254,17 @@ def test_another_model(run_ranks: Any, change: str, hook: str, running: bool) ->
             fitting += ["0.bias", "3.bias", "5.bias", "7.bias"]
         assert rank["kept"] == {name: True for name in fitting if name not in problems}
         assert (rank["step"], rank["compressed"]) == (STEPS + MORE, MORE)
-        assert rank["weights"].isfinite().all() and torch.equal(rank["weights"], ranks[0]["weights"])
+        assert rank["weights"].isfinite().all() and torch.equal(
+            rank["weights"], ranks[0]["weights"]
+        )
     (warning,) = ranks[0]["warnings"]
     assert all(f"  {name}: {problem}" in warning for name, problem in problems.items())
     assert "These parameters start with fresh memory (strict=False)." in warning
     assert ranks[1]["warnings"] == []
 
 
-# ------------------------------------------------------------------------------------------------- another hook
+# -------------------------------------------------------------------------------------------------
+# another hook
 
 HOOKS = [
     ("powerSGD", "batched_powerSGD"),
@@ -278,27 +311,37 @@ def test_another_hook(run_ranks: Any, before: str, after: str) -> None:
     old, new = (repr("users_hook" if each == "users" else each) for each in (before, after))
     for rank in ranks:
         refused = rank["refused"]
-        assert refused["error"] == (
-            f"the saved state is of hook {old}, but this hook is {new}. Attach the saved hook to continue with its "
-            "memory, or pass strict=False, with hook=... or to the load, to begin this one with fresh memory"
+        assert (
+            refused["error"]
+            == f"the saved state is of hook {old}, but this hook is {new}. Attach the saved hook to"
+            " continue with its memory, or pass strict=False, with hook=... or to the load, to"
+            " begin this one with fresh memory"
         )
         assert refused["untouched"]
         assert rank["forgotten"] and rank["step"] == 0
         assert rank["start"] == (1 if after.endswith("powerSGD") else None)
         assert rank["steps"] == [MORE, MORE]
         assert torch.equal(rank["weights"], ranks[0]["weights"])
-        # The batched form depends on the buckets, which a model that has run already has built anew.
+        # The batched form depends on the buckets, which a model that has run already has built
+        # anew.
         if after != "batched_powerSGD":
             assert torch.equal(rank["weights"], rank["fresh"])
     (warning,) = ranks[0]["warnings"]
-    text = f"the saved state is of hook {old}, but this hook is {new}: it begins with fresh memory (strict=False)"
+    text = (
+        f"the saved state is of hook {old}, but this hook is {new}: it begins with fresh memory"
+        " (strict=False)"
+    )
     expected = f"commhooks: {text}"
-    assert warning == expected + ("; its hook_state (_Sum) stays as it is" if after == "users" else "")
+    assert warning == expected + (
+        "; its hook_state (_Sum) stays as it is" if after == "users" else ""
+    )
     assert ranks[1]["warnings"] == []
 
 
 def _lost_state(strict: bool) -> dict[str, Any]:
-    """A user's hook whose state cannot take over what was saved; and one that can, where nothing was saved."""
+    """A user's hook whose state cannot take over what was saved; and one that can, where nothing
+    was saved.
+    """
     saver = _new(hook="users").train(STEPS)
     saved = copy.deepcopy(saver.hook.state_dict())
     result: dict[str, Any] = {"error": ""}
@@ -316,15 +359,21 @@ def _lost_state(strict: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool) -> None:
-    text = "the checkpoint holds a state of hook 'users_hook', but its hook_state now (Mute) has no load_state_dict"
-    nothing = "the checkpoint holds no state of hook 'users_hook': its hook_state (_Sum) stays as it is"
+    text = (
+        "the checkpoint holds a state of hook 'users_hook', but its hook_state now (Mute) has no"
+        " load_state_dict"
+    )
+    nothing = (
+        "the checkpoint holds no state of hook 'users_hook': its hook_state (_Sum) stays as it is"
+    )
     for place, rank in enumerate(run_ranks(_lost_state, strict)):
         said = place == 0
         assert rank["nothing saved"] == [f"commhooks: {nothing}"] * said
         if strict:
             assert (
                 rank["error"]
-                == f"{text}; strict=False, with hook=... or in the load, loads the step without that state"
+                == f"{text}; strict=False, with hook=... or in the load, loads the step without"
+                " that state"
             )
             assert rank["step"] == 1 and rank["warnings"] == []
         else:
@@ -332,11 +381,14 @@ def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool
             assert rank["warnings"] == [f"commhooks: {text}: it is left out (strict=False)"] * said
 
 
-# ---- another scaler, other names -------------------------------------------------------------------------------------
+# ---- another scaler, other names
+# -------------------------------------------------------------------------------------
 
 
 def _scaler_gone(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Saved with residuals of a scaled loss, resumed without a scaler; and resumed from the same residuals unscaled."""
+    """Saved with residuals of a scaled loss, resumed without a scaler; and resumed from the same
+    residuals unscaled.
+    """
     saved = Run.new(hook_options=OPTIONS).train(5).save()
     scaled = copy.deepcopy(saved)
     scaled["hook"]["loss_scale"] = scale
@@ -375,7 +427,9 @@ def _other_names(attached_first: bool) -> tuple[int, int, bool]:
 
 
 @pytest.mark.parametrize("attached_first", [True, False])
-def test_a_pickled_state_with_other_names_starts_fresh(run_ranks: Any, attached_first: bool) -> None:
+def test_a_pickled_state_with_other_names_starts_fresh(
+    run_ranks: Any, attached_first: bool
+) -> None:
     for steps, matrices, only_new_names in run_ranks(_other_names, attached_first):
         assert (steps, matrices) == (6, 4)
         assert only_new_names
@@ -401,10 +455,14 @@ def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None
 
 
 def _batched_into_running() -> torch.Tensor:
-    """The learning-rate finder's rewind: a batched hook that runs already takes over a state saved at another rank."""
+    """The learning-rate finder's rewind: a batched hook that runs already takes over a state saved
+    at another rank.
+    """
     options = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 1}
     saved = Run.new(hook="batched_powerSGD", hook_options=options).train(3).save()
-    run = Run.new(hook="batched_powerSGD", hook_options=options | {"matrix_approximation_rank": 2}).train(3)
+    run = Run.new(
+        hook="batched_powerSGD", hook_options=options | {"matrix_approximation_rank": 2}
+    ).train(3)
     return run.load(saved).train(2).weights()
 
 

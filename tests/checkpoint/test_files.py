@@ -1,4 +1,6 @@
-"""A full disk, a folder that cannot be written, a write that was interrupted: what was saved before stays whole."""
+"""A full disk, a folder that cannot be written, a write that was interrupted: what was saved before
+stays whole.
+"""
 
 import contextlib
 import gc
@@ -26,7 +28,9 @@ LARGE = {"large": torch.arange(50_000.0)}
 
 @contextlib.contextmanager
 def files_up_to(size_bytes: int) -> Iterator[None]:
-    """In this process a file that grows beyond it meets an error of the operating system, as on a full disk."""
+    """In this process a file that grows beyond it meets an error of the operating system, as on a
+    full disk.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
@@ -37,11 +41,15 @@ def files_up_to(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-# ----------------------------------------------------------------------------------------------------- files as such
+# --------------------------------------------------------------------------------------------------
+# files as such
 
 
 def _write_both(folder: Path, value: Any) -> None:
-    write_together([(folder / "a.pt", {"small": value}), (folder / "b.pt", LARGE), (folder / "old.pt", None)], 3)
+    write_together(
+        [(folder / "a.pt", {"small": value}), (folder / "b.pt", LARGE), (folder / "old.pt", None)],
+        3,
+    )
 
 
 def _contents(folder: Path) -> dict[str, Any]:
@@ -62,7 +70,9 @@ def test_files_change_together_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_files_are_removed_after_the_others_are_in_place(tmp_path: Path) -> None:
-    """Of a save that ends between, the old shared file needs the part, and the new one ignores it."""
+    """Of a save that ends between, the old shared file needs the part, and the new one ignores
+    it.
+    """
     torch.save({"before": 1}, tmp_path / "part.pt")
     with mock.patch("os.replace", side_effect=OSError(5, "no")), pytest.raises(OSError):
         write_together([(tmp_path / "part.pt", None), (tmp_path / "shared.pt", {"small": 1})], 0)
@@ -104,7 +114,8 @@ class _Unsaveable:
         raise RuntimeError("only Tensors")
 
 
-# -------------------------------------------------------------------------------------------------------- Accelerate
+# --------------------------------------------------------------------------------------------------
+# Accelerate
 
 
 @launched
@@ -121,7 +132,11 @@ def _save_fails(folder: str, ranks: list[int]) -> dict[str, Any]:
             run.accelerator.save_state(folder)
         except OSError as caught:
             error = str(caught)
-    return {"error": error, "saved": saved, "as if alone": torch.equal(run.train(1).weights(), undisturbed)}
+    return {
+        "error": error,
+        "saved": saved,
+        "as if alone": torch.equal(run.train(1).weights(), undisturbed),
+    }
 
 
 @launched
@@ -138,7 +153,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(run_ranks: Any, tmp_path: Path
     for name in (".comm_hook.pt.0.tmp", ".comm_hook_rank1.pt.1.tmp", ".comm_hook_1.pt.0.tmp"):
         (tmp_path / name).write_bytes(b"half")
     before = run_ranks(_save_fails, str(tmp_path), [0, 1])
-    for rank, (one, again) in enumerate(zip(before, run_ranks(_resume, str(tmp_path), 4), strict=True)):
+    for rank, (one, again) in enumerate(
+        zip(before, run_ranks(_resume, str(tmp_path), 4), strict=True)
+    ):
         assert one["error"].endswith(f"File too large: '{tmp_path}/comm_hook_rank{rank}.pt'")
         assert one["as if alone"]
         assert again["warnings"] == []
@@ -148,18 +165,22 @@ def test_a_full_disk_leaves_the_checkpoint_before(run_ranks: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_holds_up_no_other(run_ranks: Any, tmp_path: Path, rank: int) -> None:
+def test_a_full_disk_on_one_rank_holds_up_no_other(
+    run_ranks: Any, tmp_path: Path, rank: int
+) -> None:
     before = run_ranks(_save_fails, str(tmp_path), [rank])
     assert [bool(one["error"]) for one in before] == [rank == 0, rank == 1]
     assert all(one["as if alone"] for one in before)
-    # The others have saved again. What does not belong together is found out; nothing is taken for something else.
+    # The others have saved again. What does not belong together is found out; nothing is taken for
+    # something else.
     after = run_ranks(_resume, str(tmp_path), 4 if rank == 0 else 5)
     assert torch.equal(after[0]["weights"], after[1]["weights"])
     assert any("all ranks start from residuals of zero" in text for text in after[0]["warnings"])
     assert any("is of another save" in text for text in after[1]["warnings"])
 
 
-# --------------------------------------------------------------------------------------------------------- Lightning
+# --------------------------------------------------------------------------------------------------
+# Lightning
 
 
 def _trainer_cannot_write(root: str, ours: bool) -> dict[str, Any]:
@@ -183,7 +204,8 @@ def _trainer_cannot_write(root: str, ours: bool) -> dict[str, Any]:
         t.fit(support.Model(), support.data())
     except Exception as error:
         result = {"error": type(error).__name__, "text": str(error), "step": t.global_step}
-    # As the end of the process would: connections close when nobody holds the group, and `comm_hook` does.
+    # As the end of the process would: connections close when nobody holds the group, and
+    # `comm_hook` does.
     del t, options
     gc.collect()
     dist.destroy_process_group()
@@ -201,5 +223,11 @@ def test_a_full_disk_under_lightning_is_as_without_a_hook(run_ranks: Any, tmp_pa
         assert checkpoint["global_step"] == step
         assert (CHECKPOINT_KEY in checkpoint) == ours
     for ours, plain in zip(results["ours"], results["plain"], strict=True):
-        assert ours["error"] == plain["error"] and ours["step"] == plain["step"] == 2 * support.STEPS_PER_EPOCH
-    assert "File too large" in results["ours"][0]["text"] and "File too large" in results["plain"][0]["text"]
+        assert (
+            ours["error"] == plain["error"]
+            and ours["step"] == plain["step"] == 2 * support.STEPS_PER_EPOCH
+        )
+    assert (
+        "File too large" in results["ours"][0]["text"]
+        and "File too large" in results["plain"][0]["text"]
+    )

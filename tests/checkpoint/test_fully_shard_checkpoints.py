@@ -1,4 +1,6 @@
-"""Saved with `torch.distributed.checkpoint`, loaded into any number of replicas and shards, and into DDP."""
+"""Saved with `torch.distributed.checkpoint`, loaded into any number of replicas and shards, and
+into DDP.
+"""
 
 import functools
 import threading
@@ -34,8 +36,12 @@ SAVE_AT, STEPS = 2, 4
 def new(replicas: int, shards: int, **more: Any) -> tuple[nn.Module, commhooks.CommHook]:
     """`shards` 0: a DDP model."""
     if shards == 0:
-        ddp = DistributedDataParallel(Prescribed(), bucket_cap_mb=0.001, find_unused_parameters=True)
-        return ddp, commhooks.attach(ddp, "powerSGD", hook_options=POWERSGD, save_residual="distributed", **more)
+        ddp = DistributedDataParallel(
+            Prescribed(), bucket_cap_mb=0.001, find_unused_parameters=True
+        )
+        return ddp, commhooks.attach(
+            ddp, "powerSGD", hook_options=POWERSGD, save_residual="distributed", **more
+        )
     return attached(replicas, shards, hook_options=POWERSGD, **more)
 
 
@@ -43,7 +49,11 @@ def gradients_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     if isinstance(model, DistributedDataParallel):
         model.zero_grad()
         model(random_gradients(step)).backward()
-        return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.clone()
+            for name, p in model.module.named_parameters()
+            if p.grad is not None
+        }
     return backward(model, random_gradients(step))
 
 
@@ -60,7 +70,12 @@ def _train_and_save(replicas: int, shards: int, folder: str) -> dict[str, Any]:
     dcp.save({"hook": hook}, checkpoint_id=folder)
     residuals = whole_residuals(hook)
     later = [gradients_of(model, step) for step in range(SAVE_AT, STEPS)]
-    return {"later": later, "learned": learned(hook), "residuals": residuals, "step": hook.stats()["step"]}
+    return {
+        "later": later,
+        "learned": learned(hook),
+        "residuals": residuals,
+        "step": hook.stats()["step"],
+    }
 
 
 def _load_and_go_on(replicas: int, shards: int, folder: str) -> dict[str, Any]:
@@ -84,24 +99,32 @@ def _load_and_go_on(replicas: int, shards: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved_by(worker_pool: Any, tmp_path_factory: Any) -> Any:
-    """Number of shards -> a folder with what two replicas of so many shards have saved, and what each rank returned."""
+    """Number of shards -> a folder with what two replicas of so many shards have saved, and what
+    each rank returned.
+    """
 
     @functools.cache
     def saved(shards: int) -> tuple[str, list[dict[str, Any]]]:
         folder = str(tmp_path_factory.mktemp("saved"))
-        return folder, worker_pool.run(_train_and_save, 2, shards, folder, world_size=2 * max(1, shards))
+        return folder, worker_pool.run(
+            _train_and_save, 2, shards, folder, world_size=2 * max(1, shards)
+        )
 
     return saved
 
 
 @pytest.fixture(scope="module")
 def resumed(worker_pool: Any, saved_by: Any) -> Any:
-    """What each rank of so many replicas and shards returned that has gone on from what two shards have saved."""
+    """What each rank of so many replicas and shards returned that has gone on from what two shards
+    have saved.
+    """
 
     @functools.cache
     def found(replicas: int, shards: int, before: int = 2) -> list[dict[str, Any]]:
         world_size = replicas * max(1, shards)
-        return worker_pool.run(_load_and_go_on, replicas, shards, saved_by(before)[0], world_size=world_size)
+        return worker_pool.run(
+            _load_and_go_on, replicas, shards, saved_by(before)[0], world_size=world_size
+        )
 
     return found
 
@@ -121,9 +144,13 @@ def test_the_mean_residual_moves_to_another_number_of_shards(
 ) -> None:
     saved = saved_by(before)[1]
     for after in resumed(replicas, shards, before):
-        assert after["step"] == SAVE_AT and after["finite"] and after["compressed"] == STEPS - SAVE_AT
+        assert (
+            after["step"] == SAVE_AT and after["finite"] and after["compressed"] == STEPS - SAVE_AT
+        )
         for name, expected in saved[0]["residuals"].items():
-            assert not expected.any() or relative_error(after["residuals"][name], expected) < 1e-6, name
+            assert (
+                not expected.any() or relative_error(after["residuals"][name], expected) < 1e-6
+            ), name
         assert sum(bool(each.any()) for each in after["residuals"].values()) >= 3
 
 
@@ -154,7 +181,8 @@ def test_another_rank_keeps_residuals_and_refits_q(run_ranks: Any, saved_by: Any
         assert all(outcome.values()), outcome
 
 
-# ---- asynchronous saves, and saves that fail -------------------------------------------------------------------------
+# ---- asynchronous saves, and saves that fail
+# -------------------------------------------------------------------------
 
 
 def _async_save(folder: str) -> dict[str, Any]:
@@ -204,7 +232,12 @@ def _inexact(folder: str) -> dict[str, Any]:
     with log_lines("commhooks.checkpoint.learned_state") as said:
         dcp.load({"hook": other}, checkpoint_id=folder)
     state = session_of(other).state
-    return {"residuals": len(state["residual"]), "missing": state.local_missing, "q": len(state["q"]) > 0, "said": said}
+    return {
+        "residuals": len(state["residual"]),
+        "missing": state.local_missing,
+        "q": len(state["q"]) > 0,
+        "said": said,
+    }
 
 
 def test_without_the_residuals_of_one_shard_none_are_loaded(run_ranks: Any, tmp_path: Path) -> None:
@@ -248,7 +281,11 @@ def _refused() -> list[str]:
 
 def test_what_is_refused(run_ranks: Any) -> None:
     for per_rank, mean, alone, unknown, attach, garbage, number, nan, shape in run_ranks(_refused):
-        assert "residual='per_rank'" in per_rank and "residual='mean'" in mean and "'distributed'" in mean
+        assert (
+            "residual='per_rank'" in per_rank
+            and "residual='mean'" in mean
+            and "'distributed'" in mean
+        )
         assert "needs all ranks" in alone and "'else'" in unknown
         assert "save_residual='mean' with a model sharded by fully_shard" in attach
         assert "cannot be read" in garbage and "is a int, not bytes" in number
@@ -261,7 +298,11 @@ def _dropped(folder: str) -> dict[str, Any]:
     _, other = new(1, 2, save_residual="drop")
     dcp.load({"hook": other}, checkpoint_id=folder)
     state = session_of(other).state
-    return {"keys": list(hook.state_dict()), "step": state.step, "residuals": len(state["residual"])}
+    return {
+        "keys": list(hook.state_dict()),
+        "step": state.step,
+        "residuals": len(state["residual"]),
+    }
 
 
 def test_residuals_are_dropped_on_request(run_ranks: Any, tmp_path: Path) -> None:

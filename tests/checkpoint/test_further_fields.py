@@ -1,4 +1,6 @@
-"""What a compressor of one's own learns besides residuals is saved, told apart, resumed and refitted like a Q."""
+"""What a compressor of one's own learns besides residuals is saved, told apart, resumed and
+refitted like a Q.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,15 @@ from commhooks import registry
 from commhooks.checkpoint import payload as parts
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of
-from tests.support.models import EVERY_PARAMETER, SHAPES, Prescribed, backward, bits_equal, random_gradients, wrap
+from tests.support.models import (
+    EVERY_PARAMETER,
+    SHAPES,
+    Prescribed,
+    backward,
+    bits_equal,
+    random_gradients,
+    wrap,
+)
 from tests.support.scaled import Scaled, ScaledCompressor
 
 STEPS = 3
@@ -33,8 +43,12 @@ def _hooked(**options: Any) -> tuple[Any, commhooks.CommHook]:
 
 
 def _train(ddp: Any, steps: range) -> list[dict[str, torch.Tensor]]:
-    # Every gradient is twice as large as the one before, so that it is clipped by what was remembered of that.
-    return [backward(ddp, {n: g * 4.0**step for n, g in random_gradients(SHAPES, 0, step).items()}) for step in steps]
+    # Every gradient is twice as large as the one before, so that it is clipped by what was
+    # remembered of that.
+    return [
+        backward(ddp, {n: g * 4.0**step for n, g in random_gradients(SHAPES, 0, step).items()})
+        for step in steps
+    ]
 
 
 def _saved(**options: Any) -> tuple[dict[str, Any], list[dict[str, torch.Tensor]]]:
@@ -55,7 +69,9 @@ def test_a_resume_is_bit_equal() -> None:
         del entry["largest"]
     ddp, hook = _hooked()
     hook.load_state_dict(saved)
-    assert not bits_equal(_train(ddp, range(STEPS, STEPS + 1))[0], after[0]), "the field matters in this test"
+    assert not bits_equal(_train(ddp, range(STEPS, STEPS + 1))[0], after[0]), (
+        "the field matters in this test"
+    )
 
 
 def test_the_parts_of_two_saves_are_told_apart() -> None:
@@ -87,7 +103,9 @@ def test_it_is_refitted_where_an_option_has_changed(remembered: int) -> None:
         old = saved["parameters"][name]["largest"]
         assert torch.equal(largest, torch.cat([old, old[-1:], old[-1:]])[:remembered])
     _train(ddp, range(STEPS, STEPS + 1))
-    assert {tuple(each.shape) for each in session_of(hook).state["largest"].values()} == {(remembered,)}
+    assert {tuple(each.shape) for each in session_of(hook).state["largest"].values()} == {
+        (remembered,)
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,7 +136,8 @@ def test_its_memory_is_planned() -> None:
     assert memory.residual == sum(each.nbytes for each in state["residual"].values()) > 0
 
 
-# ------------------------------------------------------------------------------------------------------- whole buckets
+# --------------------------------------------------------------------------------------------------
+# whole buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +153,20 @@ class AveragedCompressor(commhooks.Compressor[Averaged]):
 
     def plan(self, parameters: Sequence[commhooks.ParameterInfo]) -> list[commhooks.UnitPlan]:
         # The key is that of this very sequence of parameters: another bucket has another average.
-        numel, name = sum(info.numel for info in parameters), "bucket of " + ", ".join(p.name for p in parameters)
+        numel, name = (
+            sum(info.numel for info in parameters),
+            "bucket of " + ", ".join(p.name for p in parameters),
+        )
         dtype = parameters[0].parameter.dtype
-        return [commhooks.UnitPlan(name, (numel,), numel, dtype, True, numel_compressed=numel, state_name=name)]
+        return [
+            commhooks.UnitPlan(
+                name, (numel,), numel, dtype, True, numel_compressed=numel, state_name=name
+            )
+        ]
 
-    def exchange(self, flat: torch.Tensor, work: Any, state: Any, step: commhooks.StepInfo) -> commhooks.Exchange:
+    def exchange(
+        self, flat: torch.Tensor, work: Any, state: Any, step: commhooks.StepInfo
+    ) -> commhooks.Exchange:
         _, (plan,) = work
         mean = yield commhooks.Send(flat / step.world_size, last=True)
         good = yield commhooks.Verdict(mean.isfinite().all())
@@ -152,7 +180,9 @@ class AveragedCompressor(commhooks.Compressor[Averaged]):
 def _averaged() -> tuple[Any, commhooks.CommHook]:
     commhooks.register_compressor(AveragedCompressor)
     # With find_unused_parameters each parameter has its bucket from the first pass on.
-    ddp = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=EVERY_PARAMETER, find_unused_parameters=True)
+    ddp = DistributedDataParallel(
+        Prescribed(SHAPES), bucket_cap_mb=EVERY_PARAMETER, find_unused_parameters=True
+    )
     return ddp, commhooks.attach(ddp, Averaged())
 
 

@@ -1,4 +1,5 @@
-"""Saved payloads still load, to the bit, and train on as they did; what is saved today has the same form.
+"""Saved payloads still load, to the bit, and train on as they did; what is saved today has the same
+form.
 
 Whoever sees these tests fail has changed the format.
 """
@@ -31,16 +32,24 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(resumed: Any, kind: str) ->
             assert form(found["users"]) == form(saved["hook_state"])
             assert found["step"] == saved["step"] == found["users"]["calls"] // 3 == SAVED_AT
             momentum = saved["hook_state"]["momentum"]
-            assert all(same_bits(found["users"]["momentum"][key], each) for key, each in momentum.items())
+            assert all(
+                same_bits(found["users"]["momentum"][key], each) for key, each in momentum.items()
+            )
             continue
         shared, part = saved if kind == "parts" else (saved, None)
         assert found["step"] == shared["step"] == SAVED_AT
         assert found["start"] == 1  # and not the 900 that the new hook was told
         residuals = {name: residual_in(shared, part, name, rank) for name in shared["parameters"]}
         residuals = {name: each.flatten() for name, each in residuals.items() if each is not None}
-        q = {name: entry["q"].flatten(1) for name, entry in shared["parameters"].items() if entry["q"] is not None}
+        q = {
+            name: entry["q"].flatten(1)
+            for name, entry in shared["parameters"].items()
+            if entry["q"] is not None
+        }
         q |= shared["batched_q"]
-        assert sorted(residuals) == (["bias", "conv", "wide"] if kind == "batched" else ["conv", "wide"])
+        assert sorted(residuals) == (
+            ["bias", "conv", "wide"] if kind == "batched" else ["conv", "wide"]
+        )
         assert len(q) == (1 if kind == "batched" else 2)
         for loaded, expected in ((found["residuals"], residuals), (found["q"], q)):
             assert loaded.keys() == expected.keys()
@@ -52,7 +61,9 @@ def residual_in(shared: Any, part: Any, name: str, rank: int) -> torch.Tensor | 
     if part is not None:
         return part["residuals"].get(name)
     residual = shared["parameters"][name]["residual"]
-    return residual[shared["residual_ranks"].index(rank)] if isinstance(residual, list) else residual
+    return (
+        residual[shared["residual_ranks"].index(rank)] if isinstance(residual, list) else residual
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +85,8 @@ def test_the_expected_gradients_tell_the_hooks_apart() -> None:
         assert relative_error(expected[kind], expected["gathered"]) > 1e-2
 
 
-# ----------------------------------------------------------------------------------- what is saved today has its form
+# ----------------------------------------------------------------------------------- what is saved
+# today has its form
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +99,10 @@ def form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.device}"
     if isinstance(value, dict):
-        return {key: type(each) if key in ("fingerprint", "options") else form(each) for key, each in value.items()}
+        return {
+            key: type(each) if key in ("fingerprint", "options") else form(each)
+            for key, each in value.items()
+        }
     if isinstance(value, list):
         return [form(each) for each in value]
     return value
@@ -99,7 +114,8 @@ def test_the_form_is_that_of_today(saved_today: Any, kind: str) -> None:
         assert form(today[kind]) == form(then[kind])
 
 
-# ---------------------------------------------------------------------------------------------------- other versions
+# --------------------------------------------------------------------------------------------------
+# other versions
 
 
 def _refused(saved: dict[str, Any], hook: str, strict: bool) -> tuple[str, int]:
@@ -110,17 +126,26 @@ def _refused(saved: dict[str, Any], hook: str, strict: bool) -> tuple[str, int]:
 
 
 OTHER = (
-    f"the saved hook state has format version {VERSION + 1}; this commhooks reads version {VERSION}: load it with the "
-    "commhooks that saved it"
+    f"the saved hook state has format version {VERSION + 1}; this commhooks reads version"
+    f" {VERSION}: load it with the commhooks that saved it"
 )
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(("kind", "hook"), [("mean", "powerSGD"), ("users", "users"), ("mean", "allreduce")])
-def test_another_version_is_refused_by_name(run_ranks: Any, kind: str, hook: str, strict: bool) -> None:
-    """Whatever else it may hold: another version may have other keys, and strict=False does not help."""
+@pytest.mark.parametrize(
+    ("kind", "hook"), [("mean", "powerSGD"), ("users", "users"), ("mean", "allreduce")]
+)
+def test_another_version_is_refused_by_name(
+    run_ranks: Any, kind: str, hook: str, strict: bool
+) -> None:
+    """Whatever else it may hold: another version may have other keys, and strict=False does not
+    help.
+    """
     saved = GOLDEN["saved"][0][kind]
-    other = {key: saved[key] for key in ("format", "hook")} | {"version": VERSION + 1, "something": "new"}
+    other = {key: saved[key] for key in ("format", "hook")} | {
+        "version": VERSION + 1,
+        "something": "new",
+    }
     assert run_ranks(_refused, other, hook, strict) == [(OTHER, 0)] * 2
 
 

@@ -1,5 +1,6 @@
-"""Files of checkpoints and settings as damage or malice would make them: nothing in them is run, and what cannot be
-read is named."""
+"""Files of checkpoints and settings as damage or malice would make them: nothing in them is run,
+and what cannot be read is named.
+"""
 
 import contextlib
 import copy
@@ -34,7 +35,8 @@ from tests.support.lightning_support import Model, data, trainer
 from tests.support.models import same
 from tests.support.training import Run
 
-# ---- malice ----------------------------------------------------------------------------------------------------------
+# ---- malice
+# --------------------------------------------------------------------------------------------------
 
 
 class MakesFolder:
@@ -52,7 +54,9 @@ def write_malicious(path: Path, how: str, trap: Path) -> None:
         path.write_bytes(pickle.dumps(MakesFolder(trap)))
     else:
         torch.save(
-            {"format": "commhooks", "state_dict": MakesFolder(trap)}, path, _use_new_zipfile_serialization=how == "zip"
+            {"format": "commhooks", "state_dict": MakesFolder(trap)},
+            path,
+            _use_new_zipfile_serialization=how == "zip",
         )
 
 
@@ -100,7 +104,10 @@ def test_accelerate_runs_nothing_of_a_file(run_ranks: Any, tmp_path: Path) -> No
     ranks = run_ranks(_accelerate_load, str(folders), world_size=2)
     for place, path in enumerate(sorted(expected, key=lambda path: path.parent.name)):
         readers = ranks if path.name == "comm_hook.pt" else ranks[1:]
-        assert all(str(path) in outcomes[place] and "cannot be read" in outcomes[place] for outcomes in readers)
+        assert all(
+            str(path) in outcomes[place] and "cannot be read" in outcomes[place]
+            for outcomes in readers
+        )
     assert not trap.exists()
 
 
@@ -124,7 +131,9 @@ def test_lightning_runs_nothing_of_a_file(run_ranks: Any, tmp_path: Path, how: s
     assert not trap.exists()
 
 
-def test_lightning_reads_checkpoints_of_the_web_with_weights_only_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_reads_checkpoints_of_the_web_with_weights_only_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     def load(self: Any, path: Any, **options: Any) -> dict[str, Any]:
@@ -141,12 +150,15 @@ def test_lightning_reads_checkpoints_of_the_web_with_weights_only_too(monkeypatc
         strategy.load_checkpoint("nothing.ckpt")
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage
+# --------------------------------------------------------------------------------------------------
 
 
 @launched
 def _damaged_files(folder: str, count: int) -> list[int]:
-    """[refused, loaded] of files with changed bytes or content; the ranks must agree on each, and train on after it."""
+    """[refused, loaded] of files with changed bytes or content; the ranks must agree on each, and
+    train on after it.
+    """
     run, rank = Training().train(5).save(folder), dist.get_rank()
     rng, outcomes = random.Random(4), [0, 0]
     paths = sorted(Path(folder).glob("comm_hook*.pt"))
@@ -180,11 +192,16 @@ def _damaged_files(folder: str, count: int) -> list[int]:
                 raise AssertionError(f"{path.name}: {what}") from error
             everywhere = torch.tensor([int(refused)])
             dist.all_reduce(everywhere)
-            assert everywhere.item() in (0, 2), f"one rank refuses, the other does not: {path.name} {what}"
+            assert everywhere.item() in (
+                0,
+                2,
+            ), f"one rank refuses, the other does not: {path.name} {what}"
             outcomes[0 if refused else 1] += 1
             if not refused:
                 run.train(1)
-                assert all(bool(p.grad.isfinite().all()) for p in run.model.parameters()), f"{path.name} {what}"
+                assert all(bool(p.grad.isfinite().all()) for p in run.model.parameters()), (
+                    f"{path.name} {what}"
+                )
             dist.barrier()
             if rank == 0:
                 path.write_bytes(good[path])
@@ -208,7 +225,9 @@ def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:
 @fully_shard_on_gloo
 @pytest.mark.parametrize("name", ["int8", "diloco"])
 def test_damaged_folders(tmp_path: Path, name: str) -> None:
-    """Of `torch.distributed.checkpoint`, as CommHookFSDP2 and the plugins for Accelerate and transformers read them."""
+    """Of `torch.distributed.checkpoint`, as CommHookFSDP2 and the plugins for Accelerate and
+    transformers read them.
+    """
     with process_group_of_one(), silent():
         model, hook = sharded.attached(1, 1, name)
 
@@ -216,10 +235,17 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
             model.zero_grad()
             model(sharded.random_gradients(step)).backward()
             hook.synchronize()
-            assert all(bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters())
+            assert all(
+                bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters()
+            )
 
         train(0)
-        folder, rng, count, loaded = DCPFolder(tmp_path / "hook", "of the test", lambda it: it), random.Random(7), 0, 0
+        folder, rng, count, loaded = (
+            DCPFolder(tmp_path / "hook", "of the test", lambda it: it),
+            random.Random(7),
+            0,
+            0,
+        )
         folder.save(hook)
         good = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
         for _ in range(25 * hostile.TIMES // 2):
@@ -247,7 +273,11 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
     """With plain tensors, and what the bytes hold in place of them."""
     rest = torch.load(io.BytesIO(state["commhooks"]), weights_only=True)
-    tensors = {key: {n: t.to_local() for n, t in each.items()} for key, each in state.items() if key != "commhooks"}
+    tensors = {
+        key: {n: t.to_local() for n, t in each.items()}
+        for key, each in state.items()
+        if key != "commhooks"
+    }
     shards = [torch.load(io.BytesIO(each), weights_only=True) for each in rest["shards"]]
     return tensors | {"rest": rest | {"shards": shards}}
 
@@ -256,7 +286,9 @@ def test_changed_payloads_through_lightning() -> None:
     with process_group_of_one(), silent():
         subject, rng = power_sgd(), random.Random(8)
         count = 25 * hostile.TIMES
-        loaded = sum(not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(count))
+        loaded = sum(
+            not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(count)
+        )
         print(f"through Lightning: {count} changed payloads, {loaded} loaded, the others refused")
         assert 0.04 * count < loaded < 0.7 * count
 
@@ -285,7 +317,8 @@ def test_the_optimizers_wait_until_the_payload_has_been_checked() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-# ---- one rank only ---------------------------------------------------------------------------------------------------
+# ---- one rank only
+# --------------------------------------------------------------------------------------------------
 
 
 def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
@@ -312,27 +345,72 @@ def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
 
 def test_the_other_rank_does_not_wait_for_ever(run_ranks: Any) -> None:
     (refused, _), (lost, seconds) = run_ranks(_one_rank_refuses, False)
-    assert "holds inf or NaN" in refused and "load on every rank, or on none" in lost and seconds < 20
+    assert (
+        "holds inf or NaN" in refused and "load on every rank, or on none" in lost and seconds < 20
+    )
     for text, _ in run_ranks(_one_rank_refuses, True):
         assert "the ranks are at different steps of the hook: rank 0: 0, rank 1: 3" in text
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings
+# --------------------------------------------------------------------------------------------------
 
 
 HOOKS: list[dict[str, Any]] = [
-    {"hook": "powerSGD", "wrapper": "bf16", "hook_options": {"matrix_approximation_rank": 2, "exclude": ["*embed*"]}},
+    {
+        "hook": "powerSGD",
+        "wrapper": "bf16",
+        "hook_options": {"matrix_approximation_rank": 2, "exclude": ["*embed*"]},
+    },
     {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": 4}, "bucket_cap_mb": 12.5},
-    {"hook": "int8", "hook_options": {"block_size": 64, "start_iter": 0.1}, "ranks_per_node": "auto"},
+    {
+        "hook": "int8",
+        "hook_options": {"block_size": 64, "start_iter": 0.1},
+        "ranks_per_node": "auto",
+    },
     {"hook": "int4", "ranks_per_node": 2, "save_residual": "mean"},
     {"hook": "auto", "hook_options": {"quality": "close", "measure_steps": 9}, "strict": False},
-    {"hook": "diloco", "hook_options": {"sync_every": 20, "wire": "int8", "fragments": 2, "delay": 3}},
+    {
+        "hook": "diloco",
+        "hook_options": {"sync_every": 20, "wire": "int8", "fragments": 2, "delay": 3},
+    },
     {"hook": "local_sgd", "hook_options": {"sync_every": 4}, "total_steps": 1000},
 ]
 TEXTS = [
-    *("2001-99-99", "0x", "1e400", "-.inf", "!!int abc", "!!float x", "!!binary '*'", "!!timestamp x", "1" * 5000),
-    *("[" * 2000, "{a: " * 200, "&a [*a]", "*nothing", "<<: 3", "{[a]: b}", "? ", "\x00", "\ud800", "${hook}", "${"),
-    *("${oc.env:NO_SUCH_VARIABLE}", "${oc.decode:'['}", "???", "'", '"\\x', "%TAG", "--- 1\n--- 2", "!!set {a}"),
+    *(
+        "2001-99-99",
+        "0x",
+        "1e400",
+        "-.inf",
+        "!!int abc",
+        "!!float x",
+        "!!binary '*'",
+        "!!timestamp x",
+        "1" * 5000,
+    ),
+    *(
+        "[" * 2000,
+        "{a: " * 200,
+        "&a [*a]",
+        "*nothing",
+        "<<: 3",
+        "{[a]: b}",
+        "? ",
+        "\x00",
+        "\ud800",
+        "${hook}",
+        "${",
+    ),
+    *(
+        "${oc.env:NO_SUCH_VARIABLE}",
+        "${oc.decode:'['}",
+        "???",
+        "'",
+        '"\\x',
+        "%TAG",
+        "--- 1\n--- 2",
+        "!!set {a}",
+    ),
     "&a [&b [x, x], &c [*b, *b], &d [*c, *c], &e [*d, *d], &f [*e, *e], *f, *f]",
 ]
 
@@ -340,21 +418,36 @@ TEXTS = [
 def _file_of(rng: random.Random, trap: Path) -> tuple[bytes, str]:
     """The content of a file, and what was done."""
     section = copy.deepcopy(rng.choice(HOOKS))
-    document = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "comm_hook_config": section}
+    document = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_CPU",
+        "comm_hook_config": section,
+    }
     good: Any = rng.choice([document, section])
     kind = rng.random()
     if kind < 0.3:
         return hostile.damaged_bytes(yaml.safe_dump(good).encode(), rng)
     if kind < 0.6:
-        malice = [f"!!python/object/apply:os.mkdir ['{trap}']", f"!!python/object/new:os.mkdir ['{trap}']"]
+        malice = [
+            f"!!python/object/apply:os.mkdir ['{trap}']",
+            f"!!python/object/new:os.mkdir ['{trap}']",
+        ]
         text = rng.choice([*TEXTS, *malice])
         path = rng.choice(hostile.places(good))
         hostile.put(good, path, "HERE")
-        return yaml.safe_dump(good).replace("HERE", text).encode("utf-8", "surrogatepass"), f"{path}: {text[:50]}"
+        return (
+            yaml.safe_dump(good).replace("HERE", text).encode("utf-8", "surrogatepass"),
+            f"{path}: {text[:50]}",
+        )
     changed, what = hostile.changed(good, rng.choice(HOOKS), rng)
     try:
         return yaml.dump(changed).encode("utf-8", "surrogatepass"), what
-    except (RecursionError, ValueError, TypeError, NotImplementedError):  # not everything can be written
+    except (
+        RecursionError,
+        ValueError,
+        TypeError,
+        NotImplementedError,
+    ):  # not everything can be written
         return b"", what
 
 
@@ -367,7 +460,13 @@ def test_what_the_reader_of_yaml_stumbles_over_is_told(tmp_path: Path, value: st
 
 
 def test_changed_files_of_settings(tmp_path: Path) -> None:
-    rng, file, trap, count, taken = random.Random(5), tmp_path / "settings.yaml", tmp_path / "trap", 0, 0
+    rng, file, trap, count, taken = (
+        random.Random(5),
+        tmp_path / "settings.yaml",
+        tmp_path / "trap",
+        0,
+        0,
+    )
     for number in range(30 * hostile.TIMES):
         content, what = _file_of(rng, trap)
         file.write_bytes(content)

@@ -1,4 +1,6 @@
-"""What damaged and hostile payloads end in: success, or a `CommHookError` that names a key and has changed nothing."""
+"""What damaged and hostile payloads end in: success, or a `CommHookError` that names a key and has
+changed nothing.
+"""
 
 import contextlib
 import copy
@@ -54,7 +56,9 @@ class Subject:
     """The first of them is what the hook holds before each attempt."""
     change: Callable[[Any, Any, random.Random], tuple[Any, str]] = hostile.changed
     on_weights: bool = False
-    """It averages weights: any finite ones may be in a payload, also such with which gradients are not finite."""
+    """It averages weights: any finite ones may be in a payload, also such with which gradients are
+    not finite.
+    """
 
     @classmethod
     def new(cls, hook: Any, steps: int = 3, **options: Any) -> "Subject":
@@ -73,8 +77,19 @@ class Subject:
     @functools.cached_property
     def names(self) -> set[str]:
         """What an error can name: the keys of the format and the parameters."""
-        keys = {key for payload in (self.good[0], self.before) for path in hostile.places(payload) for key in path}
-        return {key for key in keys if isinstance(key, str)} | {"format", "batched_q", "hook_state", "options", "state"}
+        keys = {
+            key
+            for payload in (self.good[0], self.before)
+            for path in hostile.places(payload)
+            for key in path
+        }
+        return {key for key in keys if isinstance(key, str)} | {
+            "format",
+            "batched_q",
+            "hook_state",
+            "options",
+            "state",
+        }
 
     def step(self) -> None:
         """A backward pass on top of what was loaded: it runs, is finite and counts."""
@@ -101,7 +116,9 @@ def power_sgd() -> Subject:
     subject = Subject.new("powerSGD", hook_options=OPTIONS)
     subject.good += [subject.hook.state_dict(kind) for kind in ("mean", "drop")]
     subject.good.append(two_ranks(subject.good[0]))
-    assert subject.good[0]["residual"] == "per_rank" and subject.hook.stats()["compressed_steps"] == 2
+    assert (
+        subject.good[0]["residual"] == "per_rank" and subject.hook.stats()["compressed_steps"] == 2
+    )
     return subject
 
 
@@ -132,7 +149,9 @@ def local_steps(hook: str) -> Subject:
 
 
 def auto() -> Subject:
-    subject = Subject.new(KINDS["auto, chooses powerSGD"].hook, steps=3 + TRIAL, hook_options={"quality": "close"})
+    subject = Subject.new(
+        KINDS["auto, chooses powerSGD"].hook, steps=3 + TRIAL, hook_options={"quality": "close"}
+    )
     assert subject.good[0]["notes"]
     return subject
 
@@ -158,7 +177,9 @@ def silent() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def try_to_load(subject: Subject, payload: Any, strict: bool, what: str, load: Callable[..., Any] | None = None) -> str:
+def try_to_load(
+    subject: Subject, payload: Any, strict: bool, what: str, load: Callable[..., Any] | None = None
+) -> str:
     """The text of the error; "" if the payload was taken."""
     try:
         (load or subject.hook.load_state_dict)(payload, strict=strict)
@@ -203,7 +224,8 @@ def test_changed_payloads(name: str) -> None:
                     raise
                 raise AssertionError(f"number {number}: {what}") from error
         print(f"{name}: {count} changed payloads, {loaded} loaded, the others refused")
-        assert 0.05 * count < loaded < 0.8 * count  # a test in which nearly all ends alike sees nothing
+        # a test in which nearly all ends alike sees nothing
+        assert 0.05 * count < loaded < 0.8 * count
 
 
 def test_the_q_of_a_bucket_may_lie_otherwise_in_memory() -> None:
@@ -225,7 +247,9 @@ def test_distributed_states_hold_dense_tensors(hook: str, key: str, kind: str) -
         good, tensors = subject.good[0], subject.good[0][key]
         changed = good | {key: tensors | {"0.weight": hostile.TENSORS[kind](tensors["0.weight"])}}
         assert f"{key}['0.weight']" in try_to_load(subject, changed, True, kind)
-        assert f"'{key}' is None, not a dict of tensors" in try_to_load(subject, good | {key: None}, True, "None")
+        assert f"'{key}' is None, not a dict of tensors" in try_to_load(
+            subject, good | {key: None}, True, "None"
+        )
         assert "int is {" in try_to_load(subject, good | {10**5000: tensors}, True, "key")
 
 

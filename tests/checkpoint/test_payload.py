@@ -1,4 +1,6 @@
-"""What a saved state may be and what it may not: every refusal names what is wrong, and nothing has changed then."""
+"""What a saved state may be and what it may not: every refusal names what is wrong, and nothing has
+changed then.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -81,12 +83,16 @@ def test_refusals_name_what_is_wrong_and_change_nothing(saved_and_running: Any) 
 
 def _plain_types(value: Any, path: str = "payload") -> list[str]:
     if isinstance(value, dict):
-        return [x for key, each in value.items() for x in _plain_types(each, f"{path}[{key!r}]")] + (
-            [] if all(type(key) is str for key in value) else [path]
-        )
+        return [
+            x for key, each in value.items() for x in _plain_types(each, f"{path}[{key!r}]")
+        ] + ([] if all(type(key) is str for key in value) else [path])
     if isinstance(value, list):
         return [x for i, each in enumerate(value) for x in _plain_types(each, f"{path}[{i}]")]
-    return [] if value is None or type(value) in (torch.Tensor, str, int, float, bool) else [f"{path}: {type(value)}"]
+    return (
+        []
+        if value is None or type(value) in (torch.Tensor, str, int, float, bool)
+        else [f"{path}: {type(value)}"]
+    )
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched_powerSGD", "fp16_compress", "noop"])
@@ -111,7 +117,9 @@ def test_a_saved_state_does_not_change_afterwards(run_ranks: Any, hook: str) -> 
 
 def test_a_scalar_is_saved_and_loads(saved_and_running: Any) -> None:
     module = torch.nn.ParameterDict({"scale": torch.ones(())})
-    hook = commhooks.attach(torch.nn.parallel.DistributedDataParallel(module), "powerSGD", hook_options=OPTIONS)
+    hook = commhooks.attach(
+        torch.nn.parallel.DistributedDataParallel(module), "powerSGD", hook_options=OPTIONS
+    )
     saved = hook.state_dict()
     assert saved["parameters"]["scale"]["shape"] == []
     hook.load_state_dict(saved)

@@ -1,4 +1,6 @@
-"""A payload in a shared part and parts of ranks: nothing is lost, and what does not belong together is found out."""
+"""A payload in a shared part and parts of ranks: nothing is lost, and what does not belong together
+is found out.
+"""
 
 import copy
 import io
@@ -9,7 +11,14 @@ import pytest
 import torch
 
 from commhooks import PayloadError
-from commhooks.checkpoint.payload import check_shared, merge, problem_of_part, ranks_needed, save_id, split
+from commhooks.checkpoint.payload import (
+    check_shared,
+    merge,
+    problem_of_part,
+    ranks_needed,
+    save_id,
+    split,
+)
 from commhooks.comm.counters import CONTINUED
 from tests.support.models import same
 
@@ -50,7 +59,9 @@ def through_a_file(content: dict[str, Any] | None) -> Any:
 def parts_of(world_size: int) -> tuple[dict[str, Any], list[Any]]:
     split_up = [split(made(rank, world_size), rank) for rank in range(world_size)]
     assert all(same(shared, split_up[0][0]) for shared, _ in split_up)  # the same on every rank
-    return check_shared(through_a_file(split_up[0][0])), [through_a_file(part) for _, part in split_up]
+    return check_shared(through_a_file(split_up[0][0])), [
+        through_a_file(part) for _, part in split_up
+    ]
 
 
 def test_split_and_merge_is_what_was_saved() -> None:
@@ -67,7 +78,10 @@ def test_the_residual_is_in_the_part_only() -> None:
     shared, part = split(saved, 1)
     assert same(saved, before)
     assert part is not None and set(part["residuals"]) == {"weight"}
-    assert shared["parameters"]["weight"]["residual"] == [] and shared["parameters"]["bias"]["residual"] is None
+    assert (
+        shared["parameters"]["weight"]["residual"] == []
+        and shared["parameters"]["bias"]["residual"] is None
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -154,11 +168,26 @@ def test_the_fingerprint_stays_what_it_is() -> None:
         ({"residuals": None}, "has no residuals"),
         ({"residuals": {"weight": None}}, "has a residual for 'weight' that does not fit"),
         ({"residuals": {"weight": [0.0]}}, "has a residual for 'weight' that does not fit"),
-        ({"residuals": {"weight": torch.ones(3, 4)}}, "has a residual for 'weight' that does not fit"),
-        ({"residuals": {"weight": torch.ones(4, 3).long()}}, "has a residual for 'weight' that does not fit"),
-        ({"residuals": {"other": torch.ones(4, 3)}}, "has a residual for 'other' that does not fit"),
-        ({"residuals": {"weight": torch.full((4, 3), float("nan"))}}, "for 'weight' that does not fit .*inf or NaN"),
-        ({"residuals": {"weight": torch.ones(1).expand(4, 3)}}, "for 'weight' that does not fit .*more elements"),
+        (
+            {"residuals": {"weight": torch.ones(3, 4)}},
+            "has a residual for 'weight' that does not fit",
+        ),
+        (
+            {"residuals": {"weight": torch.ones(4, 3).long()}},
+            "has a residual for 'weight' that does not fit",
+        ),
+        (
+            {"residuals": {"other": torch.ones(4, 3)}},
+            "has a residual for 'other' that does not fit",
+        ),
+        (
+            {"residuals": {"weight": torch.full((4, 3), float("nan"))}},
+            "for 'weight' that does not fit .*inf or NaN",
+        ),
+        (
+            {"residuals": {"weight": torch.ones(1).expand(4, 3)}},
+            "for 'weight' that does not fit .*more elements",
+        ),
     ],
 )
 def test_parts_that_do_not_belong(changes: dict[str, Any], problem: str) -> None:
@@ -186,7 +215,14 @@ def test_damaged_shared_parts(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_state_of_a_hook_of_ones_own_is_of_each_rank() -> None:
-    own = {"format": "commhooks", "version": 1, "hook": "mine", "options": {}, "step": 3, "world_size": 2}
+    own = {
+        "format": "commhooks",
+        "version": 1,
+        "hook": "mine",
+        "options": {},
+        "step": 3,
+        "world_size": 2,
+    }
     split_up = [split(own | {"hook_state": {"rank": rank}}, rank) for rank in range(2)]
     shared, part = split_up[0][0], split_up[1][1]
     assert problem_of_part(shared, part, 1) is None

@@ -1,4 +1,6 @@
-"""The types that a checkpoint may hold: `plain_types_problem` says what `weights_only=True` says."""
+"""The types that a checkpoint may hold: `plain_types_problem` says what `weights_only=True`
+says.
+"""
 
 import collections
 import io
@@ -14,15 +16,28 @@ from commhooks.checkpoint.user_state import plain_types_problem
 
 PLAIN: dict[str, Any] = {
     "scalars": ["a", 1, 10**30, 1.5, True, None, 1j, b"bytes"],
-    "torch": [torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.float16, torch.device("cpu"), torch.Size([1])],
-    "nested": {"a": {1: [torch.ones(1, dtype=torch.bfloat16), ("b", {2.5: set("c")})]}, (1, "x"): {}, None: []},
+    "torch": [
+        torch.ones(2),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.float16,
+        torch.device("cpu"),
+        torch.Size([1]),
+    ],
+    "nested": {
+        "a": {1: [torch.ones(1, dtype=torch.bfloat16), ("b", {2.5: set("c")})]},
+        (1, "x"): {},
+        None: [],
+    },
     "ordered": collections.OrderedDict(a=[]),
 }
 
 PROBLEMS: dict[str, tuple[Any, str]] = {
     "path": ({"a": [1, PurePosixPath("x")]}, "['a'][1] is a pathlib.PurePosixPath"),
     "numpy scalar": ({"decay": np.float32(1)}, "['decay'] is a numpy.float32"),
-    "a float by its class": ({"decay": {3: (0, np.float64(1))}}, "['decay'][3][1] is a numpy.float64"),
+    "a float by its class": (
+        {"decay": {3: (0, np.float64(1))}},
+        "['decay'][3][1] is a numpy.float64",
+    ),
     "numpy array": ([np.zeros(2)], "[0] is a numpy.ndarray"),
     "defaultdict": ({"a": collections.defaultdict(int)}, "['a'] is a collections.defaultdict"),
     "deque": ({"a": collections.deque()}, "['a'] is a collections.deque"),

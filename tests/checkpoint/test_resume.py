@@ -1,7 +1,8 @@
-"""What a resumed run equals: front end x hook x form of the residuals, and from any number of ranks to any other.
+"""What a resumed run equals: front end x hook x form of the residuals, and from any number of ranks
+to any other.
 
-Every front end trains the same model on the same batches, saves in the middle and goes on. A run that resumes begins
-from other weights and another start step, so that the load must do the work.
+Every front end trains the same model on the same batches, saves in the middle and goes on. A run
+that resumes begins from other weights and another start step, so that the load must do the work.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,9 @@ CASES = {
 
 @dataclass
 class Outcome:
-    """What came of a training on this rank. `saved`, `loaded`: its residuals at the save, after the load."""
+    """What came of a training on this rank. `saved`, `loaded`: its residuals at the save, after the
+    load.
+    """
 
     weights: torch.Tensor
     stats: dict[str, Any]
@@ -68,7 +71,9 @@ class Outcome:
     loaded: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, weights: torch.Tensor, hook: commhooks.CommHook, saved: Any = None, loaded: Any = None) -> "Outcome":
+    def of(
+        cls, weights: torch.Tensor, hook: commhooks.CommHook, saved: Any = None, loaded: Any = None
+    ) -> "Outcome":
         return cls(weights, hook.stats(), memory(hook), saved or {}, loaded or {})
 
 
@@ -77,7 +82,8 @@ def memory(hook: commhooks.CommHook | None) -> dict[str, torch.Tensor]:
     return residuals(hook) if learns(hook) else {}
 
 
-# ---- front ends: train, save in the middle and go on, or resume from there ------------------------------------------
+# ---- front ends: train, save in the middle and go on, or resume from there
+# ------------------------------------------
 
 
 def attach(folder: str, case: Case, resume: bool) -> Outcome:
@@ -98,7 +104,11 @@ def attach(folder: str, case: Case, resume: bool) -> Outcome:
 
 def accelerate(folder: str, case: Case, resume: bool) -> Outcome:
     with accelerate_launched():
-        run, saved, loaded = Training(CommHookKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings)), None, None
+        run, saved, loaded = (
+            Training(CommHookKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings)),
+            None,
+            None,
+        )
         if resume:
             spoil(run.model)
             run.load(folder, case.saved_at)
@@ -111,7 +121,12 @@ def accelerate(folder: str, case: Case, resume: bool) -> Outcome:
 
 def fabric(folder: str, case: Case, resume: bool) -> Outcome:
     strategy = FabricDDP(bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings)
-    made = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[PoolEnvironment()])
+    made = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        plugins=[PoolEnvironment()],
+    )
     made.launch()
     net = make_model()
     model, optimizer = made.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
@@ -151,7 +166,9 @@ class Module(pl.LightningModule):
 
 
 class Memory(pl.Callback):
-    """The residuals when the training begins, and after each step, before its checkpoint; the weights at the end."""
+    """The residuals when the training begins, and after each step, before its checkpoint; the
+    weights at the end.
+    """
 
     def __init__(self) -> None:
         self.at: dict[int, dict[str, torch.Tensor]] = {}
@@ -159,7 +176,9 @@ class Memory(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.at[trainer.global_step] = memory(trainer.strategy.comm_hook)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
+    ) -> None:
         self.at[trainer.global_step] = memory(trainer.strategy.comm_hook)
 
 
@@ -167,7 +186,11 @@ def lightning(folder: str, case: Case, resume: bool) -> Outcome:
     noted, module = Memory(), Module()
     callbacks: list[pl.Callback] = [noted]
     if not resume:
-        callbacks.append(ModelCheckpoint(folder, filename="state", every_n_train_steps=case.saved_at, save_top_k=-1))
+        callbacks.append(
+            ModelCheckpoint(
+                folder, filename="state", every_n_train_steps=case.saved_at, save_top_k=-1
+            )
+        )
     else:
         spoil(module)
     made = trainer(
@@ -196,13 +219,17 @@ def spoil(model: torch.nn.Module) -> None:
             parameter.add_(1)
 
 
-def run_front_end(front_end: str, folder: str, case: Case, resume: bool) -> tuple[Outcome, list[str]]:
+def run_front_end(
+    front_end: str, folder: str, case: Case, resume: bool
+) -> tuple[Outcome, list[str]]:
     with log_lines(("commhooks", "lightning_commhooks", "accelerate_commhooks"), 30) as warned:
         outcome = FRONT_ENDS[front_end](folder, case.resuming() if resume else case, resume)
     return outcome, list(warned)
 
 
-def saved_and_resumed(front_end: str, folder: str, case: Case) -> tuple[Outcome, Outcome, list[str]]:
+def saved_and_resumed(
+    front_end: str, folder: str, case: Case
+) -> tuple[Outcome, Outcome, list[str]]:
     through, warned = run_front_end(front_end, folder, case, False)
     dist.barrier()
     resumed, more = run_front_end(front_end, folder, case, True)
@@ -214,11 +241,15 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 # `attach` with every hook and wrapper: test_every_compressor.py.
-TRIED = [(front, case) for front in list(FRONT_ENDS)[1:] for case in ("per rank", "mean", "local steps")]
+TRIED = [
+    (front, case) for front in list(FRONT_ENDS)[1:] for case in ("per rank", "mean", "local steps")
+]
 
 
 @pytest.mark.parametrize(("front_end", "case"), [*TRIED, ("attach", "before the start")])
-def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Any, front_end: str, case: str) -> None:
+def test_a_resumed_run_is_bit_equal(
+    run_ranks: Any, tmp_path: Any, front_end: str, case: str
+) -> None:
     tried = CASES[case]
     ranks = run_ranks(saved_and_resumed, front_end, str(tmp_path), tried)
     for through, resumed, warned in ranks:
@@ -252,12 +283,20 @@ def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any
 def test_another_number_of_ranks_goes_on_with_the_mean(
     run_ranks: Any, tmp_path: Any, front_end: str, after: int
 ) -> None:
-    """Only the mean of the residuals over the ranks has an effect, so that it is what must be kept."""
-    saved = run_ranks(run_front_end, front_end, str(tmp_path), CASES["per rank"], False, world_size=2)
-    resumed = run_ranks(run_front_end, front_end, str(tmp_path), CASES["per rank"], True, world_size=after)
+    """Only the mean of the residuals over the ranks has an effect, so that it is what must be
+    kept.
+    """
+    saved = run_ranks(
+        run_front_end, front_end, str(tmp_path), CASES["per rank"], False, world_size=2
+    )
+    resumed = run_ranks(
+        run_front_end, front_end, str(tmp_path), CASES["per rank"], True, world_size=after
+    )
     for outcome, warned in resumed:
         assert warned == []
-        assert outcome.stats["step"] == STEPS and outcome.stats["compressed_steps"] == STEPS - SAVE_AT
+        assert (
+            outcome.stats["step"] == STEPS and outcome.stats["compressed_steps"] == STEPS - SAVE_AT
+        )
         assert torch.equal(outcome.weights, resumed[0][0].weights)
         for name, mine in outcome.loaded.items():
             mean = torch.stack([each.saved[name] for each, _ in saved]).double().mean(0)
@@ -282,7 +321,8 @@ def test_loading_into_a_running_hook(run_ranks: Any) -> None:
         assert handshakes == 1
 
 
-# ---- another number of ranks -----------------------------------------------------------------------------------------
+# ---- another number of ranks
+# -----------------------------------------------------------------------------------------
 
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -311,8 +351,10 @@ def _train(run: Run, steps: int) -> Run:
 
 
 def _save(run: Run, how: str) -> Any:
-    """ "gathered": the residuals of all ranks in one payload; "parts": one file for all and one per rank. The mean:
-    test_every_compressor.py."""
+    """ "gathered": the residuals of all ranks in one payload; "parts": one file for all and one per
+     rank. The mean:
+    test_every_compressor.py.
+    """
     saved = run.save(residual="per_rank", gather=how == "gathered")
     if how == "parts":
         saved["hook"] = payload_parts.split(saved["hook"], dist.get_rank())
@@ -330,7 +372,9 @@ def _load(run: Run, saved: list[Any], how: str) -> Run:
     return run.load(content)
 
 
-def _assert_same_mean(before: list[dict[str, torch.Tensor]], after: list[dict[str, torch.Tensor]]) -> None:
+def _assert_same_mean(
+    before: list[dict[str, torch.Tensor]], after: list[dict[str, torch.Tensor]]
+) -> None:
     """Of every parameter's residual over the ranks, to rounding."""
     assert len(before[0]) == 4 and all(each.keys() == before[0].keys() for each in before + after)
     for name in before[0]:
@@ -352,22 +396,35 @@ def _load_in_every_way(saved: dict[int, list[dict[str, Any]]]) -> dict[tuple[int
     for before, by_rank in saved.items():
         for how in ("gathered", "parts"):
             run = _load(
-                Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 900}), [each[how] for each in by_rank], how
+                Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 900}),
+                [each[how] for each in by_rank],
+                how,
             )
             loaded = residuals(run.hook)
             weights = _train(run, 1).weights()
-            results[before, how] = {"residuals": loaded, "weights": weights, "stats": run.hook.stats()}
+            results[before, how] = {
+                "residuals": loaded,
+                "weights": weights,
+                "stats": run.hook.stats(),
+            }
     return results
 
 
 @pytest.fixture(scope="module")
 def saved_in_every_world(worker_pool: Any) -> dict[int, list[Any]]:
-    return {world_size: worker_pool.run(_save_in_every_way, world_size=world_size) for world_size in WORLDS}
+    return {
+        world_size: worker_pool.run(_save_in_every_way, world_size=world_size)
+        for world_size in WORLDS
+    }
 
 
 @pytest.mark.parametrize("after", WORLDS)
-def test_from_any_number_of_ranks(run_ranks: Any, saved_in_every_world: dict[int, list[Any]], after: int) -> None:
-    saved = {before: [rank["saved"] for rank in ranks] for before, ranks in saved_in_every_world.items()}
+def test_from_any_number_of_ranks(
+    run_ranks: Any, saved_in_every_world: dict[int, list[Any]], after: int
+) -> None:
+    saved = {
+        before: [rank["saved"] for rank in ranks] for before, ranks in saved_in_every_world.items()
+    }
     results = run_ranks(_load_in_every_way, saved, world_size=after)
     for (before, how), first in results[0].items():
         ranks = [result[before, how] for result in results]
@@ -379,5 +436,8 @@ def test_from_any_number_of_ranks(run_ranks: Any, saved_in_every_world: dict[int
         for rank in ranks:
             assert torch.equal(rank["weights"], first["weights"])
             assert rank["stats"]["step"] == 4 and rank["stats"]["compressed_steps"] == 1
-            for expected in (saved_in_every_world[before][0]["then"], saved_in_every_world[2][0]["then"]):
+            for expected in (
+                saved_in_every_world[before][0]["then"],
+                saved_in_every_world[2][0]["then"],
+            ):
                 assert (rank["weights"] - expected).norm() <= 1e-5 * expected.norm()

@@ -1,4 +1,6 @@
-"""A resume says where it goes on, its counters go on too, and the plan names the bytes of what is saved."""
+"""A resume says where it goes on, its counters go on too, and the plan names the bytes of what is
+saved.
+"""
 
 import logging
 from typing import Any
@@ -25,10 +27,16 @@ def _lines() -> dict[str, list[str]]:
     start = run.save(residual="mean")
     plain = run.train(2).save(residual="mean")
     run.train(3)
-    saved = {how: run.save(residual=how, gather=how == "per_rank") for how in ("per_rank", "mean", "drop")}
+    saved = {
+        how: run.save(residual=how, gather=how == "per_rank")
+        for how in ("per_rank", "mean", "drop")
+    }
     simple = Run.new(hook="bf16").train(2).save()
     found = {how: _resumed(content, hook_options=OPTIONS)[1] for how, content in saved.items()}
-    found |= {"start": _resumed(start, hook_options=OPTIONS)[1], "plain": _resumed(plain, hook_options=OPTIONS)[1]}
+    found |= {
+        "start": _resumed(start, hook_options=OPTIONS)[1],
+        "plain": _resumed(plain, hook_options=OPTIONS)[1],
+    }
     nothing = {"exclude": ["*"]}
     without = Run.new(hook="int8", hook_options=nothing).train(2).save(residual="mean")
     found["without"] = _resumed(without, "int8", hook_options=nothing)[1]
@@ -72,7 +80,9 @@ def _other_starts() -> dict[str, list[str]]:
     found = {}
     for name, saved in (("early", early), ("late", late)):
         for start in starts:
-            again, found[f"{name}, {start}"] = _resumed(saved, hook_options=OPTIONS | {"start_powerSGD_iter": start})
+            again, found[f"{name}, {start}"] = _resumed(
+                saved, hook_options=OPTIONS | {"start_powerSGD_iter": start}
+            )
             assert again.hook.options["start_powerSGD_iter"] == 3
     return found
 
@@ -80,11 +90,16 @@ def _other_starts() -> dict[str, list[str]]:
 def test_an_overruled_start_is_told_while_it_matters(run_ranks: Any) -> None:
     found = {name: line for name, (line,) in run_ranks(_other_starts)[0].items()}
     told = {name for name, line in found.items() if "start_powerSGD_iter=" in line}
-    assert told == {"early, 4", "early, 0"}  # at step 4 the saved start is behind, and so is the other
+    # at step 4 the saved start is behind, and so is the other
+    assert told == {
+        "early, 4",
+        "early, 0",
+    }
     assert found["early, 4"].endswith("; start_powerSGD_iter=3 as it was saved, not 4")
 
 
-# ---- counters --------------------------------------------------------------------------------------------------------
+# ---- counters
+# --------------------------------------------------------------------------------------------------
 
 
 def _counted(hook: str) -> dict[str, Any]:
@@ -136,21 +151,26 @@ def test_damaged_counters_change_nothing(run_ranks: Any) -> None:
         assert all(text.startswith("damaged hook state: ") for text in rank["errors"])
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan
+# --------------------------------------------------------------------------------------------------
 
 
 def _sizes(save_residual: str) -> tuple[int, int, str]:
     """Bytes of the residuals that this rank saves, and what the plan says of all."""
     run = Run.new(hook_options=OPTIONS, save_residual=save_residual).train(4)
     residuals = [entry["residual"] for entry in run.save()["hook"]["parameters"].values()]
-    tensors = [each[0] if isinstance(each, list) else each for each in residuals if each is not None]
+    tensors = [
+        each[0] if isinstance(each, list) else each for each in residuals if each is not None
+    ]
     plan = run.hook.plan()
     with mock.patch("commhooks.plan.NAMED_SAVE_BYTES", 1):
         return sum(each.nbytes for each in tensors), plan.saved_residuals, f"{plan}{plan.summary()}"
 
 
 @pytest.mark.parametrize("save_residual", ["per_rank", "mean", "drop"])
-def test_the_plan_names_the_bytes_of_residuals_in_a_checkpoint(run_ranks: Any, save_residual: str) -> None:
+def test_the_plan_names_the_bytes_of_residuals_in_a_checkpoint(
+    run_ranks: Any, save_residual: str
+) -> None:
     ranks = run_ranks(_sizes, save_residual)
     written = sum(size for size, *_ in ranks) if save_residual == "per_rank" else ranks[0][0]
     for _, planned, text in ranks:

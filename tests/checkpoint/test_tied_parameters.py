@@ -1,4 +1,6 @@
-"""A tied parameter has several names, and its state is found by any of them, whichever the model registers first."""
+"""A tied parameter has several names, and its state is found by any of them, whichever the model
+registers first.
+"""
 
 import copy
 import logging
@@ -31,7 +33,9 @@ STEPS, MORE = 4, 4
 
 
 class Tied(torch.nn.Module):
-    """A small language model whose embedding `tok` and last layer `head` are one parameter, unless `tied` is False."""
+    """A small language model whose embedding `tok` and last layer `head` are one parameter, unless
+    `tied` is False.
+    """
 
     def __init__(self, first: str, *, tied: bool = True) -> None:
         super().__init__()
@@ -51,7 +55,9 @@ class Tied(torch.nn.Module):
 def _train(model: torch.nn.Module, first_step: int, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(first_step, first_step + steps):
-        tokens = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        tokens = torch.randint(
+            40, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+        )
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(tokens[0]), tokens[1]).backward()
         optimizer.step()
@@ -76,7 +82,10 @@ def _read_parts(hook: commhooks.CommHook, _: Path, parts: Any) -> None:
 
 
 WAYS: dict[str, tuple[Save, Load]] = {
-    "own residuals": (lambda hook, _: hook.state_dict("per_rank"), lambda hook, _, saved: hook.load_state_dict(saved)),
+    "own residuals": (
+        lambda hook, _: hook.state_dict("per_rank"),
+        lambda hook, _, saved: hook.load_state_dict(saved),
+    ),
     "mean, not strict": (
         lambda hook, _: hook.state_dict("mean"),
         lambda hook, _, saved: hook.load_state_dict(saved, strict=False),
@@ -90,13 +99,20 @@ WAYS: dict[str, tuple[Save, Load]] = {
 
 
 def _state(hook: commhooks.CommHook) -> dict[str, Any]:
-    """What the hook has learned, without the names that depend on the order: the tied parameter is `tied`."""
+    """What the hook has learned, without the names that depend on the order: the tied parameter is
+    `tied`.
+    """
     saved = hook.state_dict("per_rank")["parameters"]
-    return {"tied" if name in ("tok.weight", "head.weight") else name: entry for name, entry in saved.items()}
+    return {
+        "tied" if name in ("tok.weight", "head.weight") else name: entry
+        for name, entry in saved.items()
+    }
 
 
 def _resumed(hook: str, way: str, first: str, then: str, folder: Path) -> dict[str, Any]:
-    """Resume, and return the warnings, whether all that was saved is there, and whether both runs train alike."""
+    """Resume, and return the warnings, whether all that was saved is there, and whether both runs
+    train alike.
+    """
     save, load = WAYS[way]
     ddp, attached = _new(first, hook)
     _train(ddp, 0, STEPS)
@@ -107,7 +123,9 @@ def _resumed(hook: str, way: str, first: str, then: str, folder: Path) -> dict[s
         load(other, folder, saved)
     kept, expected = _state(other), _state(attached)
     assert expected["tied"]["residual"] is not None
-    has_all = kept.keys() == expected.keys() and all(same(kept[name], expected[name]) for name in kept)
+    has_all = kept.keys() == expected.keys() and all(
+        same(kept[name], expected[name]) for name in kept
+    )
     _train(ddp, STEPS, MORE)
     _train(again, STEPS, MORE)
     assert other.stats()["step"] == attached.stats()["step"] > 1
@@ -115,7 +133,9 @@ def _resumed(hook: str, way: str, first: str, then: str, folder: Path) -> dict[s
     return {
         "warnings": [line for line in lines if "strict=False: this load" not in line],
         "has all": has_all,
-        "trains alike": all(torch.equal(weight, expected[name]) for name, weight in weights.items()),
+        "trains alike": all(
+            torch.equal(weight, expected[name]) for name, weight in weights.items()
+        ),
     }
 
 
@@ -125,14 +145,17 @@ def test_a_model_with_another_order_of_names_resumes(run_ranks, hook, way, tmp_p
     for first, then in (("tok", "head"), ("head", "tok")):
         for found in run_ranks(_resumed, hook, way, first, then, tmp_path / first):
             assert found["warnings"] == [] and found["has all"]
-            # Which rank rounds the mean of a quantised block depends on the name that is registered first.
+            # Which rank rounds the mean of a quantised block depends on the name that is registered
+            # first.
             assert found["trains alike"] or hook != "powerSGD"
 
 
 def _sharded(first: str) -> tuple[torch.nn.Module, commhooks.CommHook]:
     mesh, model = mesh_of(2, 1), Tied(first)
     fully_shard(model, mesh=mesh["shard"])
-    return model, commhooks.attach(model, "powerSGD", hook_options=POWERSGD, replicate_group=mesh["replicate"])
+    return model, commhooks.attach(
+        model, "powerSGD", hook_options=POWERSGD, replicate_group=mesh["replicate"]
+    )
 
 
 def _sharded_resumed(folder: Path) -> list[bool]:
@@ -175,7 +198,9 @@ def test_a_pickled_state_serves_a_model_with_another_order_of_names(run_ranks):
 
 
 def _refused(tied: bool) -> str:
-    """The error of a load into a model that is tied, or not, of the state of one where it is the other way round."""
+    """The error of a load into a model that is tied, or not, of the state of one where it is the
+    other way round.
+    """
     ddp = DistributedDataParallel(Tied("tok", tied=not tied))
     saved = commhooks.attach(ddp, "int4").state_dict()
     other = DistributedDataParallel(Tied("head", tied=tied))

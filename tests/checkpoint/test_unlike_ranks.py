@@ -1,4 +1,6 @@
-"""Saves and loads where ranks hold different things, or a state was saved for another form of the model."""
+"""Saves and loads where ranks hold different things, or a state was saved for another form of the
+model.
+"""
 
 import copy
 import gc
@@ -42,8 +44,9 @@ def _residuals(state: dict[str, Any]) -> dict[str, torch.Tensor | None]:
 
 
 def _saved_between_nodes() -> list[dict[str, Any]]:
-    """The mean residual of a run between nodes; that of a run without them which has loaded each rank's, and its own
-    mean over the ranks after that save."""
+    """The mean residual of a run between nodes; that of a run without them which has loaded each
+    rank's, and its own mean over the ranks after that save.
+    """
     models = [DistributedDataParallel(_layers()) for _ in range(2)]
     between = commhooks.attach(models[0], "powerSGD", hook_options=OPTIONS, ranks_per_node=2)
     flat = commhooks.attach(models[1], "powerSGD", hook_options=OPTIONS)
@@ -71,7 +74,9 @@ def test_a_mean_of_what_nodes_have_saved_is_that_of_each_parameter(run_ranks: An
 
 
 def _loaded_from_rank_0() -> tuple[list[bool], list[str]]:
-    """The compressed parameter belongs to rank 1 of each node, and every rank loads what rank 0 has saved."""
+    """The compressed parameter belongs to rank 1 of each node, and every rank loads what rank 0 has
+    saved.
+    """
     hooks = []
     for _ in range(2):
         model = DistributedDataParallel(_layers())
@@ -101,7 +106,9 @@ def _other_form() -> list[str]:
     fully_shard(sharded, mesh=mesh["shard"])
     hooks = [
         commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS, save_residual="distributed"),
-        commhooks.attach(sharded, "powerSGD", hook_options=OPTIONS, replicate_group=mesh["replicate"]),
+        commhooks.attach(
+            sharded, "powerSGD", hook_options=OPTIONS, replicate_group=mesh["replicate"]
+        ),
     ]
     torch.manual_seed(dist.get_rank())
     _train(ddp, 1)
@@ -122,7 +129,8 @@ def test_a_state_of_another_sharding_says_how_to_load_it(run_ranks: Any) -> None
             assert "saved for another sharding. Load it with torch.distributed.checkpoint" in text
 
 
-# ---- files of one rank -----------------------------------------------------------------------------------------------
+# ---- files of one rank
+# -----------------------------------------------------------------------------------------------
 
 
 def _make_inexact(payload: dict[str, Any]) -> None:
@@ -155,7 +163,11 @@ def _one_file_of_rank_0() -> dict[str, Any]:
     dist.broadcast_object_list(box, 0)
     run = Run.new(hook_options=RANK_2).load(box[0])
     step = run.hook.stats()["step"]
-    return {"weights": run.train(3).weights(), "step": step, "started_from": box[0]["hook"]["residual_ranks"]}
+    return {
+        "weights": run.train(3).weights(),
+        "step": step,
+        "started_from": box[0]["hook"]["residual_ranks"],
+    }
 
 
 def test_the_residual_of_another_rank_is_never_used(run_ranks: Any) -> None:
@@ -168,7 +180,8 @@ def test_the_residual_of_another_rank_is_never_used(run_ranks: Any) -> None:
     assert torch.equal(results[0]["weights"], dropped[0])
 
 
-# ---- a commit or a save that failed on one rank ----------------------------------------------------------------------
+# ---- a commit or a save that failed on one rank
+# ----------------------------------------------------------------------
 
 
 def _torn_on_one() -> tuple[str, bool, list[str]]:
@@ -194,7 +207,9 @@ def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any) -> None:
 
 
 def _declined_before_a_step() -> list[tuple[str, bool]]:
-    """Rank 1 loads a payload without residuals, so that it declines the next joint save, but not the one after it."""
+    """Rank 1 loads a payload without residuals, so that it declines the next joint save, but not
+    the one after it.
+    """
     run = Run.new(hook_options=RANK_2).train(3)
     run.hook.joint_save_limit_s = 60.0
     payload = run.hook.state_dict("per_rank", gather=False)
@@ -205,7 +220,9 @@ def _declined_before_a_step() -> list[tuple[str, bool]]:
     return [(each["residual"], each["exact"]) for each in saved]
 
 
-def test_a_rank_that_declined_a_joint_save_takes_part_in_that_of_the_next_step(run_ranks: Any) -> None:
+def test_a_rank_that_declined_a_joint_save_takes_part_in_that_of_the_next_step(
+    run_ranks: Any,
+) -> None:
     for declined, joint in run_ranks(_declined_before_a_step):
         assert declined == ("none", False) and joint[0] == "mean"
 
@@ -236,7 +253,9 @@ def _wrapped_anew(model: torch.nn.Module, state: commhooks.PowerSGDState) -> Run
 
 
 def _after_torn() -> dict[str, Any]:
-    """The commit fails in the third bucket. DDP is of no use after that; wrapped anew, the same state goes on."""
+    """The commit fails in the third bucket. DDP is of no use after that; wrapped anew, the same
+    state goes on.
+    """
     state = commhooks.PowerSGDState(None, 2, 1)
     run = _wrapped_anew(make_model(), state).train(3)
     advance, verdicts = RunningExchange.advance, 0
@@ -257,7 +276,9 @@ def _after_torn() -> dict[str, Any]:
     run = _wrapped_anew(module, state).train(2)
     saved = copy.deepcopy(run.save())
     run.train(3)
-    resumed = _wrapped_anew(make_model(), commhooks.PowerSGDState(None, 2, 900)).load(saved).train(3)
+    resumed = (
+        _wrapped_anew(make_model(), commhooks.PowerSGDState(None, 2, 900)).load(saved).train(3)
+    )
     return {
         "torn": (torn["residual"], torn["exact"], torn["step"]),
         "later": (saved["hook"]["residual"], saved["hook"]["exact"], saved["hook"]["step"]),
@@ -267,7 +288,9 @@ def _after_torn() -> dict[str, Any]:
 
 
 def test_after_a_commit_that_failed_the_next_one_is_whole_again(run_ranks: Any) -> None:
-    """What was lost stays lost, but what was gathered since then is all that a resumed run needs."""
+    """What was lost stays lost, but what was gathered since then is all that a resumed run
+    needs.
+    """
     for result in run_ranks(_after_torn):
         assert result["torn"] == ("none", False, 3)
         assert result["later"] == ("per_rank", True, 5)

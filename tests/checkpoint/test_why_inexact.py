@@ -13,7 +13,10 @@ from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run
 
-LOST = "It is loaded without residuals, so the run resumes from residuals of zero; step and Q are kept."
+LOST = (
+    "It is loaded without residuals, so the run resumes from residuals of zero; step and Q are"
+    " kept."
+)
 OTHERWISE = "The run does not go on exactly as the run that saved it."
 
 
@@ -26,14 +29,23 @@ def _alone(hook: commhooks.CommHook) -> Any:
 
 
 INT8, DILOCO = ("int8", {"start_iter": 1}), ("diloco", {"sync_every": 4})
-CASES: dict[str, tuple[tuple[str, dict[str, Any]], Callable[[commhooks.CommHook], Any], str, str]] = {
-    "not together": (INT8, lambda hook: hook.state_dict("mean", joint=False), "rank 0 saved on its own", LOST),
+CASES: dict[
+    str, tuple[tuple[str, dict[str, Any]], Callable[[commhooks.CommHook], Any], str, str]
+] = {
+    "not together": (
+        INT8,
+        lambda hook: hook.state_dict("mean", joint=False),
+        "rank 0 saved on its own",
+        LOST,
+    ),
     "late": (INT8, _alone, "not every rank took part within 0.2 s", LOST),
     "distributed, in mid-round": (
         DILOCO,
         lambda hook: hook.state_dict("distributed"),
-        "the save has ended a round: copies of the model's or an optimizer's state that were made before it "
-        "(cpu_offload=True) are older than the hook's state",
+        (
+            "the save has ended a round: copies of the model's or an optimizer's state that were"
+            " made before it (cpu_offload=True) are older than the hook's state"
+        ),
         LOST,
     ),
     "alone, in mid-round": (  # of the first round, which has left no residuals yet
@@ -83,7 +95,9 @@ def test_the_load_says_why_the_save_was_not_exact(run_ranks: Any, case: str) -> 
     (kept, lines), _ = run_ranks(_saved_and_loaded, case)
     name = HookRequest.parse(hook).name
     assert kept == reason
-    assert lines == [f"commhooks: the saved state of hook {name} is marked inexact, because {reason}. {then}"]
+    assert lines == [
+        f"commhooks: the saved state of hook {name} is marked inexact, because {reason}. {then}"
+    ]
 
 
 def _older_and_damaged() -> tuple[list[str], str, list[str]]:
@@ -100,6 +114,8 @@ def _older_and_damaged() -> tuple[list[str], str, list[str]]:
 
 def test_an_older_payload_loads_and_a_damaged_reason_does_no_harm(run_ranks: Any) -> None:
     (of_older, damaged, (of_hostile,)), _ = run_ranks(_older_and_damaged)
-    assert of_older == [f"commhooks: the saved state of hook int8_compress is marked inexact. {LOST}"]
+    assert of_older == [
+        f"commhooks: the saved state of hook int8_compress is marked inexact. {LOST}"
+    ]
     assert damaged == "damaged hook state: 'inexact_because' is 3, not a text"
     assert of_hostile.isprintable() and len(of_hostile) < 700

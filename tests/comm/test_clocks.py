@@ -1,4 +1,6 @@
-"""Times on an accelerator come from events that nobody waits for; here the events are made of the host's clock."""
+"""Times on an accelerator come from events that nobody waits for; here the events are made of the
+host's clock.
+"""
 
 import contextlib
 import threading
@@ -56,7 +58,11 @@ def test_what_the_device_has_not_done_is_counted_later() -> None:
     with events(lambda: next(times), device_at=8.0) as event:
         measured.begin_pass()
         first = measured.last_pass
-        with measured.measure(CPU), measured.measure(CPU, waiting=True):  # 0 to 7, waiting from 1 to 3
+        # 0 to 7, waiting from 1 to 3
+        with (
+            measured.measure(CPU),
+            measured.measure(CPU, waiting=True),
+        ):
             pass
         with measured.measure(CPU):  # 10 to 14: the device is not there yet
             pass
@@ -114,7 +120,9 @@ def _train(hook: str, options: dict[str, Any]) -> dict[str, Any]:
         return {**run.hook.stats(), "wall": wall, "waits": waits}
 
 
-@pytest.mark.parametrize(("hook", "options"), [("powerSGD", {"start_powerSGD_iter": 1}), ("fp16", {})])
+@pytest.mark.parametrize(
+    ("hook", "options"), [("powerSGD", {"start_powerSGD_iter": 1}), ("fp16", {})]
+)
 def test_training_waits_for_no_event(run_ranks: Any, hook: str, options: dict[str, Any]) -> None:
     for stats in run_ranks(_train, hook, options):
         assert stats["waits"] == 0

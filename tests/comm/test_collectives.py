@@ -1,5 +1,6 @@
-"""No hook call waits for its own first all-reduce. What is sent: test_every_compressor.py; in which order:
-test_backward_pass.py."""
+"""No hook call waits for its own first all-reduce. What is sent: test_every_compressor.py; in which
+order: test_backward_pass.py.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,21 @@ import torch.distributed as dist
 import commhooks
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import HookCallbacks
-from tests.support.models import EVERY_PARAMETER, SHAPES, Gradients, backward, bits_equal, random_gradients, wrap
+from tests.support.models import (
+    EVERY_PARAMETER,
+    SHAPES,
+    Gradients,
+    backward,
+    bits_equal,
+    random_gradients,
+    wrap,
+)
 
-CAPS = {"one bucket": 25, "two matrices each": 2000 / 1024**2, "a bucket per parameter": EVERY_PARAMETER}
+CAPS = {
+    "one bucket": 25,
+    "two matrices each": 2000 / 1024**2,
+    "a bucket per parameter": EVERY_PARAMETER,
+}
 
 
 @dataclass
@@ -23,7 +36,8 @@ class Late:
 
     Attributes:
         issued_by: for each all-reduce, by which hook call.
-        open_at_return: for each hook call, which of all all-reduces so far were not complete when it returned.
+        open_at_return: for each hook call, which of all all-reduces so far were not complete when
+            it returned.
     """
 
     issued_by: list[int] = field(default_factory=list)
@@ -43,7 +57,9 @@ class Late:
                 all_reduce(self._tensor, group=self._group)
                 late.complete.add(self._number)
 
-        def late_all_reduce(tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
+        def late_all_reduce(
+            tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+        ) -> Any:
             assert async_op and op == dist.ReduceOp.SUM
             work = LateWork(tensor, group)
             late.issued_by.append(len(late.open_at_return))
@@ -69,7 +85,9 @@ class Late:
 
 def _late(cap: float) -> tuple[bool, list[Late]]:
     """Whether late all-reduces change no gradient, and what was seen in each step."""
-    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)
+    config = commhooks.PowerSGD(
+        matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1
+    )
     models = [wrap(SHAPES, cap) for _ in range(2)]
     for model in models:
         commhooks.attach(model, config)
@@ -85,8 +103,10 @@ def _late(cap: float) -> tuple[bool, list[Late]]:
 
 @pytest.mark.parametrize("cap", CAPS)
 def test_a_hook_call_returns_before_its_own_p_is_complete(run_ranks, cap):
-    """The all-reduces complete as late as can be, when someone waits for them: a hook call that waits for its own
-    first all-reduce, except in the last bucket, shows itself by that all-reduce being complete when it returns."""
+    """The all-reduces complete as late as can be, when someone waits for them: a hook call that
+    waits for its own first all-reduce, except in the last bucket, shows itself by that all-reduce
+    being complete when it returns.
+    """
     for equal, observed in run_ranks(_late, CAPS[cap]):
         assert equal
         for late in observed:
@@ -94,8 +114,15 @@ def test_a_hook_call_returns_before_its_own_p_is_complete(run_ranks, cap):
             for k, still_open in enumerate(late.open_at_return):
                 own_p = late.issued_by.index(k)
                 if k < last:
-                    assert own_p in still_open, f"the hook waited for P of bucket {k} in its own call"
-                    # Q of the bucket before, which this call has sent, is waited for at the end of the pass only.
-                    assert {number for number, call in enumerate(late.issued_by) if call == k} <= still_open
-            assert not late.open_at_return[last], "nothing is left when the last bucket's call returns"
+                    assert own_p in still_open, (
+                        f"the hook waited for P of bucket {k} in its own call"
+                    )
+                    # Q of the bucket before, which this call has sent, is waited for at the end of
+                    # the pass only.
+                    assert {
+                        number for number, call in enumerate(late.issued_by) if call == k
+                    } <= still_open
+            assert not late.open_at_return[last], (
+                "nothing is left when the last bucket's call returns"
+            )
         assert (last == 0) == (cap == "one bucket")

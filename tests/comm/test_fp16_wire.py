@@ -18,11 +18,15 @@ from tests.support.models import (
 
 def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:
     ddp = wrap(SHAPES)
-    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)
+    config = commhooks.PowerSGD(
+        matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1
+    )
     commhooks.attach(ddp, config, wrapper=wrapper)
     gradients = []
     for step in range(3):
-        scaled = {name: g * scale for name, g in random_gradients(SHAPES, dist.get_rank(), step).items()}
+        scaled = {
+            name: g * scale for name, g in random_gradients(SHAPES, dist.get_rank(), step).items()
+        }
         gradients.append({name: g / scale for name, g in backward(ddp, scaled).items()})
     return gradients
 
@@ -37,7 +41,9 @@ def _two_scales(scale: float, masked: bool, kernel: str) -> tuple[list[Gradients
     [(1e-3, False, "native"), (300.0, False, "torch"), (300.0, True, "torch")],
 )
 def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked, kernel):
-    """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded to zero."""
+    """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded
+    to zero.
+    """
     for fp16, float32 in run_ranks(_two_scales, scale, masked, kernel):
         for got, expected in zip(fp16, float32, strict=True):
             assert worst_error(got, expected) < 0.02

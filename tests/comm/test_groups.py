@@ -1,4 +1,6 @@
-"""A DDP model on a sub-group, and a process group of its own for the hook: averages over that group alone."""
+"""A DDP model on a sub-group, and a process group of its own for the hook: averages over that group
+alone.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,8 +34,12 @@ from tests.support.ddp_steps import (
 START = {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
 
 
-def _attach(ddp: DistributedDataParallel, name: str, group: dist.ProcessGroup | None) -> commhooks.CommHook:
-    return commhooks.attach(ddp, name, hook_options=START if name == "powerSGD" else None, process_group=group)
+def _attach(
+    ddp: DistributedDataParallel, name: str, group: dist.ProcessGroup | None
+) -> commhooks.CommHook:
+    return commhooks.attach(
+        ddp, name, hook_options=START if name == "powerSGD" else None, process_group=group
+    )
 
 
 def _register(
@@ -50,24 +56,32 @@ def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
     pair = dist.new_group([1, 2])
     if ddp_on_pair and dist.get_rank() == 0:
         return
-    # A model on all three ranks whose hook averages over a pair of them: then rank 0 has a group of its own.
+    # A model on all three ranks whose hook averages over a pair of them: then rank 0 has a group of
+    # its own.
     own = dist.new_group([0]) if not ddp_on_pair else None
     group = own if dist.get_rank() == 0 else pair
     ddp = wrap(mlp(), process_group=pair) if ddp_on_pair else wrap(mlp())
-    # `attach` takes the group of the model; torch's functions take the default group unless they are told.
+    # `attach` takes the group of the model; torch's functions take the default group unless they
+    # are told.
     given = None if how is _attach and ddp_on_pair else group
     made = how(ddp, name, given)
     for step in range(3):
-        before = residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
+        before = (
+            residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
+        )
         local = local_gradients(ddp, partial(backward, step=step))
         backward(ddp, step)
-        after = residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
+        after = (
+            residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
+        )
         for key, gradient in gradients(ddp).items():
             expected = mean_over_ranks(local[key], group)
             if name == "powerSGD" and key.endswith("weight") and step >= 1:
                 assert relative(gradient - expected, expected) > 1e-3, "not compressed"
                 if key in after:
-                    error = conservation_error(local[key], before.get(key), after[key], gradient, group)
+                    error = conservation_error(
+                        local[key], before.get(key), after[key], gradient, group
+                    )
                     assert error <= 1e-6, (step, key, error)
             else:
                 bound = 1e-3 if name == "fp16" else 1e-6
@@ -96,7 +110,9 @@ def test_averages_over_the_group_only(run_ranks, name, how, ddp_on_pair):
 
 
 def saved_on_a_sub_group(residual: str, gather: bool) -> None:
-    """Ranks 0 and 1 of 3 save together, and go on from it in a new model; rank 2 takes no part in anything."""
+    """Ranks 0 and 1 of 3 save together, and go on from it in a new model; rank 2 takes no part in
+    anything.
+    """
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return
@@ -124,14 +140,18 @@ def test_save_and_resume_on_a_sub_group(run_ranks, residual, gather):
 
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
 def test_all_ranks_make_all_groups_on_the_device_of_the_model(bound: torch.device | None) -> None:
-    """NCCL splits the communicator of a default group with a device, which all of its ranks must do together."""
+    """NCCL splits the communicator of a default group with a device, which all of its ranks must do
+    together.
+    """
     device, calls = torch.device("cuda", 1), []
     with (
         process_group_of_one(),
         mock.patch.object(dist, "get_process_group_ranks", return_value=list(range(4))),
         mock.patch.object(dist.ProcessGroup, "size", lambda self: 4),
         mock.patch.object(dist.ProcessGroup, "bound_device_id", bound),
-        mock.patch.object(dist, "new_group", lambda *args, **kwargs: calls.append((args, kwargs)) or args),
+        mock.patch.object(
+            dist, "new_group", lambda *args, **kwargs: calls.append((args, kwargs)) or args
+        ),
     ):
         mine = new_group([[0, 2], [1, 3]], dist.group.WORLD, device)
     assert mine == ([0, 2],)
@@ -147,7 +167,9 @@ def test_some_ranks_of_a_bound_group_make_no_groups() -> None:
         process_group_of_one(),
         mock.patch.object(dist.ProcessGroup, "size", lambda self: 4),
         mock.patch.object(dist.ProcessGroup, "bound_device_id", torch.device("cuda", 0)),
-        pytest.raises(commhooks.AttachError, match=r"bound to cuda:0.*init_process_group without device_id"),
+        pytest.raises(
+            commhooks.AttachError, match=r"bound to cuda:0.*init_process_group without device_id"
+        ),
     ):
         new_group([[0]], dist.group.WORLD, torch.device("cuda", 0))
 
@@ -163,11 +185,17 @@ class _Work:
 @pytest.mark.parametrize("hook", ["powerSGD", "bf16"])
 def test_torchcomms_without_futures_is_refused_in_one_sentence(hook: str) -> None:
     backend = type("_BackendWrapper", (), {"__module__": "torchcomms._comms"})()
-    with process_group_of_one(), mock.patch.object(dist.ProcessGroup, "_get_backend", lambda self, device: backend):
+    with (
+        process_group_of_one(),
+        mock.patch.object(dist.ProcessGroup, "_get_backend", lambda self, device: backend),
+    ):
         commhooks.attach(wrap(mlp()), hook)  # a version that has futures
         with (
             mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: _Work()),
-            pytest.raises(commhooks.AttachError, match=r"runs on torchcomms.*unset TORCH_DISTRIBUTED_USE_TORCHCOMMS$"),
+            pytest.raises(
+                commhooks.AttachError,
+                match=r"runs on torchcomms.*unset TORCH_DISTRIBUTED_USE_TORCHCOMMS$",
+            ),
         ):
             commhooks.attach(wrap(mlp()), hook)
 
@@ -185,7 +213,10 @@ def _with_unequal_groups(config: commhooks.HookConfig, nodes: int | None) -> Non
 
 @pytest.mark.parametrize(
     ("config", "ranks", "nodes"),
-    [(commhooks.PowerSGD(start_powerSGD_iter=1), 4, 2), (commhooks.DiLoCo(sync_every=3, delay=1), 2, None)],
+    [
+        (commhooks.PowerSGD(start_powerSGD_iter=1), 4, 2),
+        (commhooks.DiLoCo(sync_every=3, delay=1), 2, None),
+    ],
 )
 def test_ranks_in_different_numbers_of_groups(
     run_ranks: Any, config: commhooks.HookConfig, ranks: int, nodes: int | None

@@ -1,4 +1,6 @@
-"""Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact again."""
+"""Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact
+again.
+"""
 
 import io
 import logging
@@ -129,7 +131,9 @@ def test_a_failure_in_the_middle(run_ranks: Any) -> None:
 
 
 def _on_an_accelerator(in_thread: bool) -> dict[str, Any]:
-    """The CPU stands for an accelerator. `in_thread`: rank 1 saves in another thread than the one that trains."""
+    """The CPU stands for an accelerator. `in_thread`: rank 1 saves in another thread than the one
+    that trains.
+    """
     sizes, all_reduce = [], dist.all_reduce
 
     def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -153,9 +157,12 @@ def _on_an_accelerator(in_thread: bool) -> dict[str, Any]:
         own = residuals(run.hook)
         return {
             "saved": _describe(saved[0]),
-            "is the mean": all(torch.allclose(own[n], each / 2, atol=1e-7) for n, each in means.items()),
+            "is the mean": all(
+                torch.allclose(own[n], each / 2, atol=1e-7) for n, each in means.items()
+            ),
             "goes on from it": all(
-                torch.equal(own[name], saved[0]["parameters"][name]["residual"].flatten()) for name in own
+                torch.equal(own[name], saved[0]["parameters"][name]["residual"].flatten())
+                for name in own
             ),
             "groups": groups.call_count,
             "largest": max(sizes, default=0),
@@ -163,7 +170,9 @@ def _on_an_accelerator(in_thread: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_an_accelerator_averages_in_pieces_over_the_models_group(run_ranks: Any, in_thread: bool) -> None:
+def test_an_accelerator_averages_in_pieces_over_the_models_group(
+    run_ranks: Any, in_thread: bool
+) -> None:
     """Unless the collectives of the save could come between those of the training."""
     for outcome in run_ranks(_on_an_accelerator, in_thread):
         groups, largest = outcome.pop("groups"), outcome.pop("largest")
@@ -172,7 +181,9 @@ def test_an_accelerator_averages_in_pieces_over_the_models_group(run_ranks: Any,
 
 
 def _keys_left() -> tuple[int, list[int]]:
-    """Keys in the store of the process group after a joint save: the first one, and those that follow failed ones."""
+    """Keys in the store of the process group after a joint save: the first one, and those that
+    follow failed ones.
+    """
     run = _run()
     store, rank = store_of(dist.group.WORLD), dist.get_rank()
     saver = run.hook._hook.checkpointer.joint_save()  # type: ignore[union-attr]
@@ -216,7 +227,8 @@ def _again_without_exchange() -> tuple[Any, int, bool]:
     first = run.hook.state_dict()
     second = run.hook.state_dict() if dist.get_rank() == 0 else first
     same = all(
-        entry["residual"] is None or torch.equal(entry["residual"], second["parameters"][name]["residual"])
+        entry["residual"] is None
+        or torch.equal(entry["residual"], second["parameters"][name]["residual"])
         for name, entry in first["parameters"].items()
     )
     return _describe(second), second["step"], same
@@ -227,7 +239,9 @@ def test_a_second_save_at_the_same_step(run_ranks: Any) -> None:
 
 
 def _saved_in_mid_commit() -> tuple[bool, str]:
-    """A signal handler may save while the state is being written: then the residuals are not to be trusted."""
+    """A signal handler may save while the state is being written: then the residuals are not to be
+    trusted.
+    """
     run = _run()
     session_of(run.hook).held.in_commit = True
     saved = run.hook.state_dict(residual="per_rank")
@@ -298,7 +312,9 @@ def failing(*_: Any) -> Any:
     raise RuntimeError("the network is gone")
 
 
-def _too_late(store: dist.Store, rank: int, size: int, limit: timedelta, connect: Any = dist.ProcessGroupGloo) -> Any:
+def _too_late(
+    store: dist.Store, rank: int, size: int, limit: timedelta, connect: Any = dist.ProcessGroupGloo
+) -> Any:
     """Connect, but not before another rank has failed and closed its connections."""
     _connected = connect(store, rank, size, limit)
     store_of(dist.group.WORLD).wait(["refused"])
@@ -309,8 +325,16 @@ def _too_late(store: dist.Store, rank: int, size: int, limit: timedelta, connect
     ("case", "speakers", "reason"),
     [
         ("nobody tries", [0], "rank 0 saved on its own"),
-        ("one fails while another connects", [1], "rank 1 failed: RuntimeError: the network is gone"),
-        ("wrong interface", [0, 1, 2], "set GLOO_SOCKET_IFNAME to the network interface between them"),
+        (
+            "one fails while another connects",
+            [1],
+            "rank 1 failed: RuntimeError: the network is gone",
+        ),
+        (
+            "wrong interface",
+            [0, 1, 2],
+            "set GLOO_SOCKET_IFNAME to the network interface between them",
+        ),
         ("before the first pass", [0], "no backward pass has run"),
         ("1,2", [1, 2], "not every rank took part"),
     ],
@@ -325,8 +349,9 @@ def test_one_rank_warns(run_ranks: Any, case: str, speakers: list[int], reason: 
 
 
 def _sharded() -> list[tuple[bool, list[str]]]:
-    """Saves in which a rank of one shard fails, every rank, and none: which are exact, and what is logged on this
-    rank."""
+    """Saves in which a rank of one shard fails, every rank, and none: which are exact, and what is
+    logged on this rank.
+    """
     model, hook = attached(2, 2, hook_options=OPTIONS)
     backward(model, random_gradients(0))
     saver, found = hook._hook.checkpointer.joint_save(), []  # type: ignore[union-attr]
@@ -338,7 +363,9 @@ def _sharded() -> list[tuple[bool, list[str]]]:
         with log_lines("commhooks", logging.WARNING) as lines:
             saved = hook.state_dict()
         saver.__dict__.pop("mean", None)
-        found.append((bool(torch.load(io.BytesIO(saved["commhooks"]), weights_only=True)["exact"]), lines))
+        found.append(
+            (bool(torch.load(io.BytesIO(saved["commhooks"]), weights_only=True)["exact"]), lines)
+        )
     return found
 
 

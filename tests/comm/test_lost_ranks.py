@@ -1,5 +1,6 @@
-"""A rank that has ended or hangs is named by all others, also by those that communicate only with ranks that failed in
-turn."""
+"""A rank that has ended or hangs is named by all others, also by those that communicate only with
+ranks that failed in turn.
+"""
 
 import contextlib
 import gc
@@ -50,7 +51,9 @@ def _one_of_four_ends() -> str:
 def test_all_name_the_rank_that_has_ended(run_ranks: Any) -> None:
     texts = run_ranks(_one_of_four_ends, world_size=4)
     for rank in (0, 2, 3):  # rank 3 communicates with rank 0 and 2 only
-        named = f"rank {rank} of 4: the exchange of what is tested failed: rank 1 has ended or hangs;"
+        named = (
+            f"rank {rank} of 4: the exchange of what is tested failed: rank 1 has ended or hangs;"
+        )
         assert texts[rank].startswith(named)
 
 
@@ -68,8 +71,14 @@ def _in_groups() -> str:
 
 def test_a_rank_in_another_group_is_named(run_ranks: Any) -> None:
     _, near, far = run_ranks(_in_groups, world_size=3)
-    assert near.startswith("rank 1 of 3 (rank 1 of 2 in its group): ") and "failed: rank 0 has ended or hangs" in near
-    assert far.startswith("rank 2 of 3 (rank 1 of 2 in its group): ") and "failed: rank 0 has ended or hangs" in far
+    assert (
+        near.startswith("rank 1 of 3 (rank 1 of 2 in its group): ")
+        and "failed: rank 0 has ended or hangs" in near
+    )
+    assert (
+        far.startswith("rank 2 of 3 (rank 1 of 2 in its group): ")
+        and "failed: rank 0 has ended or hangs" in far
+    )
 
 
 def _another_failure() -> str:
@@ -132,7 +141,9 @@ def test_hooks_that_return_at_once_name_it_too(run_ranks: Any) -> None:
 
 
 def _another_collective() -> list[str]:
-    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
+    ddp = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    )
     hook = commhooks.attach(ddp, "fp16")
     for _ in range(3):
         ddp(torch.ones(2, 8)).sum().backward()
@@ -164,7 +175,9 @@ HOOKS = {
 
 
 def _waits(hook: str, group: dist.ProcessGroup, folder: Path) -> float | None:
-    """Rank 2 hangs in the middle of a backward pass. Returns the seconds that each of the others waits in all."""
+    """Rank 2 hangs in the middle of a backward pass. Returns the seconds that each of the others
+    waits in all.
+    """
     ddp = DistributedDataParallel(mlp(32, 4), process_group=group, bucket_cap_mb=0.001)
     commhooks.attach(ddp, hook, hook_options=HOOKS[hook])
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -186,7 +199,10 @@ def _waits(hook: str, group: dist.ProcessGroup, folder: Path) -> float | None:
             train(1)
         return None
     began = time.monotonic()
-    with mock.patch("commhooks.comm.groups.TIMED_OUT_LIMIT_S", 0.5), pytest.raises(RuntimeError, match="exchange of"):
+    with (
+        mock.patch("commhooks.comm.groups.TIMED_OUT_LIMIT_S", 0.5),
+        pytest.raises(RuntimeError, match="exchange of"),
+    ):
         train(4)
     waited = time.monotonic() - began
     (folder / str(dist.get_rank())).touch()
@@ -197,7 +213,9 @@ def _each_waits(folder: Path) -> dict[str, float | None]:
     waited = {}
     for hook in HOOKS:
         (folder / hook).mkdir(exist_ok=True)
-        waited[hook] = _waits(hook, dist.new_group(timeout=timedelta(seconds=LIMIT_S)), folder / hook)
+        waited[hook] = _waits(
+            hook, dist.new_group(timeout=timedelta(seconds=LIMIT_S)), folder / hook
+        )
     return waited
 
 
@@ -227,6 +245,9 @@ def test_a_group_of_ones_own_has_the_limit_of_the_models() -> None:
     limit = timedelta(seconds=77)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        assert timeout_of(new_group([[0]], dist.group.WORLD, torch.device("cpu")), torch.device("cpu")) == limit
+        assert (
+            timeout_of(new_group([[0]], dist.group.WORLD, torch.device("cpu")), torch.device("cpu"))
+            == limit
+        )
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""All-to-all and all-gather as messages: what gloo's own collectives give, also with many in flight."""
+"""All-to-all and all-gather as messages: what gloo's own collectives give, also with many in
+flight.
+"""
 
 import gc
 from datetime import timedelta
@@ -50,7 +52,9 @@ class _Largest(TorchDispatchMode):
             }
             for tree in (args, result)
         )
-        self.size = max(self.size, *(size for place, size in after.items() if place not in before), 0)
+        self.size = max(
+            self.size, *(size for place, size in after.items() if place not in before), 0
+        )
         return result
 
 
@@ -59,14 +63,23 @@ def _different_sizes(sizes: list[int]) -> tuple[bool, int]:
     group = dist.group.WORLD
     assert group is not None
     own = torch.full((sizes[group.rank()],), group.rank(), dtype=torch.uint8)
-    send = Send(own, op="gather", splits=([own.numel()] * group.size(), sizes), into=torch.zeros(sum(sizes)).byte())
+    send = Send(
+        own,
+        op="gather",
+        splits=([own.numel()] * group.size(), sizes),
+        into=torch.zeros(sum(sizes)).byte(),
+    )
     with _Largest() as largest:
         got = start(send, group, None).wait()
-    return got.tolist() == [rank for rank, size in enumerate(sizes) for _ in range(size)], largest.size
+    return got.tolist() == [
+        rank for rank, size in enumerate(sizes) for _ in range(size)
+    ], largest.size
 
 
 @pytest.mark.parametrize("sizes", [[3000, 0, 5000], [2000, 2000, 2000], [0, 0, 0]])
-def test_parts_of_different_sizes_are_gathered_without_copies(run_ranks: Any, sizes: list[int]) -> None:
+def test_parts_of_different_sizes_are_gathered_without_copies(
+    run_ranks: Any, sizes: list[int]
+) -> None:
     for equal, largest in run_ranks(_different_sizes, sizes, world_size=3):
         assert equal and largest <= max(sizes)
 
@@ -89,12 +102,15 @@ def test_the_same_as_gloos_collectives(run_ranks: Any, world_size: int) -> None:
 
 
 def _too_few() -> str:
-    """Rank 1 begins only two of three exchanges, and rank 0 leaves the second one alone: the error is the time limit's.
-    Nothing may be taken for another."""
+    """Rank 1 begins only two of three exchanges, and rank 0 leaves the second one alone: the error
+    is the time limit's. Nothing may be taken for another.
+    """
     group, messages = dist.new_group([0, 1], timeout=timedelta(seconds=5)), PointToPoint()
     for number in range(2 if dist.get_rank() == 1 else 3):
         rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
-        pending = start(Send(rows, what=f"number {number}", op="all_to_all"), group, None, messages=messages)
+        pending = start(
+            Send(rows, what=f"number {number}", op="all_to_all"), group, None, messages=messages
+        )
         if dist.get_rank() == 0 and number == 2:
             with pytest.raises(HookRunError) as caught:
                 pending.wait()
@@ -110,8 +126,9 @@ def test_one_is_not_taken_for_another(run_ranks: Any) -> None:
 
 
 def _failed_half_way() -> list[int]:
-    """How many messages are held: after a failure between two of them, when the session is gone, after later ones have
-    arrived, and when another group has ended."""
+    """How many messages are held: after a failure between two of them, when the session is gone,
+    after later ones have arrived, and when another group has ended.
+    """
     group, messages = dist.group.WORLD, PointToPoint()
     assert group is not None
     rows, counts = torch.ones(3, 500_000), []

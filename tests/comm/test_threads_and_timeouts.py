@@ -1,4 +1,6 @@
-"""Waits are bounded and say what they waited for; a saver in another thread never sees two steps mixed."""
+"""Waits are bounded and say what they waited for; a saver in another thread never sees two steps
+mixed.
+"""
 
 import threading
 import time
@@ -43,7 +45,9 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
 
 
 def _saving_thread() -> tuple[int, int, list[str]]:
-    """Another thread saves again and again while training goes on: each Q must be that of its step."""
+    """Another thread saves again and again while training goes on: each Q must be that of its
+    step.
+    """
     run = Run.new(hook_options=OPTIONS)
     q_at: dict[int, torch.Tensor] = {}
     saved: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -75,7 +79,8 @@ def _saving_thread() -> tuple[int, int, list[str]]:
     mixed = [
         f"step {step}"
         for step, first, last in saved
-        if step in q_at and not torch.equal(q_at[step], torch.cat([first.flatten(), last.flatten()]))
+        if step in q_at
+        and not torch.equal(q_at[step], torch.cat([first.flatten(), last.flatten()]))
     ]
     return len(saved), len({step for step, _, _ in saved}), mixed
 

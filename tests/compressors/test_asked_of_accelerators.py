@@ -1,5 +1,6 @@
-"""What hooks ask of an accelerator: memory for learned state in the first pass, and no more operators for many
-parameters than for few. Seen on CPU tensors, and on tensors without memory."""
+"""What hooks ask of an accelerator: memory for learned state in the first pass, and no more
+operators for many parameters than for few. Seen on CPU tensors, and on tensors without memory.
+"""
 
 import pytest
 import torch
@@ -38,13 +39,17 @@ def test_nothing_that_is_kept_is_allocated_when_compression_begins(hook: str, st
         assert attached.stats()["compressed_steps"] == 2
         residual = attached.plan().memory.residual
     assert new_bytes[0] > residual > 30_000
-    assert new_bytes[3] - new_bytes[4] < 2000, "what is kept is allocated in the first compressed step"
+    assert new_bytes[3] - new_bytes[4] < 2000, (
+        "what is kept is allocated in the first compressed step"
+    )
 
 
 def _operators(hook: str, layers: int, world_size: int, dtype: torch.dtype) -> int:
     """Of a warm step, on one bucket of so many matrices and vectors."""
     shapes = [(40, 50), (40,)] * layers
-    parameters = {str(i): torch.empty(shape, device=META, dtype=dtype) for i, shape in enumerate(shapes)}
+    parameters = {
+        str(i): torch.empty(shape, device=META, dtype=dtype) for i, shape in enumerate(shapes)
+    }
     compressor = HookRequest.parse(hook).new_compressor(None)
     assert compressor is not None
     ranks = LocalDriver(compressor, [parameters], META, world_size)
@@ -57,8 +62,9 @@ def _operators(hook: str, layers: int, world_size: int, dtype: torch.dtype) -> i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hook", ["int8", "int4"])
 def test_operators_depend_on_neither_parameters_nor_ranks(hook: str, dtype: torch.dtype) -> None:
-    """But for sums over the ranks, of blocks and of vectors, which take one operator more for twice the ranks, and for
-    copies without padding, where a message has some."""
+    """But for sums over the ranks, of blocks and of vectors, which take one operator more for twice
+    the ranks, and for copies without padding, where a message has some.
+    """
     count = _operators(hook, 2, 2, dtype)
     assert count < 120 and abs(_operators(hook, 30, 2, dtype) - count) <= 2
     assert _operators(hook, 2, 64, dtype) - count <= 2 * 5 + 2

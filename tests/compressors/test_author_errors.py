@@ -1,4 +1,6 @@
-"""What the author of a compressor can get wrong ends in an error that names it, never in a hang or a wrong result."""
+"""What the author of a compressor can get wrong ends in an error that names it, never in a hang or
+a wrong result.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,9 +33,16 @@ def compressor(exchange: Any, **attributes: Any) -> type[commhooks.Compressor[An
         hook_name: ClassVar[str] = "of_a_test"
 
     def plan_parameter(self: Any, info: commhooks.ParameterInfo) -> commhooks.UnitPlan:
-        return commhooks.UnitPlan(info.name, tuple(info.parameter.shape), info.numel, info.parameter.dtype, True, "", 1)
+        return commhooks.UnitPlan(
+            info.name, tuple(info.parameter.shape), info.numel, info.parameter.dtype, True, "", 1
+        )
 
-    members = {"Config": Config, "exchange": exchange, "plan_parameter": plan_parameter, **attributes}
+    members = {
+        "Config": Config,
+        "exchange": exchange,
+        "plan_parameter": plan_parameter,
+        **attributes,
+    }
     return commhooks.register_compressor(type("OfATest", (commhooks.Compressor,), members))
 
 
@@ -97,12 +106,23 @@ def with_state(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
         (a_tuple, {}, "yields a tuple; expected Send or Verdict"),
         (no_verdict, {}, "ended before its verdict: it must yield Verdict"),
         (a_bool, {}, r"yields Verdict\(True\); expected a bool tensor without dimensions"),
-        (no_all, {}, r"yields Verdict\(a tensor of shape \(\d+,\) in torch.bool\); expected a bool tensor without dim"),
+        (
+            no_all,
+            {},
+            (
+                r"yields Verdict\(a tensor of shape \(\d+,\) in torch.bool\); expected a bool"
+                r" tensor without dim"
+            ),
+        ),
         (goes_on, {}, "goes on after the verdict"),
         (too_short, {}, r"returns a tensor of shape \(3,\); expected None"),
         (average, {"transactional": False}, "asks for a verdict, but it is not transactional"),
         (once, {"transactional": False}, "put last=True on its only Send"),
-        (with_state, {"transactional": False}, r"state\['residual'\]: a compressor that is not transactional"),
+        (
+            with_state,
+            {"transactional": False},
+            r"state\['residual'\]: a compressor that is not transactional",
+        ),
     ],
 )
 def test_a_malformed_exchange(exchange: Any, attributes: dict[str, Any], text: str) -> None:
@@ -111,7 +131,9 @@ def test_a_malformed_exchange(exchange: Any, attributes: dict[str, Any], text: s
 
 
 def test_a_plan_that_is_none() -> None:
-    with pytest.raises(HookConfigError, match=r"OfATest.plan_parameter returned None for .*; expected a UnitPlan"):
+    with pytest.raises(
+        HookConfigError, match=r"OfATest.plan_parameter returned None for .*; expected a UnitPlan"
+    ):
         run(compressor(average, plan_parameter=lambda self, info: None))
 
 
@@ -140,14 +162,20 @@ def _between_nodes() -> list[str]:
 
 def test_between_nodes_the_same_rules_hold(run_ranks: Any) -> None:
     for messages in run_ranks(_between_nodes, world_size=4):
-        expected = ["ended before its verdict: it must yield Verdict", "goes on after the verdict", "returns a tensor"]
+        expected = [
+            "ended before its verdict: it must yield Verdict",
+            "goes on after the verdict",
+            "returns a tensor",
+        ]
         assert all(text in message for text, message in zip(expected, messages, strict=True))
 
 
 def test_the_operation_of_a_send_is_named() -> None:
     with pytest.raises(TypeError):
         commhooks.Send(torch.zeros(2), "gather")  # type: ignore[misc]
-    with pytest.raises(HookRunError, match=r"op='mean'.*expected one of 'sum', 'max', .* divide what is sent by"):
+    with pytest.raises(
+        HookRunError, match=r"op='mean'.*expected one of 'sum', 'max', .* divide what is sent by"
+    ):
         commhooks.Send(torch.zeros(2), op="mean")  # type: ignore[arg-type]
 
 
@@ -165,7 +193,10 @@ def _rows() -> str:
 
 def test_a_message_without_a_row_for_each_rank(run_ranks: Any) -> None:
     for text in run_ranks(_rows, world_size=3):
-        assert text.startswith("all-to-all of rows ") and "(2,) does not have one row for each of 3" in text
+        assert (
+            text.startswith("all-to-all of rows ")
+            and "(2,) does not have one row for each of 3" in text
+        )
 
 
 def _different_plans() -> None:
@@ -179,15 +210,20 @@ def _different_plans() -> None:
 
 
 def test_plans_that_differ_between_ranks(run_ranks: Any) -> None:
-    with pytest.raises(RanksFailed, match="the ranks compress different things: parameter 0 is .* on rank 1"):
+    with pytest.raises(
+        RanksFailed, match="the ranks compress different things: parameter 0 is .* on rank 1"
+    ):
         run_ranks(_different_plans)
 
 
-# ---- registration and fields -----------------------------------------------------------------------------------------
+# ---- registration and fields
+# -----------------------------------------------------------------------------------------
 
 
 def _config(**members: Any) -> type[Any]:
-    made = type("Config", (commhooks.HookConfig,), {"__annotations__": {}, "hook_name": "mine", **members})
+    made = type(
+        "Config", (commhooks.HookConfig,), {"__annotations__": {}, "hook_name": "mine", **members}
+    )
     return dataclass(frozen=True, kw_only=True)(made)
 
 
@@ -195,12 +231,24 @@ def _config(**members: Any) -> type[Any]:
     ("members", "text"),
     [
         ({"Config": None}, "its Config is None; expected a dataclass"),
-        ({"Config": type("Plain", (commhooks.HookConfig,), {"hook_name": "mine"})}, "is not a dataclass: decorate it"),
+        (
+            {"Config": type("Plain", (commhooks.HookConfig,), {"hook_name": "mine"})},
+            "is not a dataclass: decorate it",
+        ),
         ({"Config": _config(aliases="fp16")}, "expected a tuple of names"),
-        ({"Config": _config(start_option="start")}, "start_option='start' is not one of the options"),
+        (
+            {"Config": _config(start_option="start")},
+            "start_option='start' is not one of the options",
+        ),
         ({"Config": _config(), "exchange": None}, "does not define exchange"),
-        ({"Config": _config(), "state_fields": commhooks.RESIDUAL}, "state_fields are StateField.*; expected a tuple"),
-        ({"Config": _config(), "state_fields": ("residual",)}, "state_fields hold 'residual'; expected commhooks.RES"),
+        (
+            {"Config": _config(), "state_fields": commhooks.RESIDUAL},
+            "state_fields are StateField.*; expected a tuple",
+        ),
+        (
+            {"Config": _config(), "state_fields": ("residual",)},
+            "state_fields hold 'residual'; expected commhooks.RES",
+        ),
         (
             {"Config": _config(), "transactional": False, "state_fields": (commhooks.RESIDUAL,)},
             "with transactional=False there is no learned state",
@@ -258,7 +306,8 @@ def test_a_field_comes_back_as_it_was(run_ranks: Any) -> None:
             assert torch.equal(entry["mean"], saved["parameters"][name]["mean"])
         saved["parameters"]["0.weight"]["mean"] = torch.zeros(3)
         with pytest.raises(
-            PayloadError, match="parameters\\['0.weight'\\]\\['mean'\\] does not fit|it has a mean of 3"
+            PayloadError,
+            match="parameters\\['0.weight'\\]\\['mean'\\] does not fit|it has a mean of 3",
         ):
             again.load_state_dict(saved)
         assert again.stats()["step"] == 1

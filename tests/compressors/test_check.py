@@ -1,4 +1,6 @@
-"""`commhooks.testing.check`: every compressor of ours keeps the rules, and each broken rule is named."""
+"""`commhooks.testing.check`: every compressor of ours keeps the rules, and each broken rule is
+named.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -54,7 +56,9 @@ class BF16Feedback(commhooks.Compressor[Options]):
         for slot, delta in zip(layout.slots, deltas, strict=True):
             self.keep(slot, delta - step.world_size * slot.of(sent), good, state)
 
-    def delta(self, slot: Any, flat: torch.Tensor, state: Any, step: commhooks.StepInfo) -> torch.Tensor:
+    def delta(
+        self, slot: Any, flat: torch.Tensor, state: Any, step: commhooks.StepInfo
+    ) -> torch.Tensor:
         return with_residual(slot, flat, state, step)
 
     def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -145,7 +149,9 @@ class RanksDiffer(BF16Feedback):
 
 BROKEN: dict[Callable[[], BF16Feedback | SumsWithoutResidual], str] = {
     Sums: "is larger than all gradients together",
-    SumsWithoutResidual: "the result is longer than the mean: a sum must be divided by step.world_size",
+    SumsWithoutResidual: (
+        "the result is longer than the mean: a sum must be divided by step.world_size"
+    ),
     LosesWhatItRounds: "of gradient and residual are neither in the result nor kept",
     SeesNoInfinity: "Its Verdict is true although the gradient of 'tall' is inf on one rank",
     HidesInfinity: "The result is finite although the gradient of 'bias' is inf on one rank",

@@ -1,5 +1,6 @@
-"""Ranks whose compressor sends different things are told which Send it is, all of them; without that gloo would end the
-process, or they would wait for each other."""
+"""Ranks whose compressor sends different things are told which Send it is, all of them; without
+that gloo would end the process, or they would wait for each other.
+"""
 
 import dataclasses
 import re
@@ -68,7 +69,11 @@ class OwnAtOnceCompressor(OwnCompressor):
         if fault == "nothing":
             return flat
         sent = flat.div_(step.world_size)
-        return (yield commhooks.Send(sent.double() if fault == "dtype" else sent, what="mean", last=True))
+        return (
+            yield commhooks.Send(
+                sent.double() if fault == "dtype" else sent, what="mean", last=True
+            )
+        )
 
 
 def _error_of(train: Callable[[], object]) -> str:
@@ -88,16 +93,28 @@ def _with_ddp(fault: str, compressor: type[OwnCompressor], **attach: Any) -> str
 @pytest.mark.parametrize(
     ("fault", "rank_1", "others"),
     [
-        ("shape", r"rank 1: Send 2 \(ones\) of bucket 1: op='sum', shape \(7,\), float32, last=True", r"shape \(6,\)"),
-        ("dtype", r"rank 1: Send 1 \(mean\) of bucket 0: .*, float64, last=False", "float32, last=False"),
+        (
+            "shape",
+            r"rank 1: Send 2 \(ones\) of bucket 1: op='sum', shape \(7,\), float32, last=True",
+            r"shape \(6,\)",
+        ),
+        (
+            "dtype",
+            r"rank 1: Send 1 \(mean\) of bucket 0: .*, float64, last=False",
+            "float32, last=False",
+        ),
         ("op", r"rank 1: Send 2 \(ones\) of bucket 0: op='max'", "op='sum'"),
         ("last", r"rank 1: Send 2 \(ones\) of bucket 0: .*, last=False", "last=True"),
         ("one more", r"rank 1: Send 3 \(more\) of bucket 0: ", "no further Send"),
     ],
 )
-def test_the_send_is_named_on_all_ranks(run_ranks: Any, fault: str, rank_1: str, others: str) -> None:
+def test_the_send_is_named_on_all_ranks(
+    run_ranks: Any, fault: str, rank_1: str, others: str
+) -> None:
     for text in run_ranks(_with_ddp, fault, OwnCompressor, world_size=3):
-        assert text.startswith("the exchange of own does not send the same on all ranks. ranks 0, 2: ")
+        assert text.startswith(
+            "the exchange of own does not send the same on all ranks. ranks 0, 2: "
+        )
         assert re.search(rank_1, text) and re.search(f"ranks 0, 2: [^;]*{others}", text), text
 
 
@@ -106,11 +123,17 @@ def test_the_send_is_named_on_all_ranks(run_ranks: Any, fault: str, rank_1: str,
     [
         (
             "dtype",
-            "rank 0: Send 1 (mean) of bucket 0: op='sum', shape (274,), float32, last=True; rank 1: Send 1 (mean)",
+            (
+                "rank 0: Send 1 (mean) of bucket 0: op='sum', shape (274,), float32, last=True;"
+                " rank 1: Send 1 (mean)"
+            ),
         ),
         (
             "nothing",
-            "rank 0: Send 1 (mean) of bucket 0: op='sum', shape (274,), float32, last=True; rank 1: no further",
+            (
+                "rank 0: Send 1 (mean) of bucket 0: op='sum', shape (274,), float32, last=True;"
+                " rank 1: no further"
+            ),
         ),
     ],
 )
@@ -120,10 +143,15 @@ def test_a_compressor_without_learned_state(run_ranks: Any, fault: str, ranks: s
 
 
 @pytest.mark.parametrize("compressor", [OwnCompressor, OwnAtOnceCompressor])
-def test_between_nodes_the_other_ranks_fail_too(run_ranks: Any, compressor: type[OwnCompressor]) -> None:
+def test_between_nodes_the_other_ranks_fail_too(
+    run_ranks: Any, compressor: type[OwnCompressor]
+) -> None:
     """Ranks 0 and 2 send the same, ranks 1 and 3 do not."""
     for text in run_ranks(_with_ddp, "dtype", compressor, world_size=4, ranks_per_node=2):
-        assert "rank 1: Send 1 (mean) of bucket 0" in text and "rank 3: Send 1 (mean) of bucket 0" in text
+        assert (
+            "rank 1: Send 1 (mean) of bucket 0" in text
+            and "rank 3: Send 1 (mean) of bucket 0" in text
+        )
 
 
 def _with_fully_shard(compressor: type[OwnCompressor]) -> str:
@@ -133,10 +161,15 @@ def _with_fully_shard(compressor: type[OwnCompressor]) -> str:
 
 
 @pytest.mark.parametrize("compressor", [OwnCompressor, OwnAtOnceCompressor])
-def test_with_fully_shard_the_other_shards_fail_too(run_ranks: Any, compressor: type[OwnCompressor]) -> None:
+def test_with_fully_shard_the_other_shards_fail_too(
+    run_ranks: Any, compressor: type[OwnCompressor]
+) -> None:
     """Ranks 1 and 3, with one shard, send the same; ranks 0 and 2 do not."""
     for text in run_ranks(_with_fully_shard, compressor, world_size=4):
-        assert "rank 0: Send 1 (mean) of bucket 0" in text and "rank 2: Send 1 (mean) of bucket 0" in text
+        assert (
+            "rank 0: Send 1 (mean) of bucket 0" in text
+            and "rank 2: Send 1 (mean) of bucket 0" in text
+        )
 
 
 def _gathered(compressor: type[OwnCompressor]) -> list[int]:

@@ -1,5 +1,6 @@
-"""Parameters without elements, in buckets beside others and in a bucket of their own, change no bit of the others. On
-shards they cannot be: FSDP2 refuses them in the backward pass (torch 2.13)."""
+"""Parameters without elements, in buckets beside others and in a bucket of their own, change no bit
+of the others. On shards they cannot be: FSDP2 refuses them in the backward pass (torch 2.13).
+"""
 
 from typing import Any
 
@@ -26,7 +27,9 @@ class _Empty(nn.Module):
 
 
 def _model(empty: bool) -> nn.Sequential:
-    """`empty`: with parameters without elements beside the others, and of another dtype in a bucket of their own."""
+    """`empty`: with parameters without elements beside the others, and of another dtype in a bucket
+    of their own.
+    """
     model = make_model()
     if empty:
         model.append(_Empty((0, 3), (4, 0, 2), (0,)))
@@ -35,11 +38,15 @@ def _model(empty: bool) -> nn.Sequential:
 
 
 def _trained(name: str, *forms: str, **more: Any) -> dict[bool, list[torch.Tensor]]:
-    """The weights with and without empty parameters: at the end, and of runs that went on from a save in each form."""
+    """The weights with and without empty parameters: at the end, and of runs that went on from a
+    save in each form.
+    """
     kind, found = EVERY[name], {}
     for empty in (False, True):
         run = kind.new(model=_model(empty), **more).train(STEPS)
-        resumed = [kind.new(model=_model(empty), **more).load(run.save(residual=form)) for form in forms]
+        resumed = [
+            kind.new(model=_model(empty), **more).load(run.save(residual=form)) for form in forms
+        ]
         found[empty] = [each.train(1).weights() for each in (run, *resumed)]
     return found
 

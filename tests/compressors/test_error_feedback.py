@@ -1,5 +1,7 @@
-"""`with_residual` and `keep_residual`, from which a compressor of one's own gets error feedback: with a bool for the
-verdict, as on the CPU, and with a tensor, as on an accelerator. And residuals as views of one tensor."""
+"""`with_residual` and `keep_residual`, from which a compressor of one's own gets error feedback:
+with a bool for the verdict, as on the CPU, and with a tensor, as on an accelerator. And residuals
+as views of one tensor.
+"""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
-"""What every compressor promises: the built-in ones, their variants and wrappers, and the example of one's own.
+"""What every compressor promises: the built-in ones, their variants and wrappers, and the example
+of one's own.
 
-A new compressor is added to `KINDS` and has to keep all of it. One call of the workers does as much as possible.
+A new compressor is added to `KINDS` and has to keep all of it. One call of the workers does as much
+as possible.
 """
 
 import logging
@@ -31,15 +33,26 @@ from tests.support.kind_parameters import ALL, IN_32_BITS
 from tests.support.kinds import KINDS, RANDOM_K, START, Kind
 from tests.support.models import masks, same_bits
 from tests.support.simulation import SimulatedRanks
-from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, plain, residuals
+from tests.support.training import (
+    ONE_BUCKET_MB,
+    SEVERAL_BUCKETS_MB,
+    Run,
+    make_model,
+    plain,
+    residuals,
+)
 
 
 def test_every_built_in_compressor_is_here() -> None:
     assert {kind.hook for kind in KINDS.values()} >= {"allreduce", "powerSGD", "batched_powerSGD"}
     names = {HookRequest.parse(kind.hook).name for kind in KINDS.values()}
-    # The replicas of noop drift apart, as it says; those of the two others for some steps (test_outer_steps.py). What
-    # auto decides is prescribed here: by the clock it would be another thing each time.
-    assert names | {"noop", "auto", "diloco", "local_sgd"} == set(COMPRESSORS) and "prescribed_auto" in names
+    # The replicas of noop drift apart, as it says; those of the two others for some steps
+    # (test_outer_steps.py). What auto decides is prescribed here: by the clock it would be another
+    # thing each time.
+    assert (
+        names | {"noop", "auto", "diloco", "local_sgd"} == set(COMPRESSORS)
+        and "prescribed_auto" in names
+    )
 
 
 STEPS = START + 2
@@ -50,7 +63,8 @@ def all_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(same_bits, one, other))
 
 
-# ---- replicas, bytes, order ------------------------------------------------------------------------------------------
+# ---- replicas, bytes, order
+# ------------------------------------------------------------------------------------------
 
 
 def _trained(name: str) -> dict[str, Any]:
@@ -81,7 +95,9 @@ def _padding(plan: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_replicas_are_equal_and_send_what_is_planned_in_one_order(run_ranks: Any, name: str) -> None:
+def test_replicas_are_equal_and_send_what_is_planned_in_one_order(
+    run_ranks: Any, name: str
+) -> None:
     ranks = run_ranks(_trained, name, world_size=3)
     first, kind = ranks[0], KINDS[name]
     for rank in ranks:
@@ -96,10 +112,14 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(run_ranks: Any
             stats["compressed_steps"] == STEPS - START
             and stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / 6
         )
-        named = [re.findall(r"buckets? ([\d, ]+) at", line)[0].split(", ") for line in first["issued"]]
+        named = [
+            re.findall(r"buckets? ([\d, ]+) at", line)[0].split(", ") for line in first["issued"]
+        ]
         buckets = [int(bucket) for line in named for bucket in line]
         firsts = [bucket for i, bucket in enumerate(buckets) if bucket not in buckets[:i]]
-        assert firsts == sorted(firsts) and len(firsts) > 2, "the first message of each bucket goes in order"
+        assert firsts == sorted(firsts) and len(firsts) > 2, (
+            "the first message of each bucket goes in order"
+        )
 
 
 @pytest.mark.parametrize("name", [each for each in ALL if not KINDS[each.id].layouts_matter])
@@ -112,24 +132,30 @@ def test_the_plan_of_a_model_is_that_of_the_hook(name: str) -> None:
         assert "kB" in str(run.hook.plan())
 
 
-# ---- what is not finite did not happen; resume -----------------------------------------------------------------------
+# ---- what is not finite did not happen; resume
+# -----------------------------------------------------------------------
 
 
 def _spoilt_and_resumed(name: str) -> dict[str, Any]:
-    """Three steps and two more: straight on, and after a resume, with steps that are not finite between the two. Then
-    one after a save of the mean residual, with which the run that saves goes on, too."""
+    """Three steps and two more: straight on, and after a resume, with steps that are not finite
+    between the two. Then one after a save of the mean residual, with which the run that saves goes
+    on, too.
+    """
     kind = KINDS[name]
     whole = kind.new().train(3)
     saved = whole.save(residual="per_rank")
     content = plain(saved["hook"])
     weights = whole.train(2).weights()
     mean = whole.save(residual="mean")
-    # From here on DDP's buckets differ: a new model starts with those of a first step. In batched PowerSGD a rebuilt
-    # bucket of another layout starts from a fresh Q: only close, as documented.
+    # From here on DDP's buckets differ: a new model starts with those of a first step. In batched
+    # PowerSGD a rebuilt bucket of another layout starts from a fresh Q: only close, as documented.
     spoilt = kind.new().train(4) if kind.layouts_matter else kind.new().load(saved).train(1)
     before = _comparable(spoilt.hook)
     layers = spoilt.ddp.module  # the first layer is in the last bucket, and the other way round
-    finite = [_spoil(spoilt, layers[0].bias, float("inf")), _spoil(spoilt, layers[7].weight, float("nan"))]
+    finite = [
+        _spoil(spoilt, layers[0].bias, float("inf")),
+        _spoil(spoilt, layers[7].weight, float("nan")),
+    ]
     after = _comparable(spoilt.hook)
     skipped = spoilt.hook.stats()["nonfinite_steps"]
     resumed_mean = kind.new().load(mean).train(1)
@@ -146,8 +172,9 @@ def _spoilt_and_resumed(name: str) -> dict[str, Any]:
 
 
 def _spoil(run: Run, parameter: torch.Tensor, number: float) -> bool:
-    """A step that is not finite on one rank in one parameter; whether all gradients are finite. The optimizer's step is
-    left out, as a GradScaler does."""
+    """A step that is not finite on one rank in one parameter; whether all gradients are finite. The
+    optimizer's step is left out, as a GradScaler does.
+    """
     run.optimizer.zero_grad()
     factor = number if dist.get_rank() == 0 else 1.0
     handle = parameter.register_hook(lambda gradient: gradient * factor)
@@ -159,12 +186,18 @@ def _spoil(run: Run, parameter: torch.Tensor, number: float) -> bool:
 def _comparable(hook: commhooks.CommHook) -> Any:
     """The payload, but for what it counts, as something that `==` compares."""
     saved = hook.state_dict("per_rank")
-    step = {"step": saved["step"] if learns(hook) else None, "nonfinite_steps": None, "counters": None}
+    step = {
+        "step": saved["step"] if learns(hook) else None,
+        "nonfinite_steps": None,
+        "counters": None,
+    }
     return plain({**saved, **step})
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal(run_ranks: Any, name: str) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal(
+    run_ranks: Any, name: str
+) -> None:
     kind = KINDS[name]
     for rank in run_ranks(_spoilt_and_resumed, name):
         assert rank["finite"] == [False, False], "every rank has to skip the step"
@@ -175,12 +208,20 @@ def test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal(run
 
 
 def _next_world(name: str, saved: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-    """Goes on from what another number of ranks saved. `residual`: what each saw right after loading."""
+    """Goes on from what another number of ranks saved. `residual`: what each saw right after
+    loading.
+    """
     run = KINDS[name].new()
     kept = residuals(run.load(saved).hook) if saved is not None else {}
     run.train(steps)
     again = run.save(residual="mean")
-    return {"kept": kept, "weights": run.weights(), "step": again["step"], "saved": again, "mean": residuals(run.hook)}
+    return {
+        "kept": kept,
+        "weights": run.weights(),
+        "step": again["step"],
+        "saved": again,
+        "mean": residuals(run.hook),
+    }
 
 
 @pytest.mark.parametrize("name", ["powerSGD", "batched"])
@@ -189,14 +230,19 @@ def test_another_number_of_ranks_takes_the_mean_residual(run_ranks: Any, name: s
     for world_size, steps in ((3, 1), (1, 1)):
         ranks = run_ranks(_next_world, name, before["saved"], steps, world_size=world_size)
         for rank in ranks:
-            assert rank["step"] == before["step"] + steps and same_bits(rank["weights"], ranks[0]["weights"])
+            assert rank["step"] == before["step"] + steps and same_bits(
+                rank["weights"], ranks[0]["weights"]
+            )
             assert rank["kept"].keys() == before["mean"].keys()
-            assert all(torch.equal(rank["kept"][key], before["mean"][key]) for key in before["mean"])
+            assert all(
+                torch.equal(rank["kept"][key], before["mean"][key]) for key in before["mean"]
+            )
             assert any(bool(each.any()) for each in rank["kept"].values())
         before = ranks[0]
 
 
-# ---- independent of buckets, of the loss scale, of DDP ---------------------------------------------------------------
+# ---- independent of buckets, of the loss scale, of DDP
+# ---------------------------------------------------------------
 
 
 def _gradients_with(name: str, cap_mb: float) -> list[torch.Tensor]:
@@ -206,13 +252,19 @@ def _gradients_with(name: str, cap_mb: float) -> list[torch.Tensor]:
         torch.manual_seed(100 * step + dist.get_rank())
         run.optimizer.zero_grad()
         run.ddp(torch.randn(8, 1, 8, 8)).square().mean().backward()
-        found.append(torch.cat([p.grad.flatten() for p in run.ddp.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat([p.grad.flatten() for p in run.ddp.parameters() if p.grad is not None])
+        )
     return found
 
 
-@pytest.mark.parametrize("name", [each for each in ALL if KINDS[each.id].learns and not KINDS[each.id].layouts_matter])
+@pytest.mark.parametrize(
+    "name", [each for each in ALL if KINDS[each.id].learns and not KINDS[each.id].layouts_matter]
+)
 def test_buckets_do_not_change_a_bit(run_ranks: Any, name: str) -> None:
-    one, several = (run_ranks(_gradients_with, name, cap) for cap in (ONE_BUCKET_MB, SEVERAL_BUCKETS_MB))
+    one, several = (
+        run_ranks(_gradients_with, name, cap) for cap in (ONE_BUCKET_MB, SEVERAL_BUCKETS_MB)
+    )
     assert all(map(all_same_bits, one, several))
 
 
@@ -230,17 +282,40 @@ def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Ten
             loss = run.ddp(torch.randn(8, 1, 8, 8)).square().mean()
             (loss * (float("inf") if overflows else scale)).backward()
             if step != 3:
-                found.append(torch.cat([p.grad.flatten() / scale for p in run.ddp.parameters() if p.grad is not None]))
-        assert run.hook.stats()["nonfinite_steps"] == 1 and run.hook.state_dict()["loss_scale"] == scales[-1]
+                found.append(
+                    torch.cat(
+                        [
+                            p.grad.flatten() / scale
+                            for p in run.ddp.parameters()
+                            if p.grad is not None
+                        ]
+                    )
+                )
+        assert (
+            run.hook.stats()["nonfinite_steps"] == 1
+            and run.hook.state_dict()["loss_scale"] == scales[-1]
+        )
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "masked"),
-    [(name, True) for name in ("powerSGD", "batched", "int8, torch", "int4, no error feedback", "random_k", AUTO)]
+    [
+        (name, True)
+        for name in (
+            "powerSGD",
+            "batched",
+            "int8, torch",
+            "int4, no error feedback",
+            "random_k",
+            AUTO,
+        )
+    ]
     + [(name, False) for name in ("powerSGD", "int8, torch")],
 )
-def test_a_scale_that_changes_with_an_overflow_changes_no_bit(run_ranks: Any, name: str, masked: bool) -> None:
+def test_a_scale_that_changes_with_an_overflow_changes_no_bit(
+    run_ranks: Any, name: str, masked: bool
+) -> None:
     """`masked`: the host does not know which steps are finite, as on an accelerator."""
     plain = run_ranks(_overflowing, name, masked, [1.0] * 5)
     scaled = run_ranks(_overflowing, name, masked, [1.0, 4.0, 4.0, 16.0, 0.5])
@@ -251,14 +326,19 @@ SHAPES = {"wide": (24, 40), "bias": (40,), "tall": (60, 16)}
 
 
 def made_for(kind: Kind) -> Compressor[Any]:
-    made = HookRequest.parse(kind.hook, hook_options=kind.options, wrapper=kind.wrapper).new_compressor()
+    made = HookRequest.parse(
+        kind.hook, hook_options=kind.options, wrapper=kind.wrapper
+    ).new_compressor()
     assert made is not None
     return made.with_start(0)
 
 
 def _buckets(step: int, ranks: Iterable[int]) -> list[torch.Tensor]:
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    return [torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+    return [
+        torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+        for rank in ranks
+    ]
 
 
 def _plain_tensors(name: str) -> list[torch.Tensor]:
@@ -282,7 +362,9 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
 def test_simulated_ranks_are_real_ones_bit_for_bit(run_ranks: Any, name: str) -> None:
     kind = KINDS[name]
     with torch.no_grad(), computing_with(kind.kernel):
-        ranks = SimulatedRanks(lambda: made_for(kind), 2, {each: torch.zeros(shape) for each, shape in SHAPES.items()})
+        ranks = SimulatedRanks(
+            lambda: made_for(kind), 2, {each: torch.zeros(shape) for each, shape in SHAPES.items()}
+        )
         steps = [_buckets(step, range(2)) for step in range(5)]
         assert all(map(ranks.step, steps))
     for rank, real in enumerate(run_ranks(_plain_tensors, name)):
@@ -294,7 +376,9 @@ def test_the_example_needs_nothing_else(run_ranks: Any) -> None:
     """It is registered by its path alone, and its state is of the size that the plan says."""
     with process_group_of_one():
         run = Run.new(make_model(), hook=RANDOM_K, hook_options={"share": 0.5}).train(3)
-        assert session_of(run.hook).state["residual"].keys() == {p.name for p in run.hook.plan().compressed}
+        assert session_of(run.hook).state["residual"].keys() == {
+            p.name for p in run.hook.plan().compressed
+        }
         size = sum(each.nbytes for each in session_of(run.hook).state["residual"].values())
         assert run.hook.plan().memory.residual == size
         assert "random_k" in commhooks.available_hooks()

@@ -1,5 +1,6 @@
-"""What every compressor promises, for one of each sort, on a model sharded by `fully_shard` with two replicas of two
-shards."""
+"""What every compressor promises, for one of each sort, on a model sharded by `fully_shard` with
+two replicas of two shards.
+"""
 
 import logging
 from typing import Any
@@ -30,7 +31,9 @@ def new(name: str, replicas: int = 2, shards: int = 2) -> tuple[nn.Module, commh
     kind = KINDS[name]
     options = kind.options or None
     with computing_with(kind.kernel):
-        return attached(replicas, shards, kind.hook, torch.float32, hook_options=options, wrapper=kind.wrapper)
+        return attached(
+            replicas, shards, kind.hook, torch.float32, hook_options=options, wrapper=kind.wrapper
+        )
 
 
 def gradients(step: int, rank: int | None = None) -> dict[str, torch.Tensor]:
@@ -44,7 +47,8 @@ def equal_on_all_ranks(tensors: dict[str, torch.Tensor]) -> bool:
     return all(same_bits(mine, each) for each in everyone)
 
 
-# ---- replicas, bytes, steps that are not finite, and resuming --------------------------------------------------------
+# ---- replicas, bytes, steps that are not finite, and resuming
+# --------------------------------------------------------
 
 
 def _promises(name: str) -> dict[str, bool]:
@@ -58,9 +62,15 @@ def _promises(name: str) -> dict[str, bool]:
         steps.append(backward(model, gradients(3)))
         mine = [line for line in issued if "shards" not in line]
     stats, plan = hook.stats(), hook.plan()
-    outcome["replicas"] = equal_on_all_ranks({str(i): g for i, each in enumerate(steps) for g in each.values()})
-    error = [(a.double() - b.double()).norm() / b.double().norm() for a, b in _with_mean(steps[0], 0)]
-    outcome["mean before the start"] = max(error) < (2e-3 if "fp16" in name else 2e-2 if "bf16" in name else 1e-6)
+    outcome["replicas"] = equal_on_all_ranks(
+        {str(i): g for i, each in enumerate(steps) for g in each.values()}
+    )
+    error = [
+        (a.double() - b.double()).norm() / b.double().norm() for a, b in _with_mean(steps[0], 0)
+    ]
+    outcome["mean before the start"] = max(error) < (
+        2e-3 if "fp16" in name else 2e-2 if "bf16" in name else 1e-6
+    )
     sent, planned = stats["bytes_sent"] - before["bytes_sent"], plan.bytes_after + plan.flag_bytes
     most = 2000 if kind.pads or kind.layouts_matter else 0
     outcome["bytes"] = abs(sent - planned) <= most
@@ -68,7 +78,8 @@ def _promises(name: str) -> dict[str, bool]:
     dist.all_gather_object(texts, mine)
     rank = dist.get_rank()
     outcome["order"] = (
-        texts[rank] == texts[(rank + 2) % 4] and len(mine) == stats["collectives"] - before["collectives"]
+        texts[rank] == texts[(rank + 2) % 4]
+        and len(mine) == stats["collectives"] - before["collectives"]
     )
     if kind.learns:
         outcome["compressed"] = stats["compressed_steps"] == 4 - START and stats["step"] == 4

@@ -1,7 +1,9 @@
-"""Gradients that make a codec stumble: finite on every rank, or the step is skipped and counted; then as before.
+"""Gradients that make a codec stumble: finite on every rank, or the step is skipped and counted;
+then as before.
 
-A model has a matrix for each kind of hard gradient. For some steps each has the gradient of its kind, then ordinary
-ones: the mean of what comes out over some steps must follow the mean of what went in, for every kind, on every wire.
+A model has a matrix for each kind of hard gradient. For some steps each has the gradient of its
+kind, then ordinary ones: the mean of what comes out over some steps must follow the mean of what
+went in, for every kind, on every wire.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ from tests.support.simulation import SimulatedPowerSGD
 N, M, RANK = 12, 8, 4
 BEFORE, HARD, WINDOW = 2, 3, 8
 
-Kind = Callable[[torch.Generator, int, torch.dtype], torch.Tensor]  # (noise of this rank and step, rank, dtype)
+# (noise of this rank and step, rank, dtype)
+Kind = Callable[[torch.Generator, int, torch.dtype], torch.Tensor]
 
 
 def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -29,7 +32,9 @@ def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def _huge(dtype: torch.dtype) -> float:
-    """1e30, or what the dtype can hold. Nearly all of it: an element of P Q^T sums over the rank."""
+    """1e30, or what the dtype can hold. Nearly all of it: an element of P Q^T sums over the
+    rank.
+    """
     return min(1e30, 0.9 * torch.finfo(dtype).max)
 
 
@@ -50,32 +55,39 @@ ORDINARY: dict[str, Kind] = {
     "constant": lambda noise, rank, dtype: _rows(slice(None), 3),
     "rank 1": lambda noise, rank, dtype: _noise(noise, N, 1) @ _noise(noise, 1, M),
     "one element": lambda noise, rank, dtype: _rows(slice(1), 1) * torch.eye(1, M),
-    "denormal": lambda noise, rank, dtype: _noise(noise) * (2e-7 if dtype == torch.float16 else 1e-40),
+    "denormal": lambda noise, rank, dtype: (
+        _noise(noise) * (2e-7 if dtype == torch.float16 else 1e-40)
+    ),
     "cancelling": lambda noise, rank, dtype: (
         _signs() * (1 if rank % 2 else -1)
     ),  # with an odd rank each, zero on average
 }
 HUGE: dict[str, Kind] = {
     "huge everywhere": lambda noise, rank, dtype: _signs() * _huge(dtype),
-    "huge on one rank": lambda noise, rank, dtype: _noise(noise).clamp(-1, 1) * (_huge(dtype) if rank == 0 else 1),
+    "huge on one rank": lambda noise, rank, dtype: (
+        _noise(noise).clamp(-1, 1) * (_huge(dtype) if rank == 0 else 1)
+    ),
     "huge rows": lambda noise, rank, dtype: _rows(slice(3, 5), _huge(dtype)),
     "ordinary": lambda noise, rank, dtype: _noise(noise),
 }
 # After some steps, for ever, from the start: no gradient on any rank.
 QUIET = {"gone": range(BEFORE, 1000), "never": range(1000), "late": range(BEFORE + HARD)}
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-POWERSGD = commhooks.PowerSGD(matrix_approximation_rank=RANK, start_powerSGD_iter=0, min_compression_rate=1)
+POWERSGD = commhooks.PowerSGD(
+    matrix_approximation_rank=RANK, start_powerSGD_iter=0, min_compression_rate=1
+)
 HOOKS: dict[str, commhooks.HookConfig] = {
     "powerSGD": POWERSGD,
     "powerSGD, torch": POWERSGD,
     "int8": commhooks.Int8Compress(block_size=64),
     "int4": commhooks.Int4Compress(block_size=64),
 }
-# A residual of 1e30 shrinks to what rounding leaves of it (6e-8 in float32, 4e-3 on a wire of bf16) with every N / RANK
-# steps of PowerSGD, and to 1/254 or 1/14 of itself with every step of int8 and int4.
+# A residual of 1e30 shrinks to what rounding leaves of it (6e-8 in float32, 4e-3 on a wire of bf16)
+# with every N / RANK steps of PowerSGD, and to 1/254 or 1/14 of itself with every step of int8 and
+# int4.
 SETTLE = {"powerSGD": 28, "powerSGD, torch": 28, "int8": 16, "int4": 32}
-# Hook, ranks, (dtype, wrapper) of each run, and whether the host must not look, as on an accelerator. Gradients in 16
-# bits travel as they are, whatever the wrapper.
+# Hook, ranks, (dtype, wrapper) of each run, and whether the host must not look, as on an
+# accelerator. Gradients in 16 bits travel as they are, whatever the wrapper.
 SETUPS = [
     ("powerSGD", 2, [(FLOAT32, None), (FLOAT16, None)], False),
     ("powerSGD", 1, [(FLOAT64, "fp16")], False),
@@ -127,7 +139,10 @@ def _run(
             continue
         for name, gradient in got.items():
             totals[name] += gradient
-        expected += sum(_ordinary(other, step).to(dtype).double() for other in range(world_size)) / world_size
+        expected += (
+            sum(_ordinary(other, step).to(dtype).double() for other in range(world_size))
+            / world_size
+        )
     return {
         "bits": bits.hexdigest(),
         "finite": finite,
@@ -142,11 +157,17 @@ def _run_all(
     hook: str, huge: bool, cases: list[tuple[torch.dtype, str | None]], settle: int, masked: bool
 ) -> list[dict[str, Any]]:
     with masks(masked):
-        return [_run(hook, HUGE if huge else ORDINARY, dtype, wrapper, settle) for dtype, wrapper in cases]
+        return [
+            _run(hook, HUGE if huge else ORDINARY, dtype, wrapper, settle)
+            for dtype, wrapper in cases
+        ]
 
 
 def _check(
-    hook: str, ranks: list[list[dict[str, Any]]], cases: list[tuple[torch.dtype, str | None]], huge: bool
+    hook: str,
+    ranks: list[list[dict[str, Any]]],
+    cases: list[tuple[torch.dtype, str | None]],
+    huge: bool,
 ) -> None:
     for index, (dtype, wrapper) in enumerate(cases):
         case = f"{dtype} on a wire of {wrapper or 'its own'}"
@@ -154,7 +175,12 @@ def _check(
         assert len({outcome["bits"] for outcome in outcomes}) == 1, f"{case}: ranks differ"
         outcome, steps = outcomes[0], len(outcomes[0]["finite"])
         # 1e30 does not fit into the fp16 of factors: the step is skipped, on all ranks.
-        too_large = huge and wrapper == "fp16" and dtype in (FLOAT32, FLOAT64) and hook.startswith("powerSGD")
+        too_large = (
+            huge
+            and wrapper == "fp16"
+            and dtype in (FLOAT32, FLOAT64)
+            and hook.startswith("powerSGD")
+        )
         bad = range(BEFORE, BEFORE + HARD) if too_large else range(0)
         assert outcome["finite"] == [step not in bad for step in range(steps)], case
         counted = [sum(1 for each in bad if each <= step) for step in range(steps)]
@@ -175,14 +201,21 @@ def _check(
 def test_finite_and_as_before_afterwards(run_ranks, hook, world_size, cases, masked):
     """What is huge is worked off, or refused."""
     for huge, settle in ((False, 4), (True, SETTLE[hook])):
-        _check(hook, run_ranks(_run_all, hook, huge, cases, settle, masked, world_size=world_size), cases, huge)
+        _check(
+            hook,
+            run_ranks(_run_all, hook, huge, cases, settle, masked, world_size=world_size),
+            cases,
+            huge,
+        )
 
 
 @needs_compiler
 def test_what_the_ranks_differ_by_is_worked_off_too():
-    """1e30 on every rank, of full rank and different everywhere. Once the mean of the residuals is gone, P points
-    wherever rounding makes it, and takes only RANK of N directions of the difference with it at each step. With about
-    one seed in five, a direction of the difference cancels to the last bit and stays; not with this one."""
+    """1e30 on every rank, of full rank and different everywhere. Once the mean of the residuals is
+    gone, P points wherever rounding makes it, and takes only RANK of N directions of the difference
+    with it at each step. With about one seed in five, a direction of the difference cancels to the
+    last bit and stays; not with this one.
+    """
     generator = torch.Generator().manual_seed(1)
     with computing_with("native"):
         ranks = SimulatedPowerSGD(2, N, M, RANK)

@@ -1,4 +1,6 @@
-"""`Compressor.collectives`, from which times are predicted, and which messages wait for others, are those sent."""
+"""`Compressor.collectives`, from which times are predicted, and which messages wait for others, are
+those sent.
+"""
 
 from collections import Counter
 from typing import Any
@@ -65,7 +67,9 @@ def test_the_collectives_are_those_that_are_sent(name: str, alone: None) -> None
     with mock.patch.object(collectives, "start", counting):
         for _ in range(STEPS):
             step()
-    made = HookRequest.parse(kind.hook, hook_options=kind.options, wrapper=kind.wrapper).new_compressor(None)
+    made = HookRequest.parse(
+        kind.hook, hook_options=kind.options, wrapper=kind.wrapper
+    ).new_compressor(None)
     assert made is not None
     exchanges = STEPS // getattr(made.config, "sync_every", 1)
     assert sent == {op: count * exchanges for op, count in Counter(made.collectives).items()}

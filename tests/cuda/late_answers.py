@@ -1,9 +1,11 @@
-"""Collectives that answer late: whoever reads a buffer before it has waited for the answer reads NaN.
+"""Collectives that answer late: whoever reads a buffer before it has waited for the answer reads
+NaN.
 
-One GPU shows no race by itself: ranks on gloo block the host, and a single rank on NCCL exchanges nothing. So each
-asynchronous collective of the body works on copies, fills the caller's tensors with NaN (bytes with 255) at once, and
-writes the results into them later: on CUDA after a sleep on another stream, on the CPU after a sleep in another thread.
-`wait()` does what a backend's does: on CUDA it makes the current stream wait for an event, on the CPU it blocks.
+One GPU shows no race by itself: ranks on gloo block the host, and a single rank on NCCL exchanges
+nothing. So each asynchronous collective of the body works on copies, fills the caller's tensors
+with NaN (bytes with 255) at once, and writes the results into them later: on CUDA after a sleep on
+another stream, on the CPU after a sleep in another thread. `wait()` does what a backend's does: on
+CUDA it makes the current stream wait for an event, on the CPU it blocks.
 """
 
 import contextlib
@@ -33,8 +35,9 @@ class Seen:
 
 @contextlib.contextmanager
 def late_answers() -> Iterator[Seen]:
-    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `DELAY_S` seconds
-    late, or more."""
+    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers
+    `DELAY_S` seconds late, or more.
+    """
     seen = Seen()
     reduce, gather, cast, exchange, by_messages = (
         dist.all_reduce,
@@ -50,7 +53,9 @@ def late_answers() -> Iterator[Seen]:
         results = [tensor.clone() for tensor in tensors]
         work = begin(results)
         for tensor in tensors:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+            tensor.fill_(
+                float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+            )
         return (_LateOnCuda if tensors[0].is_cuda else _LateOnHost)(tensors, results, work)
 
     def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -68,13 +73,18 @@ def late_answers() -> Iterator[Seen]:
             return cast(tensor, *args, **kwargs)
         return late([tensor], lambda results: cast(results[0], *args, async_op=True, **kwargs))
 
-    def all_to_all_single(output: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def all_to_all_single(
+        output: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+    ) -> Any:
         if not async_op:
             return exchange(output, *args, **kwargs)
         return late([output], lambda results: exchange(results[0], *args, async_op=True, **kwargs))
 
     def messages(
-        self: PointToPoint, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+        self: PointToPoint,
+        sent: Sequence[torch.Tensor],
+        arriving: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> Any:
         return late(arriving, lambda results: by_messages(self, sent, results, group))
 
@@ -93,14 +103,20 @@ def sleep_on(device: torch.device) -> None:
     if device.type != "cuda":
         return
     if not hasattr(torch.cuda, "_sleep"):
-        raise RuntimeError(f"torch {torch.__version__} has no torch.cuda._sleep: late_answers.py needs something else")
-    torch.cuda._sleep(int(DELAY_S * _CYCLES_PER_S))  # private, torch 2.11 to 2.13: there is no public one
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.cuda._sleep: late_answers.py needs something"
+            " else"
+        )
+    # private, torch 2.11 to 2.13: there is no public one
+    torch.cuda._sleep(int(DELAY_S * _CYCLES_PER_S))
 
 
 class _LateOnCuda:
     """Stands for a `dist.Work`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any
+    ) -> None:
         self._tensors = list(tensors)
         self._device = tensors[0].device
         self._stream = torch.cuda.Stream(self._device)
@@ -128,7 +144,9 @@ class _LateOnCuda:
 class _LateOnHost:
     """Stands for a `dist.Work`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any
+    ) -> None:
         self._future: Any = torch.futures.Future()
 
         def answer() -> None:

@@ -1,4 +1,5 @@
-"""Where a test body runs: the CPU, the CPU taken for an accelerator, and a GPU with gloo and with NCCL.
+"""Where a test body runs: the CPU, the CPU taken for an accelerator, and a GPU with gloo and with
+NCCL.
 
     @pytest.mark.parametrize("place", PLACES)
     def test_something(run_ranks, place):
@@ -56,8 +57,13 @@ def entered(place: str) -> Iterator[Here]:
 
 
 def same(place: str, got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal bit for bit on the CPU; up to 1 % of the norm on a GPU, where kernels may add in another order each time,
-    and a number in 16 bits may then be rounded to its other neighbour."""
+    """Equal bit for bit on the CPU; up to 1 % of the norm on a GPU, where kernels may add in
+    another order each time, and a number in 16 bits may then be rounded to its other neighbour.
+    """
     if not on_cuda(place):
         return torch.equal(got, expected)
-    return got.dtype == expected.dtype and got.shape == expected.shape and relative_error(got, expected) < 1e-2
+    return (
+        got.dtype == expected.dtype
+        and got.shape == expected.shape
+        and relative_error(got, expected) < 1e-2
+    )

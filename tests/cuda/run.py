@@ -2,8 +2,9 @@
 
     python3 tests/cuda/run.py [PYTEST ARGUMENTS]        # make test-cuda ARGS="-k sanitizer"
 
-Needs the torch and the pytest of this Python, and nothing else: nothing is installed, no plugin of pytest is used. One
-GPU is enough. Fails if there is no device, if every test is skipped, and if a test hangs.
+Needs the torch and the pytest of this Python, and nothing else: nothing is installed, no plugin of
+pytest is used. One GPU is enough. Fails if there is no device, if every test is skipped, and if a
+test hangs.
 """
 
 import contextlib
@@ -40,10 +41,19 @@ class Results:
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid.partition("tests/cuda/")[2] or report.nodeid
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
-        worst = ("failed", "skipped", "passed")  # of setup, call and teardown, which report one by one
-        self.outcomes[name] = min(self.outcomes.get(name, "passed"), report.outcome, key=worst.index)
+        # of setup, call and teardown, which report one by one
+        worst = (
+            "failed",
+            "skipped",
+            "passed",
+        )
+        self.outcomes[name] = min(
+            self.outcomes.get(name, "passed"), report.outcome, key=worst.index
+        )
         if report.skipped:
-            self.reasons[name] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            self.reasons[name] = str(
+                report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            )
 
     def pytest_collectreport(self, report: Any) -> None:
         self.broken |= report.failed
@@ -54,8 +64,12 @@ class Results:
     def table(self) -> str:
         lines = ["| test | result | s |", "|---|---|---|"]
         for name, outcome in self.outcomes.items():
-            reason = f": {self.reasons[name].removeprefix('Skipped: ')}" if name in self.reasons else ""
-            lines.append(f"| `{name.replace('|', '/')}` | {outcome}{reason} | {self.seconds[name]:.1f} |")
+            reason = (
+                f": {self.reasons[name].removeprefix('Skipped: ')}" if name in self.reasons else ""
+            )
+            lines.append(
+                f"| `{name.replace('|', '/')}` | {outcome}{reason} | {self.seconds[name]:.1f} |"
+            )
         return "\n".join(lines)
 
     def verdict(self) -> str:
@@ -82,8 +96,8 @@ def missing() -> str:
             found = None
         if found is None:
             return (
-                f"{sys.executable} has no {name}: the tests for CUDA need torch and pytest. Install it there, or name "
-                "another Python with 'make test-cuda PYTHON=/path/to/python3'."
+                f"{sys.executable} has no {name}: the tests for CUDA need torch and pytest. Install"
+                " it there, or name another Python with 'make test-cuda PYTHON=/path/to/python3'."
             )
     from machine import no_device
 
@@ -91,13 +105,26 @@ def missing() -> str:
 
 
 def run_tests(arguments: list[str]) -> Results:
-    """Runs pytest in this process, with `arguments`, and the settings of pyproject.toml that need no plugin."""
+    """Runs pytest in this process, with `arguments`, and the settings of pyproject.toml that need
+    no plugin.
+    """
     import pytest
 
     results = Results()
-    own = ["-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "-rfE"]
+    own = [
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "-W",
+        "ignore::pytest.PytestConfigWarning",
+        "-rfE",
+    ]
     with _environment():
-        ended = pytest.main([*own, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *arguments], [results])
+        ended = pytest.main(
+            [*own, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *arguments],
+            [results],
+        )
     results.broken |= ended not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.TESTS_FAILED,
@@ -109,7 +136,11 @@ def run_tests(arguments: list[str]) -> Results:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     before = dict(os.environ)
-    os.environ |= {"COMMHOOKS_TEST_CUDA": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {
+        "COMMHOOKS_TEST_CUDA": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     try:
         yield
     finally:
@@ -119,7 +150,8 @@ def _environment() -> Iterator[None]:
 
 def main(arguments: list[str]) -> int:
     global _stderr
-    sys.path.append(str(ROOT / "benchmarks"))  # for `machine`; at the end, because other names there are taken
+    # for `machine`; at the end, because other names there are taken
+    sys.path.append(str(ROOT / "benchmarks"))
     if problem := missing():
         print(problem, file=sys.stderr)
         return 1

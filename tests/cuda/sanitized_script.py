@@ -1,8 +1,9 @@
-"""A training under torch's CUDA sanitizer, started by tests/cuda/test_gpu_sanitizer.py with TORCH_CUDA_SANITIZER=1.
+"""A training under torch's CUDA sanitizer, started by tests/cuda/test_gpu_sanitizer.py with
+TORCH_CUDA_SANITIZER=1.
 
     sanitized_script.py plain     DDP without a hook: what the sanitizer says of torch itself
-    sanitized_script.py race      a kernel reads what another stream is still writing: the sanitizer must object
-    sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
+    sanitized_script.py race      a kernel reads what another stream is still writing: the sanitizer
+    must object sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
 
 The sanitizer prints each race and raises. Prints "done" at the end.
 """
@@ -19,7 +20,9 @@ from tests.support.training import SEVERAL_BUCKETS_MB, batch, make_model
 
 HOOKS = {
     "powerSGD": commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1),
-    "same": commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, batch_tensors_with_same_shape=True),
+    "same": commhooks.PowerSGD(
+        matrix_approximation_rank=2, start_powerSGD_iter=1, batch_tensors_with_same_shape=True
+    ),
     "bf16": commhooks.BF16Compress(),
 }
 
@@ -50,8 +53,8 @@ def race() -> None:
 
 
 if __name__ == "__main__":
-    # The model is kept: torch 2.13 may hang where a Reducer, and with it the last of a gloo group, goes
-    # (docs/reliability.md). How backends end is not the subject.
+    # The model is kept: torch 2.13 may hang where a Reducer, and with it the last of a gloo group,
+    # goes (docs/reliability.md). How backends end is not the subject.
     ended = race() if sys.argv[1] == "race" else train(sys.argv[1])
     print("done", flush=True)
     os._exit(0)

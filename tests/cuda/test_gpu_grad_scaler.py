@@ -1,4 +1,6 @@
-"""A real GradScaler: its step skips an overflow, its update changes the scale, and the residuals follow it."""
+"""A real GradScaler: its step skips an overflow, its update changes the scale, and the residuals
+follow it.
+"""
 
 from typing import Any
 
@@ -20,7 +22,9 @@ def _train(place: str) -> dict[str, Any]:
         ddp = torch.nn.parallel.DistributedDataParallel(
             model, bucket_cap_mb=SEVERAL_BUCKETS_MB, process_group=here.group
         )
-        scaler = torch.amp.GradScaler(here.device.type, init_scale=SCALE, growth_interval=GROWTH_INTERVAL)
+        scaler = torch.amp.GradScaler(
+            here.device.type, init_scale=SCALE, growth_interval=GROWTH_INTERVAL
+        )
         one = torch.ones((), device=here.device)
         config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=START)
         hook = commhooks.attach(ddp, config, loss_scale=lambda: scaler.scale(one))

@@ -29,16 +29,22 @@ def host_waits() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     # `set_sync_debug_mode` itself warns that it does not see all "synchronizing operations".
-    waits += [str(warning.message) for warning in seen if "called a synchronizing" in str(warning.message)]
+    waits += [
+        str(warning.message) for warning in seen if "called a synchronizing" in str(warning.message)
+    ]
 
 
 def _waits_with_a_scaler(batch_shapes: bool, planted: bool) -> list[str]:
     """Of three backward passes. `planted`: with a hook of a parameter that waits."""
     with entered(NCCL) as here:
-        ddp = DistributedDataParallel(make_model().cuda(), bucket_cap_mb=SEVERAL_BUCKETS_MB, process_group=here.group)
+        ddp = DistributedDataParallel(
+            make_model().cuda(), bucket_cap_mb=SEVERAL_BUCKETS_MB, process_group=here.group
+        )
         scaler, one = torch.amp.GradScaler("cuda"), torch.ones((), device="cuda")
         config = commhooks.PowerSGD(
-            matrix_approximation_rank=2, start_powerSGD_iter=2, batch_tensors_with_same_shape=batch_shapes
+            matrix_approximation_rank=2,
+            start_powerSGD_iter=2,
+            batch_tensors_with_same_shape=batch_shapes,
         )
         hook = commhooks.attach(ddp, config, loss_scale=lambda: scaler.scale(one))
         found: list[str] = []
@@ -46,7 +52,9 @@ def _waits_with_a_scaler(batch_shapes: bool, planted: bool) -> list[str]:
             images, labels = (each.cuda() for each in batch(step, dist.get_rank()))
             loss = scaler.scale(torch.nn.functional.cross_entropy(ddp(images), labels))
             if planted and step == 7:
-                ddp.module[3].weight.register_hook(lambda gradient: gradient * float(gradient.isfinite().all().item()))
+                ddp.module[3].weight.register_hook(
+                    lambda gradient: gradient * float(gradient.isfinite().all().item())
+                )
             with host_waits() if step > 4 else contextlib.nullcontext([]) as waits:
                 loss.backward()
             found += waits

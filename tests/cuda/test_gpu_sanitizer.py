@@ -1,4 +1,6 @@
-"""torch's CUDA sanitizer, which sees accesses from two streams without an event between them, finds none of ours."""
+"""torch's CUDA sanitizer, which sees accesses from two streams without an event between them, finds
+none of ours.
+"""
 
 import os
 import subprocess
@@ -13,10 +15,14 @@ from tests.support.repository import PYTHONPATH, REPOSITORY
 LIMIT_S = 120
 
 
-def _run(what: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    what: str, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [python, str(Path(__file__).with_name("sanitized_script.py")), what]
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}
-    return subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "same", "bf16"])

@@ -1,4 +1,6 @@
-"""Saving and loading on a GPU, also from another thread while training goes on, with answers that come late."""
+"""Saving and loading on a GPU, also from another thread while training goes on, with answers that
+come late.
+"""
 
 import threading
 import time
@@ -13,7 +15,8 @@ from tests.cuda.places import MASKED, ON_CUDA, entered, same, world_size
 from tests.support.training import Run, make_model
 
 CONFIG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)
-WRONG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=900)  # so that loading must do the work
+# so that loading must do the work
+WRONG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=900)
 STEPS = 8
 
 
@@ -46,13 +49,22 @@ def test_resume(run_ranks: Any, place: str, residual: str) -> None:
 def _learned(payload: dict[str, Any]) -> torch.Tensor:
     """Everything learned that a payload holds, as one vector."""
     entries = payload["parameters"].values()
-    found = [torch.zeros(0), *(entry["q"] for entry in entries)]  # nothing before compression begins
-    found += [entry["residual"][0] if isinstance(entry["residual"], list) else entry["residual"] for entry in entries]
+    # nothing before compression begins
+    found = [
+        torch.zeros(0),
+        *(entry["q"] for entry in entries),
+    ]
+    found += [
+        entry["residual"][0] if isinstance(entry["residual"], list) else entry["residual"]
+        for entry in entries
+    ]
     return torch.cat([tensor.double().flatten() for tensor in found if tensor is not None])
 
 
 def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Step, what a thread saved while the training went on, and what a training without that thread has there."""
+    """Step, what a thread saved while the training went on, and what a training without that thread
+    has there.
+    """
     with entered(place) as here, late_answers():
         plain, expected = _new(here), []
         for _ in range(STEPS):
@@ -69,7 +81,8 @@ def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
             for _ in range(STEPS - 3):
                 run.train(1)
                 begun = len(saved)
-                while len(saved) < begun + 2 and saver.is_alive():  # one that has begun after this step
+                # one that has begun after this step
+                while len(saved) < begun + 2 and saver.is_alive():
                     time.sleep(0.001)
         finally:
             over.set()

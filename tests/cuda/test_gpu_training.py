@@ -1,4 +1,6 @@
-"""Training on a GPU: the CPU's results, non-finite steps, and a model that was wrapped on a side stream."""
+"""Training on a GPU: the CPU's results, non-finite steps, and a model that was wrapped on a side
+stream.
+"""
 
 import contextlib
 from typing import Any
@@ -14,32 +16,44 @@ from tests.support.training import Run, make_model
 STEPS, START = 8, 2
 
 
-def _train(place: str, batch_shapes: bool = False, wrapper: str | None = None, side: bool = False) -> dict[str, Any]:
+def _train(
+    place: str, batch_shapes: bool = False, wrapper: str | None = None, side: bool = False
+) -> dict[str, Any]:
     config = PowerSGD(
-        matrix_approximation_rank=2, start_powerSGD_iter=START, batch_tensors_with_same_shape=batch_shapes
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=START,
+        batch_tensors_with_same_shape=batch_shapes,
     )
     with entered(place) as here:
         with torch.cuda.stream(torch.cuda.Stream()) if side else contextlib.nullcontext():
             ddp = {"process_group": here.group}
-            run = Run.new(make_model().to(here.device), hook=config, ddp=ddp, wrapper=wrapper).train(STEPS)
+            run = Run.new(
+                make_model().to(here.device), hook=config, ddp=ddp, wrapper=wrapper
+            ).train(STEPS)
             return {"weights": run.weights().cpu(), "stats": run.hook.stats()}
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("batch_shapes", [False, True])
 @pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
-def test_two_ranks_equal_those_on_the_cpu(run_ranks: Any, wrapper: str | None, batch_shapes: bool) -> None:
+def test_two_ranks_equal_those_on_the_cpu(
+    run_ranks: Any, wrapper: str | None, batch_shapes: bool
+) -> None:
     on_cpu, on_gpu = (run_ranks(_train, place, batch_shapes, wrapper) for place in (CPU, GLOO))
     assert torch.equal(on_gpu[0]["weights"], on_gpu[1]["weights"])
     assert on_gpu[0]["stats"]["compressed_steps"] == STEPS - START
-    assert (on_gpu[0]["weights"] - on_cpu[0]["weights"]).abs().max() < (1e-4 if wrapper is None else 1e-2)
+    assert (on_gpu[0]["weights"] - on_cpu[0]["weights"]).abs().max() < (
+        1e-4 if wrapper is None else 1e-2
+    )
 
 
 @pytest.mark.parametrize("place", ON_CUDA)
 def test_a_model_that_was_wrapped_on_a_side_stream(run_ranks: Any, place: str) -> None:
     """As Lightning does."""
     ranks = world_size(place)
-    plain, side = (run_ranks(_train, place, False, None, each, world_size=ranks) for each in (False, True))
+    plain, side = (
+        run_ranks(_train, place, False, None, each, world_size=ranks) for each in (False, True)
+    )
     for expected, got in zip(plain, side, strict=True):
         assert got["stats"]["compressed_steps"] == STEPS - START
         assert same(place, got["weights"], expected["weights"])
@@ -48,11 +62,15 @@ def test_a_model_that_was_wrapped_on_a_side_stream(run_ranks: Any, place: str) -
 def _one_bad_step(place: str) -> dict[str, Any]:
     config = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=START)
     with entered(place) as here:
-        run = Run.new(make_model().to(here.device), hook=config, ddp={"process_group": here.group}).train(5)
+        run = Run.new(
+            make_model().to(here.device), hook=config, ddp={"process_group": here.group}
+        ).train(5)
         saved = run.save(residual="per_rank")
         before = run.weights()
         if dist.get_rank() == 0:
-            handle = run.ddp.module[3].weight.register_hook(lambda gradient: gradient * float("inf"))
+            handle = run.ddp.module[3].weight.register_hook(
+                lambda gradient: gradient * float("inf")
+            )
         run.train(1)
         if dist.get_rank() == 0:
             handle.remove()

@@ -18,31 +18,45 @@ pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("code", [BlockCode(8, 256), BlockCode(4, 128), BlockCode(8, 48), BlockCode(4, 2**14)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
+)
+@pytest.mark.parametrize(
+    "code", [BlockCode(8, 256), BlockCode(4, 128), BlockCode(8, 48), BlockCode(4, 2**14)], ids=str
+)
 def test_the_bits_are_those_of_torch(code: BlockCode, dtype: torch.dtype, ranks: int) -> None:
     triton_kernel: Any = pytest.importorskip("commhooks.compressors.quantized.triton_kernel")
     device = torch.device("cuda", 0)
     results = [
-        triton_kernel.results_of(each, device, dtype, code, ranks) for each in (TorchKernel, triton_kernel.TritonKernel)
+        triton_kernel.results_of(each, device, dtype, code, ranks)
+        for each in (TorchKernel, triton_kernel.TritonKernel)
     ]
     assert results[0] == results[1]
 
 
 def _gradients(hook: str, kernel: str) -> tuple[str, list[torch.Tensor]]:
     with entered(NCCL) as here, computing_with(kernel):
-        ddp = DistributedDataParallel(make_model().cuda(), bucket_cap_mb=SEVERAL_BUCKETS_MB, process_group=here.group)
+        ddp = DistributedDataParallel(
+            make_model().cuda(), bucket_cap_mb=SEVERAL_BUCKETS_MB, process_group=here.group
+        )
         attached = commhooks.attach(ddp, hook)
         for step in range(3):
             ddp.zero_grad()
             inputs, targets = batch(0, step)
             torch.nn.functional.cross_entropy(ddp(inputs.cuda()), targets.cuda()).backward()
-        return attached.stats()["kernel"], [p.grad.cpu() for p in ddp.parameters() if p.grad is not None]
+        return attached.stats()["kernel"], [
+            p.grad.cpu() for p in ddp.parameters() if p.grad is not None
+        ]
 
 
 @pytest.mark.parametrize("hook", ["int8", "int4"])
 def test_a_training_uses_them(run_ranks: Any, hook: str) -> None:
     pytest.importorskip("triton")
-    found = {each: run_ranks(_gradients, hook, each, world_size=1)[0] for each in ("native", "torch")}
-    assert {each: kernel for each, (kernel, _) in found.items()} == {"native": "native", "torch": "torch"}
+    found = {
+        each: run_ranks(_gradients, hook, each, world_size=1)[0] for each in ("native", "torch")
+    }
+    assert {each: kernel for each, (kernel, _) in found.items()} == {
+        "native": "native",
+        "torch": "torch",
+    }
     assert all(map(same_bits, found["native"][1], found["torch"][1]))

@@ -1,4 +1,6 @@
-"""Answers that come late change nothing: every read waits for its collective; see `late_answers.py`."""
+"""Answers that come late change nothing: every read waits for its collective; see
+`late_answers.py`.
+"""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -9,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Int4Compress, Int8Compress, PowerSGD
+from commhooks import (
+    BatchedPowerSGD,
+    BF16Compress,
+    FP16Compress,
+    HookConfig,
+    Int4Compress,
+    Int8Compress,
+    PowerSGD,
+)
 from tests.cuda.late_answers import late_answers, sleep_on
 from tests.cuda.places import CPU, MASKED, NCCL, ON_CUDA, PLACES, entered, same, world_size
 from tests.support.kernels import computing_with
@@ -36,14 +46,18 @@ def _power_sgd(**options: Any) -> PowerSGD:
 CASES = {
     "powerSGD": Case(_power_sgd()),
     "same shapes together": Case(_power_sgd(batch_tensors_with_same_shape=True)),
-    "one bucket, from the first step": Case(_power_sgd(start_powerSGD_iter=0), run={"bucket_cap_mb": ONE_BUCKET_MB}),
+    "one bucket, from the first step": Case(
+        _power_sgd(start_powerSGD_iter=0), run={"bucket_cap_mb": ONE_BUCKET_MB}
+    ),
     "without warm start": Case(_power_sgd(warm_start=False)),
     "batched": Case(BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)),
     "fp16 wire": Case(_power_sgd(), attach={"wrapper": "fp16"}),
     "bf16 wire": Case(_power_sgd(), attach={"wrapper": "bf16"}),
     "int8": Case(Int8Compress(start_iter=2, block_size=32)),
     "int8, torch": Case(Int8Compress(start_iter=2, block_size=32), kernel="torch"),
-    "int4, no error feedback": Case(Int4Compress(start_iter=2, block_size=32, use_error_feedback=False)),
+    "int4, no error feedback": Case(
+        Int4Compress(start_iter=2, block_size=32, use_error_feedback=False)
+    ),
     "views of buckets": Case(_power_sgd(), ddp={"gradient_as_bucket_view": True}),
     "static graph": Case(_power_sgd(), ddp={"static_graph": True}),
     "checks": Case(_power_sgd(), attach={"check_every": 2}),
@@ -55,16 +69,29 @@ CASES = {
 }
 
 
-ON_CPU = ("powerSGD", "one bucket, from the first step", "batched", "int8", "allreduce, checks", "fp16")
-"""One of each way to wait for answers. Those of an accelerator are the simulated accelerator's to examine."""
+ON_CPU = (
+    "powerSGD",
+    "one bucket, from the first step",
+    "batched",
+    "int8",
+    "allreduce, checks",
+    "fp16",
+)
+"""One of each way to wait for answers. Those of an accelerator are the simulated accelerator's to
+examine.
+"""
 
 
 def _train(place: str, case: Case, late: bool) -> dict[str, Any]:
     with entered(place) as here, late_answers() if late else contextlib.nullcontext() as seen:
         ddp = {**case.ddp, "process_group": here.group}
         with computing_with(case.kernel):
-            run = Run.new(make_model().to(here.device), hook=case.hook, ddp=ddp, **case.run, **case.attach)
-        if late:  # backward comes late, too: whoever does not wait for it sends the gradients of the step before
+            run = Run.new(
+                make_model().to(here.device), hook=case.hook, ddp=ddp, **case.run, **case.attach
+            )
+        # backward comes late, too: whoever does not wait for it sends the gradients of the step
+        # before
+        if late:
             run.ddp.register_forward_hook(lambda *_: sleep_on(here.device))
         run.train(STEPS)
         return {
@@ -86,7 +113,8 @@ def test_late_answers_change_nothing(run_ranks: Any, name: str, place: str) -> N
     late = run_ranks(_train, place, case, True, world_size=ranks)
     for expected, got in zip(in_time, late, strict=True):
         assert expected["late"] == 0 and got["late"] == got["stats"]["collectives"]
-        assert (got["late"] > 2 * STEPS) == (name != "noop" and "bucket_cap_mb" not in case.run)  # several buckets
+        # several buckets
+        assert (got["late"] > 2 * STEPS) == (name != "noop" and "bucket_cap_mb" not in case.run)
         assert got["gradients"].isfinite().all()
         assert same(place, got["gradients"], expected["gradients"])
         assert same(place, got["weights"], expected["weights"])

@@ -1,4 +1,6 @@
-"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names and arguments, and torch's examples run."""
+"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names and arguments, and
+torch's examples run.
+"""
 
 import ast
 import inspect
@@ -39,7 +41,8 @@ OURS = {
 EVERY_NAME = [(module, name) for module, names in NAMES.items() for name in names]
 
 
-# -------------------------------------------------------------------------------------------------------- signatures
+# --------------------------------------------------------------------------------------------------
+# signatures
 
 
 @pytest.mark.parametrize("module, name", EVERY_NAME, ids=[name for _, name in EVERY_NAME])
@@ -73,20 +76,26 @@ def test_the_state_has_the_ten_arguments_as_attributes():
     assert state.iter == 0
 
 
-# ------------------------------------------------------------------------------------------------ docstring examples
+# ------------------------------------------------------------------------------------------------
+# docstring examples
 
 
 def docstring_examples() -> dict[str, str]:
     """The code of the `>>>` lines in the docstrings of torch's three modules, by function.
 
-    From the first to the last of them: one of torch's statements goes on in a line without the "..." of doctest.
+    From the first to the last of them: one of torch's statements goes on in a line without the
+    "..." of doctest.
     """
     examples = {}
     for module, name in EVERY_NAME:
-        lines = [line.strip() for line in (inspect.getdoc(getattr(module, name)) or "").splitlines()]
+        lines = [
+            line.strip() for line in (inspect.getdoc(getattr(module, name)) or "").splitlines()
+        ]
         marked = [i for i, line in enumerate(lines) if line.startswith(">>>")]
         if marked:
-            examples[name] = "\n".join(line.removeprefix(">>> ") for line in lines[marked[0] : marked[-1] + 1])
+            examples[name] = "\n".join(
+                line.removeprefix(">>> ") for line in lines[marked[0] : marked[-1] + 1]
+            )
     return examples
 
 
@@ -126,7 +135,8 @@ def test_torchs_example(run_ranks, name):
             assert "state" not in code
 
 
-# ------------------------------------------------------------------------------ torch's example of saving and reloading
+# ------------------------------------------------------------------------------ torch's example of
+# saving and reloading
 
 
 class SimpleModel(nn.Module):
@@ -143,7 +153,8 @@ class SimpleModel(nn.Module):
 
 
 def demo_serialization(path: str, steps_before: int) -> tuple[int, list[str]]:
-    """The steps of that page: register, save on rank 0, load on every rank, register what was loaded.
+    """The steps of that page: register, save on rank 0, load on every rank, register what was
+    loaded.
 
     The page never trains; here every model does.
     """
@@ -154,7 +165,11 @@ def demo_serialization(path: str, steps_before: int) -> tuple[int, list[str]]:
     ddp_model.register_comm_hook(powersgd_state, powersgd_hook)
     train(ddp_model, steps_before)
 
-    state = {"state_dict": ddp_model.state_dict(), "comm_hook": powersgd_hook, "comm_hook_state": powersgd_state}
+    state = {
+        "state_dict": ddp_model.state_dict(),
+        "comm_hook": powersgd_hook,
+        "comm_hook_state": powersgd_state,
+    }
     if rank == 0:
         torch.save(state, path)
     dist.barrier()
@@ -174,10 +189,14 @@ def demo_serialization(path: str, steps_before: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("steps_before", [0, 5])
 def test_torchs_example_of_saving_and_reloading(run_ranks, tmp_path: Path, steps_before):
-    results = run_ranks(demo_serialization, str(tmp_path / "checkpoint.pt"), steps_before, timeout_s=30)
+    results = run_ranks(
+        demo_serialization, str(tmp_path / "checkpoint.pt"), steps_before, timeout_s=30
+    )
     for rank, (steps, lines) in enumerate(results):
         assert steps == steps_before + 4
         assert any("Process group will be set to a default group" in line for line in lines)
         dropped = [line for line in lines if "residual of at least one rank is missing" in line]
         # Rank 0's memory is not rank 1's: all ranks do without, and one of them says so.
-        assert len(dropped) == (1 if rank == 0 and steps_before == 5 else 0), textwrap.indent("\n".join(lines), "  ")
+        assert len(dropped) == (1 if rank == 0 and steps_before == 5 else 0), textwrap.indent(
+            "\n".join(lines), "  "
+        )

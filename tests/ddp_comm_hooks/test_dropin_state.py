@@ -1,4 +1,6 @@
-"""`PowerSGDState` as torch's users know it: pickled and loaded, counted, logged, started at once."""
+"""`PowerSGDState` as torch's users know it: pickled and loaded, counted, logged, started at
+once.
+"""
 
 import io
 import pickle
@@ -21,21 +23,29 @@ def _unpickled(data: bytes) -> commhooks.PowerSGDState:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-# ------------------------------------------------------------------------------------------------------------ pickles
+# --------------------------------------------------------------------------------------------------
+# pickles
 
 
 def test_a_state_loads_before_there_is_a_process_group():
-    state = commhooks.PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=7, random_seed=5)
+    state = commhooks.PowerSGDState(
+        None, matrix_approximation_rank=3, start_powerSGD_iter=7, random_seed=5
+    )
     assert not dist.is_initialized()
     with log_lines() as lines:
         loaded = pickle.loads(pickle.dumps(state))
-    assert (loaded.matrix_approximation_rank, loaded.start_powerSGD_iter, loaded.random_seed) == (3, 7, 5)
+    assert (loaded.matrix_approximation_rank, loaded.start_powerSGD_iter, loaded.random_seed) == (
+        3,
+        7,
+        5,
+    )
     assert loaded.process_group is None and loaded.iter == 0
     assert lines[0].startswith("NOTE: Process group is not serializable")
     assert lines[1].startswith("NOTE: Process group will be set to a default group")
 
 
-# DDP options under which the same parameters lie in one bucket, in several, in several from the first pass on.
+# DDP options under which the same parameters lie in one bucket, in several, in several from the
+# first pass on.
 LAYOUTS = {
     "one bucket": {"bucket_cap_mb": 25},
     "several buckets": {},
@@ -100,7 +110,9 @@ def group_set_after_loading() -> dict[str, torch.Tensor]:
 
 def pair_of_two() -> dict[str, torch.Tensor]:
     ddp = wrap(mlp())
-    ddp.register_comm_hook(commhooks.PowerSGDState(None, start_powerSGD_iter=1), commhooks.powerSGD_hook)
+    ddp.register_comm_hook(
+        commhooks.PowerSGDState(None, start_powerSGD_iter=1), commhooks.powerSGD_hook
+    )
     train(ddp, 4)
     return weights(ddp.module)
 
@@ -112,7 +124,8 @@ def test_the_group_can_be_set_after_loading(run_ranks):
         assert torch.equal(of_three[name], expected), name
 
 
-# ---------------------------------------------------------------------- statistics; their log lines: test_metrics.py
+# ---------------------------------------------------------------------- statistics; their log
+# lines: test_metrics.py
 
 
 def statistics() -> list[tuple[float, int, int]]:
@@ -126,7 +139,8 @@ def statistics() -> list[tuple[float, int, int]]:
     return found
 
 
-# Per compressed step: everything, and what travels of 32 x 24, 32 x 32 and 24 x 32 matrices at rank 2 with 88 biases.
+# Per compressed step: everything, and what travels of 32 x 24, 32 x 32 and 24 x 32 matrices at rank
+# 2 with 88 biases.
 BEFORE, AFTER = 768 + 1024 + 768 + 88, 2 * (56 + 64 + 56) + 88
 
 
@@ -137,7 +151,8 @@ def test_compression_stats(run_ranks):
             assert row == (pytest.approx(BEFORE / AFTER), compressed * BEFORE, compressed * AFTER)
 
 
-# ---------------------------------------------------------------------------------------------------------- the start
+# --------------------------------------------------------------------------------------------------
+# the start
 
 
 def first_steps(start: int) -> list[bool]:
@@ -180,7 +195,9 @@ def of_a_subgroup() -> tuple[bool, list[str]]:
             commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
             train(ddp, 3)
             state = pickle.loads(pickle.dumps(state))
-    return state.session.state.has_local(), [line for line in lines if "residual of at least one rank" in line]
+    return state.session.state.has_local(), [
+        line for line in lines if "residual of at least one rank" in line
+    ]
 
 
 def test_the_residuals_of_a_model_in_a_group_of_its_own_survive_pickling(run_ranks):

@@ -1,6 +1,8 @@
-"""The hooks without memory, and both wrappers around every hook: against plain averages of the ranks' own gradients.
+"""The hooks without memory, and both wrappers around every hook: against plain averages of the
+ranks' own gradients.
 
-Annotations are real objects here (no `from __future__ import annotations`): torch's `register_comm_hook` compares them.
+Annotations are real objects here (no `from __future__ import annotations`): torch's
+`register_comm_hook` compares them.
 """
 
 import itertools
@@ -39,13 +41,19 @@ SIMPLE: dict[str, tuple[Callable[..., Any], str | None]] = {
 
 def averages() -> None:
     """torch's wrappers hang on gloo with several buckets, so the mean is the reference."""
-    for (name, (function, own_wire)), wrapper in itertools.product(SIMPLE.items(), (None, "fp16", "bf16")):
+    for (name, (function, own_wire)), wrapper in itertools.product(
+        SIMPLE.items(), (None, "fp16", "bf16")
+    ):
         wire = "bf16" if "bf16" in (own_wire, wrapper) else own_wire or wrapper
         ddp = wrap(mlp())
         ddp.register_comm_hook(None, WRAPPERS[wrapper](function) if wrapper else function)
         errors = errors_of_means(ddp, 2)
         assert max(errors) <= ROUNDING[wire], (name, wrapper)
-        assert (min(errors) <= 1e-6) == (wire is None), (name, wrapper)  # a wire of 16 bits must show
+        # a wire of 16 bits must show
+        assert (min(errors) <= 1e-6) == (wire is None), (
+            name,
+            wrapper,
+        )
 
 
 def test_plain_averages(run_ranks):
@@ -54,14 +62,18 @@ def test_plain_averages(run_ranks):
 
 def no_communication(wrapper: str | None) -> None:
     ddp = wrap(mlp())
-    ddp.register_comm_hook(None, WRAPPERS[wrapper](commhooks.noop_hook) if wrapper else commhooks.noop_hook)
+    ddp.register_comm_hook(
+        None, WRAPPERS[wrapper](commhooks.noop_hook) if wrapper else commhooks.noop_hook
+    )
     for step in range(2):
         local = local_gradients(ddp, partial(backward, step=step))
         backward(ddp, step)
         for name, gradient in gradients(ddp).items():
             expected = local[name]
             if wrapper:
-                expected = expected.to({"fp16": torch.float16, "bf16": torch.bfloat16}[wrapper]).float()
+                expected = expected.to(
+                    {"fp16": torch.float16, "bf16": torch.bfloat16}[wrapper]
+                ).float()
             assert torch.equal(gradient, expected)
         assert not replicas_equal(ddp)
 
@@ -71,7 +83,8 @@ def test_noop_leaves_each_rank_its_own_gradient(run_ranks, wrapper):
     run_ranks(no_communication, wrapper)
 
 
-# -------------------------------------------------------------------------------------------------------- bit for bit
+# --------------------------------------------------------------------------------------------------
+# bit for bit
 
 
 def gradients_under(state: Any, hook: Callable[..., Any] | None) -> list[dict[str, torch.Tensor]]:
@@ -98,9 +111,13 @@ def as_torch() -> None:
         assert _same(averaged, gradients_under(None, None))
     half = gradients_under(None, torch_hooks.fp16_compress_hook)
     assert _same(half, gradients_under(None, commhooks.fp16_compress_hook))
-    assert _same(half, gradients_under(None, commhooks.fp16_compress_wrapper(commhooks.allreduce_hook)))
+    assert _same(
+        half, gradients_under(None, commhooks.fp16_compress_wrapper(commhooks.allreduce_hook))
+    )
     brain = gradients_under(None, commhooks.bf16_compress_hook)
-    assert _same(brain, gradients_under(None, commhooks.bf16_compress_wrapper(commhooks.allreduce_hook)))
+    assert _same(
+        brain, gradients_under(None, commhooks.bf16_compress_wrapper(commhooks.allreduce_hook))
+    )
     assert not _same(averaged, half) and not _same(half, brain)
 
 

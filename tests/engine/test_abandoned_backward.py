@@ -1,4 +1,6 @@
-"""An exception in the middle of a backward pass leaves the last committed step behind, for a new DDP to go on from."""
+"""An exception in the middle of a backward pass leaves the last committed step behind, for a new
+DDP to go on from.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,9 +27,11 @@ class UserError(Exception):
 
 
 def _wrap(model: torch.nn.Module) -> DistributedDataParallel:
-    # With find_unused_parameters a new DDP packs its buckets from the first pass on as the old one did, so that buffers
-    # kept for a layout would be used again.
-    return DistributedDataParallel(model, bucket_cap_mb=EVERY_PARAMETER, find_unused_parameters=True)
+    # With find_unused_parameters a new DDP packs its buckets from the first pass on as the old one
+    # did, so that buffers kept for a layout would be used again.
+    return DistributedDataParallel(
+        model, bucket_cap_mb=EVERY_PARAMETER, find_unused_parameters=True
+    )
 
 
 def _by_register() -> Callable[[DistributedDataParallel], None]:
@@ -35,7 +39,9 @@ def _by_register() -> Callable[[DistributedDataParallel], None]:
     return lambda ddp: ddp.register_comm_hook(state, powerSGD_hook)
 
 
-def _by_loading(name: str = "powerSGD", options: dict[str, int] = OPTIONS) -> Callable[[DistributedDataParallel], None]:
+def _by_loading(
+    name: str = "powerSGD", options: dict[str, int] = OPTIONS
+) -> Callable[[DistributedDataParallel], None]:
     hooks: list[commhooks.CommHook] = []
 
     def attach(ddp: DistributedDataParallel) -> None:
@@ -53,7 +59,9 @@ WAYS = {
 
 
 def _train(way: str, fail: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
-    """Gradients of all steps; and collectives begun in the pass that failed. A new DDP after `BEFORE` steps."""
+    """Gradients of all steps; and collectives begun in the pass that failed. A new DDP after
+    `BEFORE` steps.
+    """
     torch.manual_seed(2)
     model = mlp(WIDTH, LAYERS)
     attach = WAYS[way]()
@@ -70,7 +78,9 @@ def _train(way: str, fail: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
     def train(steps: range) -> None:
         for step in steps:
             loss(step).backward()
-            gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            gradients.append(
+                {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
             optimizer.step()
 
     train(range(BEFORE))
@@ -83,14 +93,20 @@ def _train(way: str, fail: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
     return gradients, number
 
 
-def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """A backward pass with an exception in user code, on all ranks; returns the buffers of the all-reduces that it
-    began, or the answers of its messages."""
+def _fail_in_mid_backward(
+    model: torch.nn.Sequential, loss: Callable[[], torch.Tensor]
+) -> list[torch.Tensor]:
+    """A backward pass with an exception in user code, on all ranks; returns the buffers of the
+    all-reduces that it began, or the answers of its messages.
+    """
     begun: list[torch.Tensor] = []
     original, exchange = dist.all_reduce, PointToPoint.exchange
 
     def recording_exchange(
-        self: PointToPoint, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+        self: PointToPoint,
+        sent: Sequence[torch.Tensor],
+        arriving: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> MessageWork:
         begun.extend(arriving)
         return exchange(self, sent, arriving, group)
@@ -114,7 +130,9 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
 
 
 def _finish_late(begun: list[torch.Tensor]) -> Any:
-    """The network may write the answers of the abandoned pass whenever it likes; here, while the next one waits."""
+    """The network may write the answers of the abandoned pass whenever it likes; here, while the
+    next one waits.
+    """
 
     class Late:
         def __init__(self, work: dist.Work) -> None:
@@ -128,7 +146,8 @@ def _finish_late(begun: list[torch.Tensor]) -> Any:
 
     all_reduce = dist.all_reduce
     return mock.patch(
-        "commhooks.comm.collectives.dist.all_reduce", lambda *args, **kwargs: Late(all_reduce(*args, **kwargs))
+        "commhooks.comm.collectives.dist.all_reduce",
+        lambda *args, **kwargs: Late(all_reduce(*args, **kwargs)),
     )
 
 

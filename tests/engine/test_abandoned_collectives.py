@@ -1,4 +1,6 @@
-"""After an exception in a hook, nothing that it began writes into a gradient bucket later, or a warning is logged."""
+"""After an exception in a hook, nothing that it began writes into a gradient bucket later, or a
+warning is logged.
+"""
 
 import time
 from typing import Any
@@ -38,12 +40,16 @@ class Training:
 
     def run(self, index: int) -> torch.futures.Future[torch.Tensor]:
         parameter = list(self.parameters.values())[index]
-        return self.session.run(Bucket(self.gradients[index], [parameter], index, is_last=index == 1))
+        return self.session.run(
+            Bucket(self.gradients[index], [parameter], index, is_last=index == 1)
+        )
 
     def fail(self) -> None:
         """The second bucket raises an exception, while the first one is on its way."""
         with (
-            mock.patch.object(base_module, "average", side_effect=ValueError("of the second bucket")),
+            mock.patch.object(
+                base_module, "average", side_effect=ValueError("of the second bucket")
+            ),
             pytest.raises(ValueError, match="of the second bucket"),
         ):
             self.run(1)
@@ -79,10 +85,16 @@ def test_the_wait_is_bounded_and_a_warning_says_that_it_ended() -> None:
         training = Training()
         training.run(0)
         started = time.monotonic()
-        with mock.patch.object(Pending, "future", Never), mock.patch.object(session_module, "ABANDONED_LIMIT_S", 0.3):
+        with (
+            mock.patch.object(Pending, "future", Never),
+            mock.patch.object(session_module, "ABANDONED_LIMIT_S", 0.3),
+        ):
             training.fail()
         assert 0.3 <= time.monotonic() - started < 5
-    assert any("1 all-reduces of an abandoned backward pass have not ended within 0.3 s" in line for line in lines)
+    assert any(
+        "1 all-reduces of an abandoned backward pass have not ended within 0.3 s" in line
+        for line in lines
+    )
 
 
 def test_what_does_not_write_into_a_bucket_is_not_waited_for() -> None:

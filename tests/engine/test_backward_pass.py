@@ -1,4 +1,5 @@
-"""The order in which the buckets of a backward pass take turns, with exchanges of any number of Sends, on no ranks.
+"""The order in which the buckets of a backward pass take turns, with exchanges of any number of
+Sends, on no ranks.
 
 A collective is issued by being written down, and answered when it is waited for.
 """
@@ -16,7 +17,9 @@ TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
 
 class Log:
-    """A backward pass, and what happened in it, in order: ("sent", "P0"), ("waited", "P0"), ("committed 0", True)."""
+    """A backward pass, and what happened in it, in order: ("sent", "P0"), ("waited", "P0"),
+    ("committed 0", True).
+    """
 
     def __init__(self) -> None:
         group: Any = None
@@ -89,10 +92,14 @@ def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
     assert log.words("closed") == ["0", "1", "2", "3"]
 
 
-def test_work_for_the_meanwhile_is_done_between_the_start_of_a_collective_and_its_answer(log: Log) -> None:
+def test_work_for_the_meanwhile_is_done_between_the_start_of_a_collective_and_its_answer(
+    log: Log,
+) -> None:
     log.add("PQ")
     log.current.drain()
-    assert log.lines == [(kind, what) for what in ("P0", "Q0") for kind in ("sent", "meanwhile", "waited")]
+    assert log.lines == [
+        (kind, what) for what in ("P0", "Q0") for kind in ("sent", "meanwhile", "waited")
+    ]
 
 
 def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: Log) -> None:

@@ -1,4 +1,6 @@
-"""Hooks without learned state between nodes: exact inside a node, cast between nodes, saved as without nodes."""
+"""Hooks without learned state between nodes: exact inside a node, cast between nodes, saved as
+without nodes.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -41,11 +43,17 @@ def _cast(how: str, ranks_per_node: int, factor: float) -> dict[str, Any]:
     return {"alone": alone, "averaged": averaged, "stats": hook.stats(), "plan": hook.plan()}
 
 
-@pytest.mark.parametrize(("how", "world_size", "ranks_per_node"), [("bf16", 6, 3), ("fp16 wrapper", 4, 2)])
-def test_a_cast_between_nodes_only(run_ranks: Any, how: str, world_size: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "world_size", "ranks_per_node"), [("bf16", 6, 3), ("fp16 wrapper", 4, 2)]
+)
+def test_a_cast_between_nodes_only(
+    run_ranks: Any, how: str, world_size: int, ranks_per_node: int
+) -> None:
     """Exact inside a node: the mean of a node is rounded once, as is the mean of the nodes."""
     ranks = run_ranks(_cast, how, ranks_per_node, 1.0, world_size=world_size)
-    alone = torch.stack([rank["alone"] for rank in ranks]).view(-1, ranks_per_node, ranks[0]["alone"].numel())
+    alone = torch.stack([rank["alone"] for rank in ranks]).view(
+        -1, ranks_per_node, ranks[0]["alone"].numel()
+    )
     count = world_size // ranks_per_node
     low = CASTS[how][1]
     nodes = torch.zeros_like(alone[:, 0])
@@ -55,7 +63,10 @@ def test_a_cast_between_nodes_only(run_ranks: Any, how: str, world_size: int, ra
     for rank in ranks:
         assert torch.equal(rank["averaged"], ranks[0]["averaged"])
         assert torch.equal(rank["averaged"], wanted)
-        assert rank["plan"].arrangement == f"between {count} nodes of {ranks_per_node} ranks, each as one rank"
+        assert (
+            rank["plan"].arrangement
+            == f"between {count} nodes of {ranks_per_node} ranks, each as one rank"
+        )
         assert rank["stats"]["step"] == 3 and rank["stats"]["backward_passes"] == 3
         assert rank["stats"]["bytes_inside_nodes"] > 0 and rank["plan"].memory.copies > 0
     collectives = sum(rank["stats"]["collectives_last_pass"] for rank in ranks[:ranks_per_node])
@@ -96,10 +107,14 @@ def test_a_cast_passes_on_what_is_not_finite(run_ranks: Any) -> None:
     """As without nodes: a GradScaler skips the step, on all ranks."""
     ranks = run_ranks(_cast, "fp16", 2, 1e9, world_size=4)
     assert all(not rank["averaged"].isfinite().all() for rank in ranks)
-    assert all(torch.equal(rank["averaged"].isfinite(), ranks[0]["averaged"].isfinite()) for rank in ranks)
+    assert all(
+        torch.equal(rank["averaged"].isfinite(), ranks[0]["averaged"].isfinite()) for rank in ranks
+    )
 
 
-def _continued(ranks_per_node: int | None, saved: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+def _continued(
+    ranks_per_node: int | None, saved: dict[str, Any] | None
+) -> tuple[dict[str, Any], int]:
     run = Run.new(hook="bf16", ranks_per_node=ranks_per_node)
     if saved is not None:
         run.load(copy.deepcopy(saved))
@@ -139,4 +154,6 @@ def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None
     source: Any = SimpleNamespace(names=names)
     assert kernel_support(request, compressor, source).cannot == ""
     problem = kernel_support(HookRequest.parse("bf16", ranks_per_node=2), compressor, source).cannot
-    assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")
+    assert "are on cpu, meta" in problem and problem.endswith(
+        "'bf16_compress', without ranks_per_node"
+    )

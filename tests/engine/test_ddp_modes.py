@@ -1,4 +1,6 @@
-"""Ways to run DDP that change which passes and which parameters a hook sees: accumulation, unused parameters, join."""
+"""Ways to run DDP that change which passes and which parameters a hook sees: accumulation, unused
+parameters, join.
+"""
 
 from functools import partial
 
@@ -30,7 +32,8 @@ from tests.support.kinds import AUTO
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
-# ------------------------------------------------------------------------------------------------------- accumulation
+# --------------------------------------------------------------------------------------------------
+# accumulation
 
 
 def _accumulate(model: nn.Module, step: int) -> None:
@@ -62,7 +65,9 @@ def accumulation(config: commhooks.HookConfig) -> None:
                 error = conservation_error(local[name], before.get(name), after[name], gradient)
                 assert error <= 1e-6, (step, name, error)
             else:
-                torch.testing.assert_close(gradient, mean_over_ranks(local[name]), rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    gradient, mean_over_ranks(local[name]), rtol=1e-5, atol=1e-7
+                )
         assert hook.stats()["backward_passes"] == hook.stats()["step"] == step + 1
         descend(ddp)
         assert replicas_equal(ddp)
@@ -70,12 +75,15 @@ def accumulation(config: commhooks.HookConfig) -> None:
         assert len(after) == 3 and hook.stats()["compressed_steps"] == 3
 
 
-@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"])
+@pytest.mark.parametrize(
+    "config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"]
+)
 def test_accumulation_counts_synchronised_passes_and_reduces_the_sum(run_ranks, config):
     run_ranks(accumulation, config)
 
 
-# --------------------------------------------------------------------------------------------------- unused parameters
+# --------------------------------------------------------------------------------------------------
+# unused parameters
 
 
 class Branches(nn.Module):
@@ -126,7 +134,8 @@ def test_unused_parameters_keep_their_residual(run_ranks):
     run_ranks(unused_parameters)
 
 
-# ------------------------------------------------------------------------------------------------------- uneven inputs
+# --------------------------------------------------------------------------------------------------
+# uneven inputs
 
 
 def uneven_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:
@@ -157,7 +166,9 @@ def even_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:
     return weights(ddp.module)
 
 
-@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD, AUTO], ids=["allreduce", "powerSGD", "auto"])
+@pytest.mark.parametrize(
+    "config", [commhooks.AllReduce(), POWER_SGD, AUTO], ids=["allreduce", "powerSGD", "auto"]
+)
 def test_join_with_uneven_inputs_is_as_inputs_without_weight(run_ranks, config):
     joined, _ = run_ranks(uneven_inputs, config, timeout_s=30)
     plain, _ = run_ranks(even_inputs, config)
@@ -176,7 +187,9 @@ def refused_division(batches: tuple[int, int]) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.parametrize("batches", [(2, 2), (0, 2)], ids=["both ranks are active", "one rank only shadows"])
+@pytest.mark.parametrize(
+    "batches", [(2, 2), (0, 2)], ids=["both ranks are active", "one rank only shadows"]
+)
 def test_join_with_another_divisor_is_refused_without_a_hang(run_ranks, batches):
     for name, text in run_ranks(refused_division, batches, timeout_s=20):
         assert name == "HookRunError"

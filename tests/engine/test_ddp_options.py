@@ -1,4 +1,6 @@
-"""Options of DDP that have a path of their own: each works with a hook, or is refused with a sentence."""
+"""Options of DDP that have a path of their own: each works with a hook, or is refused with a
+sentence.
+"""
 
 import time
 from functools import partial
@@ -32,7 +34,8 @@ from tests.support.features import delayed_in_small_buckets, mixed_precision_of_
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
-# ------------------------------------------------------------------------------------------------------------- works
+# --------------------------------------------------------------------------------------------------
+# works
 
 
 def same_weights(config: commhooks.HookConfig) -> None:
@@ -50,13 +53,17 @@ def same_weights(config: commhooks.HookConfig) -> None:
             assert torch.equal(ours[name], weight), (option, name)
 
 
-@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"])
+@pytest.mark.parametrize(
+    "config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"]
+)
 def test_static_graph_bucket_views_and_unused_search_change_nothing(run_ranks, config):
     run_ranks(same_weights, config)
 
 
 def delayed_all_reduce() -> None:
-    """DDP reduces some parameters itself, in a hook of another one; ours must neither see nor disturb them."""
+    """DDP reduces some parameters itself, in a hook of another one; ours must neither see nor
+    disturb them.
+    """
     module = mlp()
     delayed = ["2.weight", "2.bias"]
     ddp = wrap(
@@ -73,13 +80,17 @@ def delayed_all_reduce() -> None:
         run(ddp)
         after, found = residuals(hook), gradients(ddp)
         for name in ("0.weight", "4.weight"):
-            assert conservation_error(local[name], before.get(name), after[name], found[name]) <= 1e-6
+            assert (
+                conservation_error(local[name], before.get(name), after[name], found[name]) <= 1e-6
+            )
         for name in delayed:
             mean = local[name].clone()
             dist.all_reduce(mean)
             # torch 2.13 starts this all-reduce in the last gradient's hook and never waits for it.
             deadline = time.monotonic() + 10
-            while not torch.allclose(ddp.module.get_parameter(name).grad, mean / 2, rtol=1e-5, atol=1e-7):
+            while not torch.allclose(
+                ddp.module.get_parameter(name).grad, mean / 2, rtol=1e-5, atol=1e-7
+            ):
                 assert time.monotonic() < deadline, name
                 time.sleep(0.01)
         descend(ddp)
@@ -97,7 +108,9 @@ def test_delayed_parameters_are_not_in_the_plan_and_still_averaged(run_ranks):
 
 
 class Checkpointed(nn.Sequential):
-    """Each layer's activations are computed anew in backward, by backward passes within the backward pass."""
+    """Each layer's activations are computed anew in backward, by backward passes within the
+    backward pass.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self[0](x)
@@ -149,7 +162,8 @@ def test_names_of_a_compiled_module_are_those_of_the_module(run_ranks):
     run_ranks(compiled_module)
 
 
-# -------------------------------------------------------------------------------------- skip_all_reduce_unused_params
+# --------------------------------------------------------------------------------------
+# skip_all_reduce_unused_params
 
 
 class FirstUnused(nn.Module):
@@ -166,8 +180,12 @@ class FirstUnused(nn.Module):
         return torch.stack([getattr(self, name)(x) for name in use.split()]).sum(0)
 
 
-def skipped_buckets(attached: bool, ddp_options: dict[str, Any], uses: list[str], hook_name: str) -> None:
-    ddp = wrap(FirstUnused(), skip_all_reduce_unused_params=True, bucket_cap_mb=0.001, **ddp_options)
+def skipped_buckets(
+    attached: bool, ddp_options: dict[str, Any], uses: list[str], hook_name: str
+) -> None:
+    ddp = wrap(
+        FirstUnused(), skip_all_reduce_unused_params=True, bucket_cap_mb=0.001, **ddp_options
+    )
     hook = state = None
     if attached:
         options = {} if hook_name == "allreduce" else {"start_powerSGD_iter": 1}
@@ -189,10 +207,14 @@ def skipped_buckets(attached: bool, ddp_options: dict[str, Any], uses: list[str]
         descend(ddp)
         assert replicas_equal(ddp), step
     if hook_name == "powerSGD":
-        compressed = hook.stats()["compressed_steps"] if hook else state.session.counters.compressed_steps
+        compressed = (
+            hook.stats()["compressed_steps"] if hook else state.session.counters.compressed_steps
+        )
         assert compressed == len(uses) - 1
     if hook and hook_name == "batched_powerSGD":  # a bucket that is skipped keeps its Q
-        assert len(hook.state_dict("drop")["batched_q"]) == len({name for use in uses[1:] for name in use.split()})
+        assert len(hook.state_dict("drop")["batched_q"]) == len(
+            {name for use in uses[1:] for name in use.split()}
+        )
 
 
 ALL, LAST, MIDDLE = "first second third", "second third", "first third"
@@ -214,15 +236,25 @@ def all_skipped_buckets(attached: bool) -> None:
         skipped_buckets(attached, {"find_unused_parameters": True}, uses, "powerSGD")
     skipped_buckets(attached, {"static_graph": True}, [LAST] * 4, "powerSGD")
     if attached:
-        skipped_buckets(attached, {"find_unused_parameters": True}, USES["one bucket alone"], "batched_powerSGD")
+        skipped_buckets(
+            attached, {"find_unused_parameters": True}, USES["one bucket alone"], "batched_powerSGD"
+        )
 
 
 @pytest.mark.parametrize("uses", USES)
 def test_skipped_buckets_are_counted_by_simple_hooks(run_ranks, uses):
-    run_ranks(skipped_buckets, True, {"find_unused_parameters": True}, USES[uses], "allreduce", timeout_s=20)
+    run_ranks(
+        skipped_buckets,
+        True,
+        {"find_unused_parameters": True},
+        USES[uses],
+        "allreduce",
+        timeout_s=20,
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- refused
+# --------------------------------------------------------------------------------------------------
+# refused
 
 
 @pytest.fixture
@@ -235,9 +267,12 @@ def alone():
 def test_mixed_precision_is_refused(alone):
     from torch.nn.parallel.distributed import _MixedPrecision
 
-    ddp = DistributedDataParallel(mlp(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    ddp = DistributedDataParallel(
+        mlp(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)
+    )
     with pytest.raises(
-        commhooks.AttachError, match=r"mixed_precision=\.\.\.\) registers a communication hook of its own"
+        commhooks.AttachError,
+        match=r"mixed_precision=\.\.\.\) registers a communication hook of its own",
     ):
         commhooks.attach(ddp, "powerSGD")
 
@@ -247,7 +282,9 @@ def test_an_optimizer_in_backward_is_refused(alone):
 
     module = mlp()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    with pytest.raises(commhooks.AttachError, match="optimizer applied in backward .* use an ordinary optimizer"):
+    with pytest.raises(
+        commhooks.AttachError, match="optimizer applied in backward .* use an ordinary optimizer"
+    ):
         commhooks.attach(DistributedDataParallel(module), "powerSGD")
 
 
@@ -266,5 +303,7 @@ def test_the_python_reducer_is_refused(alone):
         commhooks.attach(ddp, "powerSGD")
     state, hook = registered
     parameter = ddp.module[0].weight
-    with pytest.raises(commhooks.HookRunError, match="without a GradBucket: .*python_reducer.* is not supported"):
+    with pytest.raises(
+        commhooks.HookRunError, match="without a GradBucket: .*python_reducer.* is not supported"
+    ):
         hook(state, (torch.zeros_like(parameter), parameter))

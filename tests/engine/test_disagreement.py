@@ -1,4 +1,6 @@
-"""Ranks that ask for different hooks, or have different models, are told so at `attach`, all of them."""
+"""Ranks that ask for different hooks, or have different models, are told so at `attach`, all of
+them.
+"""
 
 import contextlib
 import io
@@ -43,9 +45,19 @@ DIFFERENT = {
         "start_powerSGD_iter=10",
         "start_powerSGD_iter=20",
     ),
-    "wrapper": ({"hook": "powerSGD", "wrapper": "bf16"}, {"hook": "powerSGD"}, "wrapper='bf16'", "wrapper=None"),
+    "wrapper": (
+        {"hook": "powerSGD", "wrapper": "bf16"},
+        {"hook": "powerSGD"},
+        "wrapper='bf16'",
+        "wrapper=None",
+    ),
     "own hook": ({"hook": mine}, {"hook": "allreduce"}, "rank 0: mine", "rank 1: allreduce"),
-    "check_every": ({"hook": "fp16", "check_every": 5}, {"hook": "fp16"}, "check_every=5", "check_every=None"),
+    "check_every": (
+        {"hook": "fp16", "check_every": 5},
+        {"hook": "fp16"},
+        "check_every=5",
+        "check_every=None",
+    ),
     "loss scale": (
         {"hook": "powerSGD", "loss_scale": lambda: 2.0},
         {"hook": "powerSGD"},
@@ -73,7 +85,11 @@ def test_different_requests(run_ranks: Any) -> None:
     results = run_ranks(_attach_all)
     for name, (_, _, first, second) in DIFFERENT.items():
         for text, compressed in (result[name] for result in results):
-            assert text.startswith("the ranks attach different hooks: ") and first in text and second in text, name
+            assert (
+                text.startswith("the ranks attach different hooks: ")
+                and first in text
+                and second in text
+            ), name
             assert compressed == 1
 
 
@@ -99,12 +115,16 @@ def _said() -> str:
 def test_rank_0_says_the_reason_in_a_line_before_the_tracebacks(run_ranks: Any) -> None:
     first, other = run_ranks(_said)
     different, unknown = first.splitlines()
-    assert different.startswith("commhooks: error: the ranks attach different hooks: rank 0: fp16_compress; rank 1: ")
+    assert different.startswith(
+        "commhooks: error: the ranks attach different hooks: rank 0: fp16_compress; rank 1: "
+    )
     assert unknown.startswith("commhooks: error: unknown hook 'fp17'") and other == ""
 
 
 def _models() -> list[str]:
-    """DDP itself compares the shapes of what it reduces; names and what is frozen it does not see."""
+    """DDP itself compares the shapes of what it reduces; names and what is frozen it does not
+    see.
+    """
     renamed, frozen = make_model(), make_model()
     if dist.get_rank() == 1:
         renamed = torch.nn.Sequential(*renamed[:7], torch.nn.Identity(), renamed[7])
@@ -122,7 +142,10 @@ def test_different_models(run_ranks: Any) -> None:
     for renamed, extra in run_ranks(_models):
         assert renamed.startswith("the ranks have different models: parameter 6 is ")
         assert "7.weight (10, 24) float32 on rank 0, 8.weight (10, 24) float32 on rank 1" in renamed
-        assert "0.weight (12, 1, 3, 3) float32 on rank 0, extra (3,) float32 (frozen) on rank 1" in extra
+        assert (
+            "0.weight (12, 1, 3, 3) float32 on rank 0, extra (3,) float32 (frozen) on rank 1"
+            in extra
+        )
 
 
 def _frozen_after_the_wrap() -> tuple[str, str]:
@@ -139,8 +162,13 @@ def _frozen_after_the_wrap() -> tuple[str, str]:
 
 def test_nothing_to_reduce(run_ranks: Any) -> None:
     for on_one, on_all in run_ranks(_frozen_after_the_wrap):
-        assert "0.weight (12, 1, 3, 3) float32 on rank 0, 0.weight (12, 1, 3, 3) float32 (frozen) on rank 1" in on_one
-        assert on_all.startswith("no parameter of this model is reduced by DDP (all are frozen, ignored or delayed)")
+        assert (
+            "0.weight (12, 1, 3, 3) float32 on rank 0, 0.weight (12, 1, 3, 3) float32 (frozen) on"
+            " rank 1" in on_one
+        )
+        assert on_all.startswith(
+            "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed)"
+        )
 
 
 def _left_alone() -> tuple[str, float] | None:
@@ -156,12 +184,17 @@ def _left_alone() -> tuple[str, float] | None:
 
 def test_a_rank_that_does_not_attach(run_ranks: Any) -> None:
     (text, seconds), _ = run_ranks(_left_alone)
-    assert "rank 0 of 2: the exchange of what each rank attaches (attach the hook on every rank, or on none)" in text
+    assert (
+        "rank 0 of 2: the exchange of what each rank attaches (attach the hook on every rank, or on"
+        " none)" in text
+    )
     assert seconds < 20
 
 
 def _object_options() -> tuple[int, list[str]]:
-    """Options that are objects are told apart by their type: their text may differ although they are alike."""
+    """Options that are objects are told apart by their type: their text may differ although they
+    are alike.
+    """
     if "made_of_objects" not in commhooks.available_hooks():
         commhooks.register_hook("made_of_objects", made)
     with log_lines() as lines:

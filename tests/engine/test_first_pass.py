@@ -1,6 +1,8 @@
-"""The first backward pass with parameters of several dtypes, or with sparse gradients: several buckets at once.
+"""The first backward pass with parameters of several dtypes, or with sparse gradients: several
+buckets at once.
 
-With `static_graph` DDP calls the hook for all of them at the end of that pass, numbers each 0 and marks none as last.
+With `static_graph` DDP calls the hook for all of them at the end of that pass, numbers each 0 and
+marks none as last.
 """
 
 from typing import Any
@@ -16,9 +18,14 @@ from tests.support.ddp_steps import replicas_equal
 from tests.support.kinds import KINDS, Kind
 
 STEPS = 3
-# One of each way through a pass: all-reduces, compressed ones, gathers, whole buckets, and codecs that change.
+# One of each way through a pass: all-reduces, compressed ones, gathers, whole buckets, and codecs
+# that change.
 SORTS = ("fp16", "powerSGD", "int8, torch", "batched", "auto, chooses int8")
-MODES = {"plain": {}, "static graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
+MODES = {
+    "plain": {},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
 
 
 class Words(nn.Module):
@@ -29,7 +36,9 @@ class Words(nn.Module):
         torch.manual_seed(3)
         self.embedding = nn.Embedding(20, 24, sparse=what == "sparse")
         self.layers = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
-        self.norm = nn.LayerNorm(24, dtype=torch.bfloat16 if what == "two dtypes" else torch.float32)
+        self.norm = nn.LayerNorm(
+            24, dtype=torch.bfloat16 if what == "two dtypes" else torch.float32
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.norm(self.layers(self.embedding(words)).to(self.norm.weight.dtype)).float()
@@ -38,10 +47,14 @@ class Words(nn.Module):
 def _trained(kind: Kind, what: str, mode: str, **attach: Any) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     ddp = DistributedDataParallel(Words(what), bucket_cap_mb=0.003, **MODES[mode])
-    hook = commhooks.attach(ddp, kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper, **attach)
+    hook = commhooks.attach(
+        ddp, kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper, **attach
+    )
     for step in range(STEPS):
         ddp.zero_grad()
-        words = torch.randint(0, 20, (6, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+        words = torch.randint(
+            0, 20, (6, 5), generator=torch.Generator().manual_seed(10 * step + rank)
+        )
         ddp(words).pow(3).mean().backward()
         with torch.no_grad():
             for parameter in ddp.parameters():
@@ -63,7 +76,9 @@ def _trained(kind: Kind, what: str, mode: str, **attach: Any) -> dict[str, Any]:
     + [(name, "sparse") for name in ("fp16", "powerSGD", "batched")]
     + [("auto, chooses int8", "one dtype")],
 )
-def test_a_pass_of_several_buckets_in_every_mode_of_ddp(run_ranks: Any, name: str, what: str) -> None:
+def test_a_pass_of_several_buckets_in_every_mode_of_ddp(
+    run_ranks: Any, name: str, what: str
+) -> None:
     kind = KINDS[name]
     for rank in run_ranks(_in_every_mode, kind, what):
         for mode, run in rank.items():
@@ -85,7 +100,12 @@ def test_between_nodes(run_ranks: Any) -> None:
 
 
 def _between_nodes() -> list[dict[str, Any]]:
-    sorts = [("bf16", "sparse"), ("powerSGD", "two dtypes"), ("powerSGD", "sparse"), ("int8, torch", "two dtypes")]
+    sorts = [
+        ("bf16", "sparse"),
+        ("powerSGD", "two dtypes"),
+        ("powerSGD", "sparse"),
+        ("int8, torch", "two dtypes"),
+    ]
     return [_trained(KINDS[name], what, "static graph", ranks_per_node=2) for name, what in sorts]
 
 
@@ -106,7 +126,10 @@ def _drop_in(attached: bool) -> str:
 
 def test_the_drop_in_says_to_attach_it(run_ranks: Any) -> None:
     for rank in run_ranks(_drop_in, False):
-        assert "static_graph=True" in rank and "commhooks.attach(ddp_model, hook, hook_state=state)" in rank
+        assert (
+            "static_graph=True" in rank
+            and "commhooks.attach(ddp_model, hook, hook_state=state)" in rank
+        )
     assert run_ranks(_drop_in, True) == ["2", "2"]
 
 

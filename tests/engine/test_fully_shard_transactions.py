@@ -1,4 +1,6 @@
-"""A step with an inf or a NaN on any rank changes nothing on all ranks of the model, also those with other shards."""
+"""A step with an inf or a NaN on any rank changes nothing on all ranks of the model, also those
+with other shards.
+"""
 
 from typing import Any
 
@@ -21,7 +23,9 @@ BAD = {
 
 def _run() -> dict[str, Any]:
     """A clean run, and one with bad steps in between."""
-    (clean_model, clean_hook), (model, hook) = (attached(2, 2, "powerSGD", hook_options=POWERSGD) for _ in range(2))
+    (clean_model, clean_hook), (model, hook) = (
+        attached(2, 2, "powerSGD", hook_options=POWERSGD) for _ in range(2)
+    )
     kept, told, same = [], [], []
     for step in range(STEPS):
         if step in BAD:
@@ -35,7 +39,12 @@ def _run() -> dict[str, Any]:
             assert (after.pop("nonfinite") - before.pop("nonfinite")).item() == 1
             kept.append(bits_equal(before, after))
             told.append(not all(bool(gradient.isfinite().all()) for gradient in bad.values()))
-        same.append(bits_equal(backward(model, random_gradients(step)), backward(clean_model, random_gradients(step))))
+        same.append(
+            bits_equal(
+                backward(model, random_gradients(step)),
+                backward(clean_model, random_gradients(step)),
+            )
+        )
     clean, mine = learned(clean_hook), learned(hook)
     assert clean.pop("nonfinite") == 0 and mine.pop("nonfinite") == len(BAD)
     stats = hook.stats()
@@ -50,7 +59,9 @@ def test_a_bad_step_changes_nothing_anywhere(run_ranks: Any) -> None:
 
 
 def _different_steps() -> str:
-    """The step differs between the ranks with different shards, and is equal where gradients are averaged."""
+    """The step differs between the ranks with different shards, and is equal where gradients are
+    averaged.
+    """
     model, hook = attached(2, 2, hook_options=POWERSGD)
     session_of(hook).state.step = dist.get_rank() % 2
     with pytest.raises(HookRunError) as error:

@@ -1,4 +1,6 @@
-"""Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of either kind."""
+"""Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of
+either kind.
+"""
 
 import contextlib
 import copy
@@ -31,12 +33,17 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
     return Run.new(hook=hook, hook_options=options, ranks_per_node=ranks_per_node, **more)
 
 
-# ---- the same numbers, a share of the work ---------------------------------------------------------------------------
+# ---- the same numbers, a share of the work
+# ---------------------------------------------------------------------------
 
 
 def _both(kind: str, masked: bool) -> dict[str, Any]:
     # gloo has messages on the CPU only
-    messages = mock.patch.object(PointToPoint, "applies_to", return_value=False) if masked else contextlib.nullcontext()
+    messages = (
+        mock.patch.object(PointToPoint, "applies_to", return_value=False)
+        if masked
+        else contextlib.nullcontext()
+    )
     with masks(masked), messages:
         flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, 2))
         for run in (flat, nodes):
@@ -64,7 +71,9 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
     [("powerSGD", False), ("powerSGD", True), ("int8", True)],
 )
 def test_the_same_as_without_nodes(run_ranks: Any, kind: str, masked: bool) -> None:
-    """`masked`: the host does not read what is computed, and the collectives are gloo's, as on an accelerator."""
+    """`masked`: the host does not read what is computed, and the collectives are gloo's, as on an
+    accelerator.
+    """
     ranks = run_ranks(_both, kind, masked, world_size=4)
     first = ranks[0]
     # int8 rounds what leaves a node, not what leaves a rank: other noise.
@@ -85,7 +94,9 @@ def test_the_same_as_without_nodes(run_ranks: Any, kind: str, masked: bool) -> N
     assert all(rank["stats"]["bytes_inside_nodes"] > 0 for rank in node)
     for rank in ranks:  # what has been learned is everywhere
         assert rank["learned"].keys() == first["learned"].keys()
-        assert all(torch.equal(rank["learned"][key], each) for key, each in first["learned"].items())
+        assert all(
+            torch.equal(rank["learned"][key], each) for key, each in first["learned"].items()
+        )
 
 
 def _memory(kind: str) -> dict[str, Any]:
@@ -96,8 +107,12 @@ def _memory(kind: str) -> dict[str, Any]:
     return {
         "residuals": sum(each.nbytes for each in residuals(run.hook).values()),
         "learned": sum(t.nbytes for t in session.state["q"].values()),
-        "buffers": sum(t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)),
-        "results once": all(len(s.results(session.state)) == s.from_owners[1][s._local_rank] for s in shares),
+        "buffers": sum(
+            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)
+        ),
+        "results once": all(
+            len(s.results(session.state)) == s.from_owners[1][s._local_rank] for s in shares
+        ),
         "plan": plan.memory,
         "alone": session.compressor.memory_plan(plan.parameters, [plan.parameters]),
         "title": str(plan).splitlines()[0].strip(),
@@ -108,7 +123,9 @@ def _memory(kind: str) -> dict[str, Any]:
 def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -> None:
     ranks = run_ranks(_memory, kind, world_size=4)
     for rank in ranks:
-        assert rank["title"].endswith("from step 2 on, between 2 nodes of 2 ranks, each as one rank")
+        assert rank["title"].endswith(
+            "from step 2 on, between 2 nodes of 2 ranks, each as one rank"
+        )
         assert rank["plan"].residual == rank["residuals"] > 0
         assert rank["learned"] <= rank["plan"].factors and rank["buffers"] <= rank["plan"].copies
         assert rank["buffers"] > 0.5 * rank["plan"].copies
@@ -119,29 +136,42 @@ def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -
 def _norms() -> dict[str, Any]:
     run = _new("powerSGD", 2).train(5)
     own = residuals(run.hook)
-    gradients = {name: p.grad.clone() for name, p in run.ddp.module.named_parameters() if p.grad is not None}
-    return {"norms": run.hook.norms(), "residuals": own, "gradients": {name: gradients[name] for name in own}}
+    gradients = {
+        name: p.grad.clone() for name, p in run.ddp.module.named_parameters() if p.grad is not None
+    }
+    return {
+        "norms": run.hook.norms(),
+        "residuals": own,
+        "gradients": {name: gradients[name] for name in own},
+    }
 
 
 def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
     """Otherwise the residual of a share would be divided by the gradient of everything."""
     for rank in run_ranks(_norms, world_size=4):
-        residual = float(torch.cat([each.flatten() for each in rank["residuals"].values()]).norm()) / 2
+        residual = (
+            float(torch.cat([each.flatten() for each in rank["residuals"].values()]).norm()) / 2
+        )
         gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
         assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
         assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
-def _saved(kind: str, ranks_per_node: int | None, residual: str) -> tuple[dict[str, Any], torch.Tensor]:
+def _saved(
+    kind: str, ranks_per_node: int | None, residual: str
+) -> tuple[dict[str, Any], torch.Tensor]:
     run = _new(kind, ranks_per_node).train(4)
     saved = run.save(residual=residual)
     return copy.deepcopy(saved), run.train(2).weights()
 
 
-def _resumed(kind: str, ranks_per_node: int | None, saved: list[dict[str, Any]]) -> tuple[torch.Tensor, list[str]]:
+def _resumed(
+    kind: str, ranks_per_node: int | None, saved: list[dict[str, Any]]
+) -> tuple[torch.Tensor, list[str]]:
     mine = copy.deepcopy(saved[dist.get_rank() % len(saved)])
     run = _new(kind, ranks_per_node).load(mine).train(2)
     assert run.hook.stats()["step"] == 6
@@ -152,7 +182,9 @@ def test_resume_is_bit_equal(run_ranks: Any) -> None:
     before = run_ranks(_saved, "int8", 2, "per_rank", world_size=4)
     assert all(saved["hook"]["exact"] for saved, _ in before)
     after = run_ranks(_resumed, "int8", 2, [saved for saved, _ in before], world_size=4)
-    assert all(torch.equal(weights, whole) for (weights, _), (_, whole) in zip(after, before, strict=True))
+    assert all(
+        torch.equal(weights, whole) for (weights, _), (_, whole) in zip(after, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,11 +215,16 @@ def test_another_number_of_ranks_resumes(run_ranks: Any, before: Any, after: Any
             assert torch.allclose(total.flatten(), residual.flatten(), rtol=1e-6, atol=0)
 
 
-def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _mean_before_the_first_pass(
+    ranks_per_node: int | None, saved: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """The residuals that take part in the first step after a load."""
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
-    names, group = session.consensus.binding.names.named_parameters(), session.consensus.binding.group()
+    names, group = (
+        session.consensus.binding.names.named_parameters(),
+        session.consensus.binding.group(),
+    )
     session.consensus.reduction.redistribute_residuals(session.state, names, group)
     return residuals(run.hook)
 
@@ -204,9 +241,13 @@ def test_one_file_with_the_residuals_of_all_ranks(run_ranks: Any) -> None:
 
 
 def _two_layers(ranks_per_node: int | None, saved: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The state after a pass over two equal layers. After a load that pass is not finite, and the mean is saved."""
+    """The state after a pass over two equal layers. After a load that pass is not finite, and the
+    mean is saved.
+    """
     torch.manual_seed(3)
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(2))))
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(2)))
+    )
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options, ranks_per_node=ranks_per_node)
     if saved is not None:
@@ -219,7 +260,9 @@ def _two_layers(ranks_per_node: int | None, saved: list[dict[str, Any]] | None) 
 def test_the_mean_is_saved_before_a_rank_has_residuals_of_the_other_shares(run_ranks: Any) -> None:
     """A run between nodes goes on without them, and no step was committed yet."""
     before = run_ranks(_two_layers, 2, None, world_size=4)
-    found = [{name: each["residual"] for name, each in saved["parameters"].items()} for saved in before]
+    found = [
+        {name: each["residual"] for name, each in saved["parameters"].items()} for saved in before
+    ]
     for saved in run_ranks(_two_layers, None, before, world_size=4):
         assert saved["exact"] and saved["nonfinite_steps"] == 1
         for name in ("0.weight", "1.weight"):
@@ -227,7 +270,8 @@ def test_the_mean_is_saved_before_a_rank_has_residuals_of_the_other_shares(run_r
             assert mean.any() and torch.allclose(saved["parameters"][name]["residual"], mean)
 
 
-# ---- what is not finite, what fails ----------------------------------------------------------------------------------
+# ---- what is not finite, what fails
+# ----------------------------------------------------------------------------------
 
 
 def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
@@ -272,8 +316,12 @@ class _TwoParts(torch.nn.Module):
 def _idle(ranks_per_node: int | None, hook: str = "powerSGD") -> list[torch.Tensor]:
     torch.manual_seed(3)
     model = _TwoParts()
-    ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001)
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1} if hook == "powerSGD" else None
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, find_unused_parameters=True, bucket_cap_mb=0.001
+    )
+    options = (
+        {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1} if hook == "powerSGD" else None
+    )
     commhooks.attach(ddp, hook, hook_options=options, check_every=2, ranks_per_node=ranks_per_node)
     found = []
     for step in range(4):
@@ -295,7 +343,10 @@ def test_layers_that_are_not_used_in_every_step(run_ranks: Any, hook: str) -> No
 class _Tokens(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.last = torch.nn.Embedding(30, 8, sparse=True), torch.nn.Linear(8, 4, dtype=torch.complex64)
+        self.table, self.last = (
+            torch.nn.Embedding(30, 8, sparse=True),
+            torch.nn.Linear(8, 4, dtype=torch.complex64),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.last(self.table(tokens).to(torch.complex64)).abs()
@@ -309,7 +360,11 @@ def _sparse_and_complex(ranks_per_node: int | None, hook: str) -> list[torch.Ten
         ddp.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ddp(torch.randint(30, (6,), generator=generator)).square().mean().backward()
-    found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in ddp.parameters() if p.grad is not None]
+    found = [
+        p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for p in ddp.parameters()
+        if p.grad is not None
+    ]
     return [torch.view_as_real(each) if each.is_complex() else each for each in found]
 
 
@@ -318,4 +373,6 @@ def _sparse_and_complex(ranks_per_node: int | None, hook: str) -> list[torch.Ten
 def test_sparse_and_complex_gradients(run_ranks: Any, hook: str) -> None:
     flat, nodes = (run_ranks(_sparse_and_complex, each, hook, world_size=4) for each in (None, 2))
     for one, other in zip(flat, nodes, strict=True):
-        assert len(one) == 3 and all(_far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True))
+        assert len(one) == 3 and all(
+            _far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True)
+        )

@@ -1,4 +1,6 @@
-"""Compressors that learn nothing run at once, with one collective per bucket; what else they ask for is an error."""
+"""Compressors that learn nothing run at once, with one collective per bucket; what else they ask
+for is an error.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,7 +38,11 @@ class Greedy(Stateless[Steps]):
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         self.steps.append(step.number)
         for each in self._script:
-            yield Verdict(torch.tensor(True)) if each == "verdict" else Send(flat, what=each, last=each == "last")
+            yield (
+                Verdict(torch.tensor(True))
+                if each == "verdict"
+                else Send(flat, what=each, last=each == "last")
+            )
         return flat * 2
 
 
@@ -45,7 +51,9 @@ def _run(*script: str) -> tuple[torch.Tensor, int]:
     counters = Counters()
     with process_group_of_one():
         flat = torch.arange(4.0)
-        future = reduce_immediately(Greedy(list(script)), Bucket(flat, [flat]), resolve_group(None), counters)
+        future = reduce_immediately(
+            Greedy(list(script)), Bucket(flat, [flat]), resolve_group(None), counters
+        )
         return future.wait(), counters.collectives
 
 
@@ -61,7 +69,9 @@ def test_the_step_is_the_number_of_passes_before_and_the_bucket_is_named() -> No
         for _ in range(3):
             counters.begin_pass()
             flat = torch.arange(4.0)
-            reduce_immediately(compressor, Bucket(flat, [flat], 5), resolve_group(None), counters).wait()
+            reduce_immediately(
+                compressor, Bucket(flat, [flat], 5), resolve_group(None), counters
+            ).wait()
     assert compressor.steps == [0, 1, 2]
     assert counters.last_issued == "last of bucket 5"
 

@@ -1,4 +1,6 @@
-"""All ranks compute with one kernel: the fast one if all of them have it. A line says what is missing."""
+"""All ranks compute with one kernel: the fast one if all of them have it. A line says what is
+missing.
+"""
 
 import json
 from typing import Any
@@ -29,7 +31,8 @@ def test_what_all_ranks_have() -> None:
     assert chosen(plain, plain) == KernelChoice()
     assert chosen(plain, fast) == KernelChoice()
     assert chosen(fast, plain) == KernelChoice(
-        False, f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: torch ({ALIKE})"
+        False,
+        f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: torch ({ALIKE})",
     )
     without = KernelSupport(missing="install it", arithmetic=ALIKE)
     assert chosen(without) == KernelChoice(False, "install it")
@@ -37,7 +40,8 @@ def test_what_all_ranks_have() -> None:
     other = KernelSupport(NARROW, arithmetic="another processor")
     assert chosen(fast, other) == KernelChoice(
         False,
-        f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: native narrow (another processor)",
+        f"the ranks' kernels differ: ranks [0]: native wide ({ALIKE}); ranks [1]: native narrow"
+        " (another processor)",
         f"ranks [0]: {ALIKE}; ranks [1]: another processor",
     )
 
@@ -70,19 +74,26 @@ def test_a_kernel_must_fit_every_dtype() -> None:
     cpu = torch.device("cpu")
     assert KernelSupport.of(compressor, cpu, [torch.float32]).build == WIDE
     assert KernelSupport.of(compressor, cpu, [torch.float32, torch.float64]).build == ""
-    assert KernelSupport.of(compressor, cpu, [torch.float64]).arithmetic.startswith(f"torch {torch.__version__}, ")
+    assert KernelSupport.of(compressor, cpu, [torch.float64]).arithmetic.startswith(
+        f"torch {torch.__version__}, "
+    )
 
 
-# ---- ranks on different machines -------------------------------------------------------------------------------------
+# ---- ranks on different machines
+# -------------------------------------------------------------------------------------
 
 
 def _on_other_machines(hook: str, bare: bool, check_every: int | None) -> list[str]:
     """The warnings of a run in which each rank has a processor of its own."""
-    machine = mock.patch("commhooks.engine.kernel_choice.arithmetic_of", lambda _: f"processor {dist.get_rank()}")
+    machine = mock.patch(
+        "commhooks.engine.kernel_choice.arithmetic_of", lambda _: f"processor {dist.get_rank()}"
+    )
     with machine, log_lines() as lines:
         ddp = wrap(mlp())
         if bare:
-            ddp.register_comm_hook(commhooks.PowerSGDState(None, start_powerSGD_iter=1), commhooks.powerSGD_hook)
+            ddp.register_comm_hook(
+                commhooks.PowerSGDState(None, start_powerSGD_iter=1), commhooks.powerSGD_hook
+            )
         else:
             commhooks.attach(ddp, hook, check_every=check_every)
         train(ddp, 3)
@@ -99,7 +110,9 @@ def _on_other_machines(hook: str, bare: bool, check_every: int | None) -> list[s
         ("int8", False, None, False),  # no sum is computed twice
     ],
 )
-def test_different_machines(run_ranks: Any, hook: str, bare: bool, check_every: int | None, warns: bool) -> None:
+def test_different_machines(
+    run_ranks: Any, hook: str, bare: bool, check_every: int | None, warns: bool
+) -> None:
     said, unsaid = run_ranks(_on_other_machines, hook, bare, check_every)
     assert not unsaid and len(said) == warns
     for line in said:
@@ -126,4 +139,5 @@ def _kept() -> tuple[list[bool], int]:
 def test_the_choice_outlives_a_load(run_ranks: Any) -> None:
     for kernels, handshakes in run_ranks(_kept):
         assert kernels == [True] * 3
-        assert handshakes == 2  # of the first pass and of the load, with nothing more for the kernel
+        # of the first pass and of the load, with nothing more for the kernel
+        assert handshakes == 2

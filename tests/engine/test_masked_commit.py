@@ -1,4 +1,6 @@
-"""On an accelerator the host reads the outcome of a step only where it must. The same code runs here on CPU tensors."""
+"""On an accelerator the host reads the outcome of a step only where it must. The same code runs
+here on CPU tensors.
+"""
 
 from typing import Any
 from unittest import mock

@@ -1,4 +1,6 @@
-"""A pipeline of two stages on two replicas: each stage's replicas average over a group of their own, with a hook."""
+"""A pipeline of two stages on two replicas: each stage's replicas average over a group of their
+own, with a hook.
+"""
 
 from typing import Any
 
@@ -17,7 +19,9 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
 
 def _stages() -> list[nn.Module]:
     torch.manual_seed(5)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
+    ]
 
 
 def _batch(replica: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,20 +29,27 @@ def _batch(replica: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def _wrapped(
+    module: nn.Module, group: dist.ProcessGroup
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     # In a pipeline DDP must not rebuild its buckets (torch 2.13, with and without a hook).
-    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.001, find_unused_parameters=True)
+    ddp = DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=0.001, find_unused_parameters=True
+    )
     return ddp, torch.optim.SGD(module.parameters(), lr=0.05)
 
 
 def _attach(ddp: DistributedDataParallel) -> commhooks.CommHook:
-    """After the first step: there, torch's schedule infers shapes, and DDP then averages the first micro-batch twice,
-    which changes nothing but would count as a step."""
+    """After the first step: there, torch's schedule infers shapes, and DDP then averages the first
+    micro-batch twice, which changes nothing but would count as a step.
+    """
     return commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
 
 
 def _pipelined() -> dict[str, Any]:
-    """This rank's stage after some steps. Ranks 0 and 1 are the stages of the first replica, 2 and 3 of the second."""
+    """This rank's stage after some steps. Ranks 0 and 1 are the stages of the first replica, 2 and
+    3 of the second.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pipeline"))
     replica, place = mesh.get_coordinate() or (0, 0)
     module = _stages()[place]
@@ -55,7 +66,11 @@ def _pipelined() -> dict[str, Any]:
         optimizer.step()
         if step == 0:
             hook = _attach(ddp)
-    return {"stage": place, "weights": [p.detach().clone() for p in module.parameters()], "stats": hook.stats()}
+    return {
+        "stage": place,
+        "weights": [p.detach().clone() for p in module.parameters()],
+        "stats": hook.stats(),
+    }
 
 
 def _plain() -> list[list[torch.Tensor]]:
@@ -79,7 +94,10 @@ def test_stages_of_a_pipeline_under_ddp(run_ranks: Any) -> None:
     expected = run_ranks(_plain, world_size=2)[0]
     for rank in ranks:
         # Once per step, not once per micro-batch.
-        assert rank["stats"]["backward_passes"] == STEPS - 1 and rank["stats"]["compressed_steps"] == STEPS - 3
+        assert (
+            rank["stats"]["backward_passes"] == STEPS - 1
+            and rank["stats"]["compressed_steps"] == STEPS - 3
+        )
         for got, wanted in zip(rank["weights"], expected[rank["stage"]], strict=True):
             assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
     for first, second in ((0, 2), (1, 3)):

@@ -1,4 +1,6 @@
-"""While the host waits for an accelerator to tell of its steps, a signal, an interrupt or another thread may come."""
+"""While the host waits for an accelerator to tell of its steps, a signal, an interrupt or another
+thread may come.
+"""
 
 import contextlib
 import signal
@@ -35,7 +37,9 @@ class Training:
             self.ddp(batch(number)).square().mean().backward()
 
     def while_waiting(self, event: Callable[[], Any]) -> None:
-        """`event` happens when the host has the device's answer, before it does anything with it."""
+        """`event` happens when the host has the device's answer, before it does anything with
+        it.
+        """
         held = session_of(self.hook).held
         good, *rest = held._unread
         held._unread = (_Verdict(good, event), *rest)
@@ -120,7 +124,9 @@ def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
 
 
 def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
-    """Otherwise this rank would not know that compression begins with this pass, and send something else."""
+    """Otherwise this rank would not know that compression begins with this pass, and send something
+    else.
+    """
     training, waiting, go_on = Training(start=5), threading.Event(), threading.Event()
     training.step(5)
     count = HeldState._count
@@ -156,7 +162,9 @@ def test_a_handler_that_asks_for_times() -> None:
 
     clocks, counted = Clocks(), []
     for begin in (0.0, 10.0):
-        clocks._open.append((Event(begin), Event(begin + 1 + begin, ask=begin == 0), counted.append))
+        clocks._open.append(
+            (Event(begin), Event(begin + 1 + begin, ask=begin == 0), counted.append)
+        )
 
     def ask(*_: Any) -> None:
         clocks.collect(wait=True)

@@ -1,6 +1,8 @@
-"""Whole trainings on a simulated accelerator: everything is ordered, and no memory is freed while it may be used.
+"""Whole trainings on a simulated accelerator: everything is ordered, and no memory is freed while
+it may be used.
 
-`python -m tests.stress.waits` takes each wait of the packages out in turn; every such mutant must fail here.
+`python -m tests.stress.waits` takes each wait of the packages out in turn; every such mutant must
+fail here.
 """
 
 import dataclasses
@@ -44,7 +46,10 @@ HOOKS: dict[str, dict[str, Any]] = {
     "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
     "int4": {"hook": "int4", "hook_options": QUANTIZED},
     "auto": {"hook": "tests.support.prescribed_auto:PrescribedAutoCompressor"},
-    "random_k": {"hook": "examples.random_k:RandomKCompressor", "hook_options": {"share": 0.2, "start_iter": 1}},
+    "random_k": {
+        "hook": "examples.random_k:RandomKCompressor",
+        "hook_options": {"share": 0.2, "start_iter": 1},
+    },
     "diloco": {"hook": "diloco", "hook_options": DILOCO | {"wire": "float32"}},
     "diloco, int4": {"hook": "diloco", "hook_options": DILOCO | {"fragments": 2}},
 }
@@ -64,15 +69,26 @@ def _new(hook: str, **more: Any) -> Run:
 HOST_WAITS = {
     "powerSGD, cold": {"state.py"},  # each step draws its own Q, by the number of the step
     "random_k": {"state.py"},  # each step draws its own elements
-    # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made anew.
+    # At the end of a round, where the ranks compare buffers, and the workspace of the wire is made
+    # anew.
     "diloco": {"state.py", "common_state.py"},
     "diloco, int4": {"state.py", "common_state.py", "kernels.py", "mean.py"},
 }
-"""The modules in which the host waits for the accelerator in steady state. No other hook makes it wait."""
+"""The modules in which the host waits for the accelerator in steady state. No other hook makes it
+wait.
+"""
 
 
-LATE: dict[str, int] = {"powerSGD": 0, "int4": 1, "diloco, int4": 0, "saves": 0, "fails in a hook": 0}
-"""Seeds of the trainings whose operators run late, too: both kinds of orders. The others are examined for faults."""
+LATE: dict[str, int] = {
+    "powerSGD": 0,
+    "int4": 1,
+    "diloco, int4": 0,
+    "saves": 0,
+    "fails in a hook": 0,
+}
+"""Seeds of the trainings whose operators run late, too: both kinds of orders. The others are
+examined for faults.
+"""
 OTHER_NUMBERS = "late operators give other numbers"
 
 
@@ -85,7 +101,9 @@ def _bits(numbers: Any) -> Any:
     return [_bits(each) for each in numbers] if isinstance(numbers, list) else numbers
 
 
-def _wrong(train: Callable[[Accelerator], Any], seed: int | None = None, expected: Any = None) -> list[str]:
+def _wrong(
+    train: Callable[[Accelerator], Any], seed: int | None = None, expected: Any = None
+) -> list[str]:
     """Find what is wrong with a training: faults, and other numbers if its operators run late.
 
     Args:
@@ -154,7 +172,8 @@ def _trained_with_diloco(config: commhooks.DiLoCo) -> Any:
     run.train(1).load(saved).train(3)  # drops one
     norm = run.hook.stats()["outer_gradient_norm"]
     with torch.no_grad():
-        run.ddp.module[1].bias[0].fill_(torch.nan if dist.get_rank() == 0 else 0.5)  # one arrives, one is discarded
+        # one arrives, one is discarded
+        run.ddp.module[1].bias[0].fill_(torch.nan if dist.get_rank() == 0 else 0.5)
     run.train(5).hook.close()  # drops one
     assert run.hook.stats()["nonfinite_steps"] > 0  # discarded
     return [run.weights(), run.gradients, saved["hook"]["parameters"], norm]
@@ -169,11 +188,16 @@ def _trained_here_and_there(config: commhooks.DiLoCo, seed: int | None) -> list[
     [
         (DELAYED, 1),
         (dataclasses.replace(DELAYED, offload=False), None),
-        (dataclasses.replace(DELAYED, sync_every=1, fragments=1, delay=0), None),  # a step after a save of the mean
+        (
+            dataclasses.replace(DELAYED, sync_every=1, fragments=1, delay=0),
+            None,
+        ),  # a step after a save of the mean
     ],
     ids=["in host memory", "on the device", "without a delay"],
 )
-def test_diloco_computes_what_it_computes_on_the_cpu(run_ranks: Any, config: Any, seed: int | None) -> None:
+def test_diloco_computes_what_it_computes_on_the_cpu(
+    run_ranks: Any, config: Any, seed: int | None
+) -> None:
     _check(run_ranks(_trained_here_and_there, config, seed))
 
 
@@ -191,7 +215,16 @@ def _waits_of_a_round_with_delay() -> list[set[str]]:
 def test_the_host_does_not_wait_while_a_fragment_is_in_flight(run_ranks: Any) -> None:
     workspace, outcome = {"kernels.py", "mean.py"}, {"state.py"}
     for found in run_ranks(_waits_of_a_round_with_delay):
-        assert found == [set(), workspace, set(), outcome, set(), workspace, set(), outcome | {"common_state.py"}]
+        assert found == [
+            set(),
+            workspace,
+            set(),
+            outcome,
+            set(),
+            workspace,
+            set(),
+            outcome | {"common_state.py"},
+        ]
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "int4", "bf16"])
@@ -237,7 +270,10 @@ def _trained_in_shards() -> list[str]:
         model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
         attached = commhooks.attach(model, **HOOKS["powerSGD"], replicate_group=mesh["replicate"])
         for step in range(4):
-            given = {n: g.to(DEVICE) for n, g in sharded.random_gradients(step, dtype=torch.float32).items()}
+            given = {
+                n: g.to(DEVICE)
+                for n, g in sharded.random_gradients(step, dtype=torch.float32).items()
+            }
             model.zero_grad(set_to_none=True)
             del accelerator.host_waits[:]
             if step == 2:
@@ -311,7 +347,8 @@ def test_a_grad_scaler(run_ranks: Any) -> None:
     _check(run_ranks(_trained_with_a_scaler))
 
 
-# ---- in the middle of a backward pass --------------------------------------------------------------------------------
+# ---- in the middle of a backward pass
+# --------------------------------------------------------------------------------
 
 
 def _interrupted(run: Run, act: Callable[[], object]) -> None:
@@ -360,7 +397,10 @@ def _is_abandoned(run: Run, accelerator: Accelerator) -> None:
 
 
 def _fails_in_a_hook(run: Run, accelerator: Accelerator) -> Any:
-    with mock.patch.object(BackwardPass, "drain", side_effect=_Interrupt), pytest.raises(_Interrupt):
+    with (
+        mock.patch.object(BackwardPass, "drain", side_effect=_Interrupt),
+        pytest.raises(_Interrupt),
+    ):
         run.train(1)
     run.optimizer.zero_grad(set_to_none=False)  # the gradients are in the buckets
     zeros = [each.grad for each in run.ddp.parameters()]
@@ -431,7 +471,8 @@ def test_a_training_that(run_ranks: Any, event: str) -> None:
     _check(run_ranks(_trained_with, event))
 
 
-# ---- what the simulation finds ---------------------------------------------------------------------------------------
+# ---- what the simulation finds
+# ---------------------------------------------------------------------------------------
 
 
 def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice) -> list[str]:
@@ -453,8 +494,13 @@ def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice)
 def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, found: bool) -> None:
     with simulated_accelerator() as accelerator:
         faults = _reads_of_another_stream(accelerator, waits, part)
-    assert [each.partition(" (")[0] for each in faults] == ["aten::sum on the other stream reads"] * found
-    assert all("which aten::fill_ on the default stream writes: nothing orders them" in each for each in faults)
+    assert [each.partition(" (")[0] for each in faults] == [
+        "aten::sum on the other stream reads"
+    ] * found
+    assert all(
+        "which aten::fill_ on the default stream writes: nothing orders them" in each
+        for each in faults
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -481,7 +527,9 @@ def test_it_finds_memory_that_is_freed_too_early(kept: bool) -> None:
         if kept:
             tensor.record_stream(side)  # type: ignore[arg-type]
         del tensor
-    assert ["is freed while the other stream may use it" in each for each in accelerator.faults] == [True] * (not kept)
+    assert [
+        "is freed while the other stream may use it" in each for each in accelerator.faults
+    ] == [True] * (not kept)
 
 
 @pytest.mark.parametrize("waits", ["work", "future", "a future without a device", "not at all"])
@@ -506,20 +554,35 @@ def test_it_finds_an_answer_that_nobody_has_waited_for(waits: str) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_it_finds_a_copy_that_the_host_reads_too_early(waits: bool) -> None:
     with simulated_accelerator() as accelerator:
-        copied, event = torch.ones(2, device=DEVICE).to("cpu", non_blocking=True), torch.Event(DEVICE)
+        copied, event = (
+            torch.ones(2, device=DEVICE).to("cpu", non_blocking=True),
+            torch.Event(DEVICE),
+        )
         event.record(torch.accelerator.current_stream())
         if waits:
             event.synchronize()
         copied.tolist()
-    found = ["tolist reads on the host what a copy may not have written yet" in each for each in accelerator.faults]
+    found = [
+        "tolist reads on the host what a copy may not have written yet" in each
+        for each in accelerator.faults
+    ]
     assert found == [True] * (not waits)
 
 
 def test_it_counts_what_the_host_waits_for() -> None:
-    with simulated_accelerator() as accelerator, mock.patch.object(simulation, "_place", lambda: ("here", True)):
+    with (
+        simulated_accelerator() as accelerator,
+        mock.patch.object(simulation, "_place", lambda: ("here", True)),
+    ):
         on_host, on_device = torch.zeros(3), torch.zeros(3, device=DEVICE)
         on_host.tolist(), on_host.sum().item(), on_device * 2, on_device.add_(on_host[0])
         assert accelerator.host_waits == []
-        on_device.tolist(), on_device.sum().item(), on_device[on_device > 0], on_device.cpu(), on_host.to(DEVICE)
+        (
+            on_device.tolist(),
+            on_device.sum().item(),
+            on_device[on_device > 0],
+            on_device.cpu(),
+            on_host.to(DEVICE),
+        )
         on_device.copy_(on_host)
     assert len(accelerator.host_waits) == 6

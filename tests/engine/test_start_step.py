@@ -35,7 +35,9 @@ STARTS = [
 @pytest.mark.parametrize("start, total_steps, expected", STARTS)
 def test_resolve_start(start, total_steps, expected):
     for config in (commhooks.PowerSGD, commhooks.BatchedPowerSGD):
-        resolved = config(start_powerSGD_iter=start, matrix_approximation_rank=3).resolved(total_steps)
+        resolved = config(start_powerSGD_iter=start, matrix_approximation_rank=3).resolved(
+            total_steps
+        )
         assert resolved == config(start_powerSGD_iter=expected, matrix_approximation_rank=3)
         assert type(resolved.start_powerSGD_iter) is int
 
@@ -50,7 +52,9 @@ def started() -> list[tuple[int, int]]:
     found = []
     for start, total_steps, _ in CASES:
         ddp = wrap(mlp())
-        hook = commhooks.attach(ddp, commhooks.PowerSGD(start_powerSGD_iter=start), total_steps=total_steps)
+        hook = commhooks.attach(
+            ddp, commhooks.PowerSGD(start_powerSGD_iter=start), total_steps=total_steps
+        )
         compressed = []
         for step in range(6):
             backward(ddp, step)
@@ -80,14 +84,19 @@ WARNINGS = [
     (
         mlp,
         {"hook": commhooks.Auto(measure_steps=6), "total_steps": 6},
-        "'auto' begins at step 6, but this training ends "
-        "at step 6, so that it has no effect. Set measure_steps to a smaller number, or name the hook.",
+        (
+            "'auto' begins at step 6, but this training ends at step 6, so that it has no effect."
+            " Set measure_steps to a smaller number, or name the hook."
+        ),
     ),
     (mlp, {"hook": commhooks.Auto(measure_steps=6), "total_steps": 7}, ""),
     (
         partial(nn.Linear, 4, 4),
         {"hook": "powerSGD"},
-        "PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) gives the reasons.",
+        (
+            "PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) gives the"
+            " reasons."
+        ),
     ),
     (mlp, {"hook": "powerSGD"}, ""),
     (partial(nn.Linear, 4, 4), {"hook": "allreduce"}, ""),
@@ -110,7 +119,8 @@ def test_a_hook_that_never_compresses_is_a_warning_on_rank_0(run_ranks):
     assert not any(on_1)
 
 
-# -------------------------------------------------------------------------------------------------- one line at first
+# --------------------------------------------------------------------------------------------------
+# one line at first
 
 
 OPTIONS = {
@@ -138,24 +148,58 @@ def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[
 
 
 LINES = {
-    ("powerSGD", None): "commhooks: powerSGD (rank 2): plain all-reduce until step 2, then 3 of 6 parameters "
-    "compressed (96.7 % of the bytes), 10.592 kB -> 1.760 kB per step and rank",
-    ("powerSGD", "bf16"): "commhooks: powerSGD (rank 2): plain all-reduce until step 2, then 3 of 6 parameters "
-    "compressed (96.7 % of the bytes), 10.592 kB -> 0.880 kB per step and rank, bf16 on the wire",
-    ("int8", None): "commhooks: int8_compress (blocks of 256): plain all-reduce until step 2, then 3 of 6 parameters "
-    "compressed (96.7 % of the bytes), 10.592 kB -> 2.952 kB per step and rank",
-    ("int4", None): "commhooks: int4_compress (blocks of 128): 3 of 6 parameters compressed (96.7 % of the bytes), "
-    "10.592 kB -> 1.712 kB per step and rank",
-    ("diloco", None): "commhooks: diloco (every 2 steps): plain all-reduce until step 2, then 6 of 6 parameters "
-    "compressed (100.0 % of the bytes), 10.592 kB -> 5.296 kB per step and rank on average, "
-    "and 10.592 kB per save with an optimizer such as Adam",
-    ("local_sgd", None): "commhooks: local_sgd (every 4 steps): 6 of 6 parameters compressed (100.0 % of the bytes), "
-    "10.592 kB -> 2.648 kB per step and rank on average, and 10.592 kB per save with an optimizer such as Adam",
+    (
+        "powerSGD",
+        None,
+    ): (
+        "commhooks: powerSGD (rank 2): plain all-reduce until step 2, then 3 of 6 parameters "
+        "compressed (96.7 % of the bytes), 10.592 kB -> 1.760 kB per step and rank"
+    ),
+    (
+        "powerSGD",
+        "bf16",
+    ): (
+        "commhooks: powerSGD (rank 2): plain all-reduce until step 2, then 3 of 6 parameters"
+        " compressed (96.7 % of the bytes), 10.592 kB -> 0.880 kB per step and rank, bf16 on the"
+        " wire"
+    ),
+    (
+        "int8",
+        None,
+    ): (
+        "commhooks: int8_compress (blocks of 256): plain all-reduce until step 2, then 3 of 6"
+        " parameters compressed (96.7 % of the bytes), 10.592 kB -> 2.952 kB per step and rank"
+    ),
+    (
+        "int4",
+        None,
+    ): (
+        "commhooks: int4_compress (blocks of 128): 3 of 6 parameters compressed (96.7 % of the"
+        " bytes), 10.592 kB -> 1.712 kB per step and rank"
+    ),
+    (
+        "diloco",
+        None,
+    ): (
+        "commhooks: diloco (every 2 steps): plain all-reduce until step 2, then 6 of 6 parameters "
+        "compressed (100.0 % of the bytes), 10.592 kB -> 5.296 kB per step and rank on average, "
+        "and 10.592 kB per save with an optimizer such as Adam"
+    ),
+    (
+        "local_sgd",
+        None,
+    ): (
+        "commhooks: local_sgd (every 4 steps): 6 of 6 parameters compressed (100.0 % of the bytes),"
+        " 10.592 kB -> 2.648 kB per step and rank on average, and 10.592 kB per save with an"
+        " optimizer such as Adam"
+    ),
     (
         "auto",
         None,
-    ): 'commhooks: auto (quality="same"): plain all-reduce until step 20 or later, then the '
-    "fastest hook here. Until then 10.592 kB per step and rank",
+    ): (
+        'commhooks: auto (quality="same"): plain all-reduce until step 20 or later, then the '
+        "fastest hook here. Until then 10.592 kB per step and rank"
+    ),
     ("allreduce", None): "commhooks: allreduce: 10.592 kB -> 10.592 kB per step and rank",
     ("fp16", None): "commhooks: fp16_compress: 10.592 kB -> 5.296 kB per step and rank",
     ("noop", None): "commhooks: noop: 10.592 kB -> 0.000 kB per step and rank",
@@ -163,13 +207,20 @@ LINES = {
 
 
 WARNED = {
-    "noop": "commhooks: hook 'noop' averages nothing: every rank trains on its own data only, and the ranks drift "
-    "apart. It is for measuring how long a step takes without a network; hook=None trains without a hook\n"
+    "noop": (
+        "commhooks: hook 'noop' averages nothing: every rank trains on its own data only, and the"
+        " ranks drift apart. It is for measuring how long a step takes without a network; hook=None"
+        " trains without a hook\n"
+    )
 }
 
 
 def all_announced() -> dict[tuple[str, str | None, bool], tuple[list[str], str]]:
-    return {(*case, with_logging): announced(*case, with_logging) for case in LINES for with_logging in (True, False)}
+    return {
+        (*case, with_logging): announced(*case, with_logging)
+        for case in LINES
+        for with_logging in (True, False)
+    }
 
 
 def test_one_line_at_the_first_backward_on_rank_0(run_ranks):
@@ -183,9 +234,11 @@ def test_one_line_at_the_first_backward_on_rank_0(run_ranks):
 
 
 ALONE = {
-    "powerSGD": "commhooks: powerSGD (rank 2): there is one rank, so nothing is sent. From step 2 on the gradients are "
-    "compressed as among several, so that the run can go on with any number of them; hook=None trains on exact "
-    "gradients",
+    "powerSGD": (
+        "commhooks: powerSGD (rank 2): there is one rank, so nothing is sent. From step 2 on the"
+        " gradients are compressed as among several, so that the run can go on with any number of"
+        " them; hook=None trains on exact gradients"
+    ),
     "bf16": "commhooks: bf16_compress: there is one rank, so nothing is sent",
 }
 

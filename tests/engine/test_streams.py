@@ -1,4 +1,6 @@
-"""What waits for what on CUDA: the codec, the caller and a thread that saves, with stand-ins for streams and events."""
+"""What waits for what on CUDA: the codec, the caller and a thread that saves, with stand-ins for
+streams and events.
+"""
 
 import contextlib
 import threading
@@ -61,7 +63,9 @@ class Training:
         return self
 
     def step_with(self, in_the_middle: Callable[[], Any]) -> None:
-        """A step that calls `in_the_middle` of its backward pass, when the first bucket has been sent."""
+        """A step that calls `in_the_middle` of its backward pass, when the first bucket has been
+        sent.
+        """
         handle = self.model[2].register_full_backward_hook(lambda *_: in_the_middle())
         self.step()
         handle.remove()
@@ -96,7 +100,11 @@ def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> Non
 def test_all_hooks_of_a_device_share_one_stream_of_high_priority(cuda: Cuda) -> None:
     for _ in range(3):
         Training().step(2).hook.stats()
-    assert sorted(stream.priority for stream in cuda.made) == [-1, 0]  # that of the codec, and that of readers
+    # that of the codec, and that of readers
+    assert sorted(stream.priority for stream in cuda.made) == [
+        -1,
+        0,
+    ]
 
 
 def test_a_commit_that_failed_is_waited_for_too(cuda: Cuda) -> None:
@@ -106,7 +114,10 @@ def test_a_commit_that_failed_is_waited_for_too(cuda: Cuda) -> None:
         cuda.queue("half a commit")
         raise RuntimeError("in the middle of a commit")
 
-    with mock.patch.object(BackwardPass, "commit", fail), pytest.raises(RuntimeError, match="in the middle"):
+    with (
+        mock.patch.object(BackwardPass, "commit", fail),
+        pytest.raises(RuntimeError, match="in the middle"),
+    ):
         training.step()
     with cuda.on(reader):
         training.hook.norms()
@@ -122,15 +133,23 @@ def test_labels_are_upper_bounds_until_the_host_has_read_the_outcomes(cuda: Cuda
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])
-def test_statistics_are_logged_at_every_so_many_steps(cuda: Cuda, on_cuda: bool, caplog: Any) -> None:
+def test_statistics_are_logged_at_every_so_many_steps(
+    cuda: Cuda, on_cuda: bool, caplog: Any
+) -> None:
     options = {"start_powerSGD_iter": 0, "compression_stats_logging_frequency": 2}
     ddp = wrap(mlp())
     commhooks.attach(ddp, "powerSGD", hook_options=options)
     with caplog.at_level("INFO", "commhooks.engine"), contextlib.ExitStack() as on_the_cpu:
         if not on_cuda:
-            on_the_cpu.enter_context(mock.patch("commhooks.gradients.precision.is_host_readable", lambda device: True))
+            on_the_cpu.enter_context(
+                mock.patch("commhooks.gradients.precision.is_host_readable", lambda device: True)
+            )
         for number in range(6):
             ddp(batch(number)).square().mean().backward()
-    steps = [line.split(",")[0] for line in caplog.messages if line.startswith("Compression stats: iter ")]
+    steps = [
+        line.split(",")[0]
+        for line in caplog.messages
+        if line.startswith("Compression stats: iter ")
+    ]
     bound = "<= " if on_cuda else ""
     assert steps == [f"Compression stats: iter {step}" for step in ("0", f"{bound}2", f"{bound}4")]

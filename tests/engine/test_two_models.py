@@ -1,7 +1,8 @@
 """Two DDP models with a hook each in one process.
 
-gloo and NCCL match collectives by their order alone, so every rank must issue the same ones in the same order, and the
-hooks must leave each other's memory alone: each model's gradients are, bit for bit, those that it has by itself.
+gloo and NCCL match collectives by their order alone, so every rank must issue the same ones in the
+same order, and the hooks must leave each other's memory alone: each model's gradients are, bit for
+bit, those that it has by itself.
 """
 
 import itertools
@@ -17,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from tests.support.ddp_steps import gradients
-from tests.support.models import EVERY_PARAMETER, Gradients, Prescribed, bits_equal, random_gradients
+from tests.support.models import (
+    EVERY_PARAMETER,
+    Gradients,
+    Prescribed,
+    bits_equal,
+    random_gradients,
+)
 
 STEPS = 6
 Sent = list[tuple[int, torch.dtype, bool]]
@@ -25,7 +32,9 @@ Sent = list[tuple[int, torch.dtype, bool]]
 
 @contextmanager
 def all_reduces() -> Iterator[Sent]:
-    """Elements, dtype and whether asynchronous (all of the hooks' are) of each all-reduce that this rank issues."""
+    """Elements, dtype and whether asynchronous (all of the hooks' are) of each all-reduce that this
+    rank issues.
+    """
     sent: Sent = []
     original = dist.all_reduce
 
@@ -37,11 +46,13 @@ def all_reduces() -> Iterator[Sent]:
         yield sent
 
 
-# ------------------------------------------------------------------------- two backward passes in one autograd graph
+# ------------------------------------------------------------------------- two backward passes in
+# one autograd graph
 
 
 class Chain(Prescribed):
-    """Adds to `x` half of its parameters (times the gradient to give them), what `inner` makes of that, and the rest.
+    """Adds to `x` half of its parameters (times the gradient to give them), what `inner` makes of
+    that, and the rest.
 
     The backward pass goes the other way: the second half, all of `inner`, and then the first half.
     """
@@ -59,11 +70,21 @@ class Chain(Prescribed):
         return x
 
 
-OUTER = {"first": (24, 16), "first_bias": (24,), "second": (10, 40), "third": (24, 16), "third_bias": (24,)}
+OUTER = {
+    "first": (24, 16),
+    "first_bias": (24,),
+    "second": (10, 40),
+    "third": (24, 16),
+    "third_bias": (24,),
+}
 INNER = {"first": (24, 16), "second": (12, 30), "second_bias": (12,), "third": (10, 40)}
 CONFIGS = {
     "outer": (OUTER, commhooks.PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=2), None),
-    "inner": (INNER, commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0), "bf16"),
+    "inner": (
+        INNER,
+        commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0),
+        "bf16",
+    ),
 }
 
 
@@ -127,10 +148,16 @@ def _state_tensors(state: dict[str, Any]) -> Gradients:
 
 def _counts(stats):
     """Without the clocks."""
-    return {name: value for name, value in stats.items() if not name.startswith(("codec_s", "waiting_s"))}
+    return {
+        name: value
+        for name, value in stats.items()
+        if not name.startswith(("codec_s", "waiting_s"))
+    }
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["one after the other", "one in the middle of the other"])
+@pytest.mark.parametrize(
+    "nested", [False, True], ids=["one after the other", "one in the middle of the other"]
+)
 def test_two_backward_passes_in_one_graph(run_ranks, nested):
     ranks = run_ranks(_together_and_alone, nested, timeout_s=30)
     for together, alone in ranks:
@@ -142,7 +169,9 @@ def test_two_backward_passes_in_one_graph(run_ranks, nested):
             assert len(_state_tensors(state)) == 2 * matrices
             assert bits_equal(_state_tensors(state), _state_tensors(expected_state)), name
             assert stats["compressed_steps"] == STEPS - config.start_powerSGD_iter
-            assert stats["collectives_last_pass"] == len(shapes) + matrices, "a bucket per parameter"
+            assert stats["collectives_last_pass"] == len(shapes) + matrices, (
+                "a bucket per parameter"
+            )
             assert _counts(stats) == _counts(expected_stats)
         wires = [dtype for _, dtype, asynchronous in together["sent"] if asynchronous]
         # One run of outer, one of inner and so on; nested, outer's continues behind inner's.

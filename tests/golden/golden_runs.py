@@ -1,7 +1,8 @@
-"""The runs behind tests/golden/payloads.pt: what is saved, in every form, and what training from it gives.
+"""The runs behind tests/golden/payloads.pt: what is saved, in every form, and what training from it
+gives.
 
-Nothing here depends on random numbers of torch: gradients are sines, and Q is in what is loaded. Everything runs on two
-ranks.
+Nothing here depends on random numbers of torch: gradients are sines, and Q is in what is loaded.
+Everything runs on two ranks.
 """
 
 import copy
@@ -18,7 +19,9 @@ from tests.support.models import EVERY_PARAMETER, Prescribed, backward
 from tests.support.repository import TESTS
 
 FILE = TESTS / "golden" / "payloads.pt"
-"""A dict: "saved" holds, for each of two ranks, what it saved by kind; "gradients" those of the next steps, by kind."""
+"""A dict: "saved" holds, for each of two ranks, what it saved by kind; "gradients" those of the
+next steps, by kind.
+"""
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "wide": (8, 10)}
 LOW_RANK = {"matrix_approximation_rank": 2, "min_compression_rate": 1}
 SAVED_AT = 4
@@ -78,9 +81,13 @@ def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommHook]:
-    """Buckets that are never built anew: one per parameter, or one for all where they make the matrix."""
+    """Buckets that are never built anew: one per parameter, or one for all where they make the
+    matrix.
+    """
     cap = 25 if hook == "batched_powerSGD" else EVERY_PARAMETER
-    ddp = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=cap, find_unused_parameters=True)
+    ddp = DistributedDataParallel(
+        Prescribed(SHAPES), bucket_cap_mb=cap, find_unused_parameters=True
+    )
     if hook == "users":
         return ddp, commhooks.attach(ddp, momentum_hook, hook_state=Momentum())
     options = LOW_RANK | {"start_powerSGD_iter": start} if hook.endswith("powerSGD") else None
@@ -88,8 +95,9 @@ def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommH
 
 
 def save(kind: str) -> Any:
-    """What this rank saves of this kind after `SAVED_AT` steps, three of them compressed. Of "parts" a list: the shared
-    part, and that of this rank."""
+    """What this rank saves of this kind after `SAVED_AT` steps, three of them compressed. Of
+    "parts" a list: the shared part, and that of this rank.
+    """
     hook, how = KINDS[kind]
     ddp, attached = new(hook, start=1)
     for step in range(SAVED_AT):
@@ -111,14 +119,17 @@ def payload_of(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
     shared = payload_parts.check_shared(content[0])
     needed = payload_parts.ranks_needed(shared, rank, world_size)
     parts = [saved[each][kind][1] for each in needed]
-    assert [payload_parts.problem_of_part(shared, part, each) for part, each in zip(parts, needed, strict=True)] == [
-        None for _ in needed
-    ]
+    assert [
+        payload_parts.problem_of_part(shared, part, each)
+        for part, each in zip(parts, needed, strict=True)
+    ] == [None for _ in needed]
     return payload_parts.merge(shared, parts, rank, world_size)
 
 
 def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Load it into a hook that was told to start much later, look at its memory, and train two steps."""
+    """Load it into a hook that was told to start much later, look at its memory, and train two
+    steps.
+    """
     ddp, attached = new(KINDS[kind][0], start=900)
     attached.load_state_dict(payload_of(kind, saved))
     memory = session_of(attached).state if learns(attached) else None
@@ -126,7 +137,9 @@ def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
         "step": attached.stats()["step"],
         "start": attached.options.get("start_powerSGD_iter"),
         "q": {name: q.clone() for name, q in memory["q"].items()} if memory is not None else {},
-        "residuals": {name: r.clone() for name, r in memory["residual"].items()} if memory is not None else {},
+        "residuals": {name: r.clone() for name, r in memory["residual"].items()}
+        if memory is not None
+        else {},
         "users": None if memory is not None else copy.deepcopy(user_state(attached).state_dict()),
     }
     steps = range(SAVED_AT, SAVED_AT + 2)

@@ -1,4 +1,6 @@
-"""A backward pass with a Python hook cannot be captured in a CUDA graph: every kind of hook refuses."""
+"""A backward pass with a Python hook cannot be captured in a CUDA graph: every kind of hook
+refuses.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +26,9 @@ KINDS: dict[str, Callable[[DistributedDataParallel], Any]] = {
     "learning": lambda ddp: commhooks.attach(ddp, "powerSGD"),
     "stateless": lambda ddp: commhooks.attach(ddp, "fp16"),
     "user's": lambda ddp: commhooks.attach(ddp, own),
-    "registered": lambda ddp: ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+    "registered": lambda ddp: ddp.register_comm_hook(
+        powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook
+    ),
     "registered allreduce": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
     "registered noop": lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook),
     "wrapped": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(own)),
@@ -39,5 +43,8 @@ def test_a_captured_backward_pass_is_refused(kind: str) -> None:
         ddp(batch(0)).square().mean().backward()
         with cuda_stand_ins() as cuda:
             cuda.capturing = True
-            with pytest.raises(commhooks.HookRunError, match="being captured in a CUDA graph.*make_graphed_callables"):
+            with pytest.raises(
+                commhooks.HookRunError,
+                match="being captured in a CUDA graph.*make_graphed_callables",
+            ):
                 ddp(batch(1)).square().mean().backward()

@@ -10,7 +10,14 @@ from torch import nn
 import commhooks
 from commhooks import PowerSGD
 from commhooks.gradients.names import matching
-from tests.support.ddp_steps import local_gradients, log_lines, mean_over_ranks, process_group_of_one, residuals, wrap
+from tests.support.ddp_steps import (
+    local_gradients,
+    log_lines,
+    mean_over_ranks,
+    process_group_of_one,
+    residuals,
+    wrap,
+)
 from tests.support.inside import session_of
 
 
@@ -90,7 +97,9 @@ def test_what_is_excluded_is_averaged_exactly(run_ranks: Any) -> None:
         assert rank["reasons"]["embed.weight"] == "excluded by '*embed*'"
         assert "excluded by '*embed*'" in rank["table"]
         assert rank["sent"] == rank["planned"] + 4 * 2  # a flag per matrix
-        assert rank["options"]["exclude"] == ["*embed*"] and type(rank["options"]["exclude"]) is list
+        assert (
+            rank["options"]["exclude"] == ["*embed*"] and type(rank["options"]["exclude"]) is list
+        )
 
 
 def _different() -> tuple[str, list[str]]:
@@ -107,7 +116,9 @@ def test_ranks_must_exclude_the_same_and_rank_0_warns(run_ranks: Any) -> None:
         assert "rank 0: exclude=['*middle*']; rank 1: exclude=['*embed*']" in text
     (warning,) = results[0][1]
     # A frozen parameter and the second name of a tied one are matches.
-    assert "no parameter of the model matches '*embd*' (the closest name is 'embed.weight')" in warning
+    assert (
+        "no parameter of the model matches '*embd*' (the closest name is 'embed.weight')" in warning
+    )
     assert "froz" not in warning and "head" not in warning and results[1][1] == []
 
 
@@ -123,7 +134,10 @@ def test_resuming_with_other_exclusions():
         resumed = attach(other, "*embed*")
         with log_lines() as lines:
             resumed.load_state_dict(saved)
-        assert any("no longer compresses these parameters" in line and "embed.weight" in line for line in lines)
+        assert any(
+            "no longer compresses these parameters" in line and "embed.weight" in line
+            for line in lines
+        )
         # Whoever compresses it again, much later, would add what was left in it.
         assert session_of(resumed).state["residual"].keys() == {"middle.weight", "Embed2.weight"}
         step(other)
@@ -143,5 +157,7 @@ def test_the_list_is_the_configurations_own():
     patterns.append("*")
     assert config.exclude == ["*embed*"]
     assert hash(config) == hash(PowerSGD(exclude=["*embed*"]))
-    with pytest.raises(commhooks.HookConfigError, match="exclude.*whole buckets are compressed here; use PowerSGD"):
+    with pytest.raises(
+        commhooks.HookConfigError, match="exclude.*whole buckets are compressed here; use PowerSGD"
+    ):
         commhooks.BatchedPowerSGD(exclude=patterns)

@@ -57,7 +57,11 @@ def _fail_and_go_on() -> list[torch.Tensor]:
     for fails in (False, True, False):
         model.zero_grad()
         _Fails.now = fails
-        with pytest.raises(ValueError, match="in the backward") if fails else contextlib.nullcontext():
+        with (
+            pytest.raises(ValueError, match="in the backward")
+            if fails
+            else contextlib.nullcontext()
+        ):
             model(images).loss.backward()
             grad = model.one.weight.grad
             found.append(getattr(grad, "to_local", grad.clone)().clone())
@@ -79,7 +83,10 @@ def _commit_fails() -> list[tuple[bool, bool]]:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(model, mesh=mesh["shard"])
     hook = commhooks.attach(
-        model, "powerSGD", hook_options={"start_powerSGD_iter": 0}, replicate_group=mesh["replicate"]
+        model,
+        "powerSGD",
+        hook_options={"start_powerSGD_iter": 0},
+        replicate_group=mesh["replicate"],
     )
     found, images = [], torch.randn(3, 16)
     for fails in (False, True, False):
@@ -99,6 +106,8 @@ def _commit_fails() -> list[tuple[bool, bool]]:
 @fully_shard_on_gloo
 @reset_iter_state
 def test_the_commit_after_one_that_failed_is_whole_again(run_ranks: Any) -> None:
-    """What is saved after a failed commit lacks the residuals; what is saved after the next one does not."""
+    """What is saved after a failed commit lacks the residuals; what is saved after the next one
+    does not.
+    """
     for found in run_ranks(_commit_fails):
         assert found == [(False, False), (True, True), (False, False)]

@@ -1,4 +1,6 @@
-"""Averaged gradients of a model sharded by `fully_shard`: the mean, then those of the slow oracle of PowerSGD."""
+"""Averaged gradients of a model sharded by `fully_shard`: the mean, then those of the slow oracle
+of PowerSGD.
+"""
 
 from typing import Any
 
@@ -8,7 +10,15 @@ import torch
 from commhooks.compressors.powersgd.exchange import draw
 from commhooks.compressors.powersgd.reference import ReferenceMatrix
 from tests.support.models import worst_error
-from tests.support.sharded import NAMES, POWERSGD, attached, backward, mean_over_ranks, random_gradients, rows_of
+from tests.support.sharded import (
+    NAMES,
+    POWERSGD,
+    attached,
+    backward,
+    mean_over_ranks,
+    random_gradients,
+    rows_of,
+)
 
 STEPS = 4
 RANK = POWERSGD["matrix_approximation_rank"]
@@ -37,7 +47,9 @@ def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
                 start = draw(3, name, "Q", RANK, m, torch.float64)
                 matrix = matrices.setdefault((name, index), ReferenceMatrix(start.T, replicas))
                 of_replicas = [
-                    torch.stack([ranks[replica * shards + i][name][rows] for i in range(shards)]).mean(0).flatten(1)
+                    torch.stack([ranks[replica * shards + i][name][rows] for i in range(shards)])
+                    .mean(0)
+                    .flatten(1)
                     for replica in range(replicas)
                 ]
                 found[name][rows] = matrix.step(of_replicas).view(-1, *shape[1:])
@@ -47,7 +59,9 @@ def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 3)])
-def test_powersgd_equals_the_oracle_on_every_shard(run_ranks: Any, replicas: int, shards: int) -> None:
+def test_powersgd_equals_the_oracle_on_every_shard(
+    run_ranks: Any, replicas: int, shards: int
+) -> None:
     expected = _expected(replicas, shards)
     for result in run_ranks(_powersgd, replicas, shards, world_size=replicas * shards):
         for got, wanted in zip(result["gradients"], expected, strict=True):
@@ -55,5 +69,8 @@ def test_powersgd_equals_the_oracle_on_every_shard(run_ranks: Any, replicas: int
         stats = result["stats"]
         assert stats["compressed_steps"] == STEPS - 1 and stats["nonfinite_steps"] == 0
         assert stats["step"] == STEPS and stats["backward_passes"] == STEPS
-        assert stats["bytes_sent_last_pass"] == result["plan"]["bytes_after"] + result["plan"]["flag_bytes"]
+        assert (
+            stats["bytes_sent_last_pass"]
+            == result["plan"]["bytes_after"] + result["plan"]["flag_bytes"]
+        )
         assert stats["bytes_sent_last_pass"] < 0.6 * stats["bytes_uncompressed"] / STEPS

@@ -1,4 +1,6 @@
-"""FSDP2's options and users' habits: the averaged gradient is right in each of them, and nothing hangs."""
+"""FSDP2's options and users' habits: the averaged gradient is right in each of them, and nothing
+hangs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from tests.support.ddp_steps import log_lines, process_group_of_one
-from tests.support.features import fully_shard_on_gloo, reduce_scatter_unused_params, reset_iter_state
+from tests.support.features import (
+    fully_shard_on_gloo,
+    reduce_scatter_unused_params,
+    reset_iter_state,
+)
 from tests.support.models import bits_equal, worst_error
 from tests.support.sharded import (
     NAMES,
@@ -40,7 +46,8 @@ def _wrong(**is_right: bool) -> dict[str, bool]:
     return {name: right for name, right in is_right.items() if not right}
 
 
-# ---- accumulation ----------------------------------------------------------------------------------------------------
+# ---- accumulation
+# --------------------------------------------------------------------------------------------------
 
 
 def _accumulation(setter: str) -> dict[str, bool]:
@@ -57,17 +64,24 @@ def _accumulation(setter: str) -> dict[str, bool]:
     model.zero_grad()
     first = worst_error(_go_on(model, 0), mean_over_ranks(0, 4))
     with accumulating(model, setter):
-        model({name: each for name, each in random_gradients(1).items() if "weight" in name}).backward()
+        model(
+            {name: each for name, each in random_gradients(1).items() if "weight" in name}
+        ).backward()
     kept = worst_error(whole_gradients(model), mean_over_ranks(0, 4))
     wanted = {
-        n: sum_of_two[n] + mean_over_ranks(2, 4)[n]
-        if "weight" in n
-        else mean_over_ranks(0, 4)[n] + mean_over_ranks(2, 4)[n]
+        n: (
+            sum_of_two[n] + mean_over_ranks(2, 4)[n]
+            if "weight" in n
+            else mean_over_ranks(0, 4)[n] + mean_over_ranks(2, 4)[n]
+        )
         for n in NAMES
     }
     again = worst_error(_go_on(model, 2), wanted)
     return _wrong(
-        nothing_sent=accumulated["bytes_sent"] == accumulated["collectives"] == accumulated["backward_passes"] == 0,
+        nothing_sent=accumulated["bytes_sent"]
+        == accumulated["collectives"]
+        == accumulated["backward_passes"]
+        == 0,
         one_pass=passes == 1 and sent == 8 * sum(p.to_local().numel() for p in model.parameters()),
         without_communication=max(late, first, kept, again) < 1e-14,
     )
@@ -103,7 +117,8 @@ def test_gradients_that_were_averaged_are_not_compressed_again(run_ranks: Any) -
     _on_every_rank(run_ranks, _compressed_accumulation)
 
 
-# ---- options of fully_shard ------------------------------------------------------------------------------------------
+# ---- options of fully_shard
+# ------------------------------------------------------------------------------------------
 
 
 def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, bool]:
@@ -115,7 +130,8 @@ def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float)
     return _wrong(
         close=worst_error(got, mean_over_ranks(0, 4)) < tolerance,
         dtype=all(gradient.dtype == dtype for gradient in got.values()),
-        bytes=hook.stats()["bytes_sent"] == sum(p.to_local().numel() for p in model.parameters()) * reduced.itemsize,
+        bytes=hook.stats()["bytes_sent"]
+        == sum(p.to_local().numel() for p in model.parameters()) * reduced.itemsize,
     )
 
 
@@ -129,18 +145,25 @@ def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float)
     ],
     ids=["no reshard", "bf16 compute", "bf16 reduction"],
 )
-def test_options(run_ranks: Any, options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def test_options(
+    run_ranks: Any, options: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     _on_every_rank(run_ranks, _with_options, options, dtype, tolerance)
 
 
 def _as_wide_as_the_reduction() -> dict[str, bool]:
-    """Averaged in the reduction's float32, and rounded to the weights' bfloat16 once, at the end."""
+    """Averaged in the reduction's float32, and rounded to the weights' bfloat16 once, at the
+    end.
+    """
     mesh, policy = mesh_of(2, 2), MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = shard(Prescribed(torch.bfloat16), mesh["shard"], mp_policy=policy)
     hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
     got = backward(model, random_gradients(0))
     every = [random_gradients(0, rank, torch.bfloat16) for rank in range(4)]
-    mean = {name: torch.stack([each[name].float() for each in every]).mean(0).bfloat16() for name in NAMES}
+    mean = {
+        name: torch.stack([each[name].float() for each in every]).mean(0).bfloat16()
+        for name in NAMES
+    }
     sent = 4 * sum(p.to_local().numel() for p in model.parameters())
     return _wrong(rounded_once=bits_equal(got, mean), bytes=hook.stats()["bytes_sent"] == sent)
 
@@ -150,11 +173,14 @@ def test_the_wider_dtype_of_the_reduction_is_kept(run_ranks: Any) -> None:
     _on_every_rank(run_ranks, _as_wide_as_the_reduction)
 
 
-# ---- parameters without a gradient -----------------------------------------------------------------------------------
+# ---- parameters without a gradient
+# -----------------------------------------------------------------------------------
 
 
 def _without(*names: str, step: int = 0) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in random_gradients(step).items() if not name.startswith(names)}
+    return {
+        name: each for name, each in random_gradients(step).items() if not name.startswith(names)
+    }
 
 
 def _unused() -> dict[str, bool]:
@@ -169,7 +195,9 @@ def _unused() -> dict[str, bool]:
     return _wrong(
         names=got.keys() == wanted.keys() == {"first.weight", "tiny.weight", "tiny.bias"},
         untouched=len(kept) >= 4 and all(torch.equal(before[key], after[key]) for key in kept),
-        others=not torch.equal(before["residual of first.weight"], after["residual of first.weight"]),
+        others=not torch.equal(
+            before["residual of first.weight"], after["residual of first.weight"]
+        ),
         step=after["step"].item() == 2,
         still_trains=backward(model, random_gradients(2)).keys() == NAMES.keys(),
         nothing_at_all=not _go_on_without_any(model),
@@ -190,7 +218,11 @@ def _frozen() -> dict[str, bool]:
     shard(model, mesh["shard"])
     hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
     got = backward(model, random_gradients(0))
-    expected = {n: g for n, g in mean_over_ranks(0, 4).items() if n != "first.weight" and not n.startswith("tiny")}
+    expected = {
+        n: g
+        for n, g in mean_over_ranks(0, 4).items()
+        if n != "first.weight" and not n.startswith("tiny")
+    }
     model.get_parameter("even.scale").requires_grad_(False)
     later = backward(model, random_gradients(1))
     return _wrong(
@@ -203,20 +235,33 @@ def _frozen() -> dict[str, bool]:
 def _used_on_some_ranks() -> dict[str, bool]:
     model, _ = attached(2, 2, "allreduce")
     model.set_reduce_scatter_unused_params(True)
-    left_out = {0: ("first.bias", "tiny.weight"), 1: ("first.weight", "own_bias"), 2: (), 3: ("tiny.weight",)}
+    left_out = {
+        0: ("first.bias", "tiny.weight"),
+        1: ("first.weight", "own_bias"),
+        2: (),
+        3: ("tiny.weight",),
+    }
     got = backward(model, _without(*left_out[dist.get_rank()]))
-    every = [{n: g for n, g in random_gradients(0, rank).items() if n not in left_out[rank]} for rank in left_out]
-    return _wrong(mean=worst_error(got, {n: sum(each.get(n, 0.0) for each in every) / 4 for n in NAMES}) < 1e-14)
+    every = [
+        {n: g for n, g in random_gradients(0, rank).items() if n not in left_out[rank]}
+        for rank in left_out
+    ]
+    return _wrong(
+        mean=worst_error(got, {n: sum(each.get(n, 0.0) for each in every) / 4 for n in NAMES})
+        < 1e-14
+    )
 
 
 @pytest.mark.parametrize(
-    "work", [_unused, _frozen, pytest.param(_used_on_some_ranks, marks=reduce_scatter_unused_params)]
+    "work",
+    [_unused, _frozen, pytest.param(_used_on_some_ranks, marks=reduce_scatter_unused_params)],
 )
 def test_parameters_without_a_gradient(run_ranks: Any, work: Callable[..., Any]) -> None:
     _on_every_rank(run_ranks, work)
 
 
-# ---- real layers: tied weights, checkpoints, clipping ----------------------------------------------------------------
+# ---- real layers: tied weights, checkpoints, clipping
+# ----------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -226,7 +271,9 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embedding = nn.Embedding(19, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 21), nn.Tanh(), nn.Linear(21, 16)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 21), nn.Tanh(), nn.Linear(21, 16)) for _ in range(2)
+        )
         self.head = nn.Linear(16, 19)
         self.head.weight = self.embedding.weight
         self.reentrant = reentrant
@@ -234,11 +281,17 @@ class Tied(nn.Module):
     def forward(self, tokens: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+            x = x + (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
         return {"logits": [self.head(x)]}
 
     def loss(self, step: int, rank: int) -> torch.Tensor:
-        tokens = torch.randint(0, 19, (6, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+        tokens = torch.randint(
+            0, 19, (6, 5), generator=torch.Generator().manual_seed(100 * step + rank)
+        )
         logits = self(tokens)["logits"][0]
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
@@ -286,7 +339,8 @@ def test_a_reentrant_checkpoint_around_the_model_is_refused(run_ranks: Any) -> N
         assert "use_reentrant=False" in message
 
 
-# ---- unusual backward passes -----------------------------------------------------------------------------------------
+# ---- unusual backward passes
+# -----------------------------------------------------------------------------------------
 
 
 class _Failure(torch.autograd.Function):
@@ -300,8 +354,9 @@ class _Failure(torch.autograd.Function):
 
 
 def _abandoned() -> dict[str, bool]:
-    """A backward pass fails after `tiny` was reduced. (Of `own`, which has a gradient by then and is not reduced, FSDP
-    keeps that gradient in spite of `reset_iter_state`.)"""
+    """A backward pass fails after `tiny` was reduced. (Of `own`, which has a gradient by then and
+    is not reduced, FSDP keeps that gradient in spite of `reset_iter_state`.)
+    """
     options = POWERSGD | {"start_powerSGD_iter": 0}
     model, hook = attached(2, 2, hook_options=options)
     undisturbed, other = attached(2, 2, hook_options=options)
@@ -309,7 +364,9 @@ def _abandoned() -> dict[str, bool]:
         backward(model, random_gradients(step))
         backward(undisturbed, random_gradients(step))
     before = learned(hook)
-    handle = model.get_submodule("even").register_forward_hook(lambda module, args, output: _Failure.apply(output))
+    handle = model.get_submodule("even").register_forward_hook(
+        lambda module, args, output: _Failure.apply(output)
+    )
     with pytest.raises(ZeroDivisionError):
         backward(model, _without("own", step=7))
     handle.remove()
@@ -325,7 +382,9 @@ def _abandoned() -> dict[str, bool]:
 
 
 def _several_passes() -> dict[str, bool]:
-    """Evaluations in between, a backward pass twice through one graph, and one from an inner unit."""
+    """Evaluations in between, a backward pass twice through one graph, and one from an inner
+    unit.
+    """
     model, hook = attached(2, 2, "allreduce")
     model.eval()
     with torch.no_grad():
@@ -347,7 +406,9 @@ def _several_passes() -> dict[str, bool]:
     )
 
 
-@pytest.mark.parametrize("work", [pytest.param(_abandoned, marks=reset_iter_state), _several_passes])
+@pytest.mark.parametrize(
+    "work", [pytest.param(_abandoned, marks=reset_iter_state), _several_passes]
+)
 def test_unusual_backward_passes(run_ranks: Any, work: Callable[..., Any]) -> None:
     _on_every_rank(run_ranks, work)
 
@@ -368,10 +429,15 @@ def _called_twice() -> float:
     fully_shard(model.cell, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
-    inputs = [torch.full((2, 16), float(rank + 1), dtype=torch.float64, requires_grad=True) for rank in range(4)]
+    inputs = [
+        torch.full((2, 16), float(rank + 1), dtype=torch.float64, requires_grad=True)
+        for rank in range(4)
+    ]
     torch.stack([alone(each) for each in inputs]).mean().backward()
     model(inputs[dist.get_rank()]).backward()
-    return worst_error(whole_gradients(model), {name: p.grad for name, p in alone.named_parameters()})
+    return worst_error(
+        whole_gradients(model), {name: p.grad for name, p in alone.named_parameters()}
+    )
 
 
 def test_a_unit_that_is_called_twice(run_ranks: Any) -> None:
@@ -383,7 +449,9 @@ class _ReducedTwice(torch.autograd.Function):
     """Does in its backward pass what FSDP does when it reduces the cell."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, model: nn.Module, hook: commhooks.CommHook) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, model: nn.Module, hook: commhooks.CommHook
+    ) -> torch.Tensor:
         ctx.model, ctx.hook = model, hook
         return x.clone()
 
@@ -391,7 +459,9 @@ class _ReducedTwice(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         parameters = list(ctx.model.parameters())
         for _ in range(2):
-            ctx.hook._source._on_reduced(lambda: None, torch.zeros(sum(p.numel() for p in parameters)))
+            ctx.hook._source._on_reduced(
+                lambda: None, torch.zeros(sum(p.numel() for p in parameters))
+            )
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
                 ctx.hook._source._on_accumulated(parameter)
@@ -403,5 +473,7 @@ def test_a_unit_that_is_reduced_twice_is_refused() -> None:
         mesh = mesh_of(1, 1)
         model = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
         hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
-        with pytest.raises(commhooks.HookRunError, match="reduced weight twice in one backward pass.*around all of"):
+        with pytest.raises(
+            commhooks.HookRunError, match="reduced weight twice in one backward pass.*around all of"
+        ):
             _ReducedTwice.apply(torch.ones(1, requires_grad=True), model, hook).backward()

@@ -1,5 +1,6 @@
-"""Checkpoints where the reduction is wider or narrower than the weights, where a shard is compressed although the whole
-parameter is not, and along another dimension."""
+"""Checkpoints where the reduction is wider or narrower than the weights, where a shard is
+compressed although the whole parameter is not, and along another dimension.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,19 @@ def _other_width(folder: str) -> dict[str, Any]:
 
     def made(reduce_dtype: torch.dtype) -> tuple[nn.Module, commhooks.CommHook]:
         mesh = mesh_of(2, 2)
-        model = shard(Prescribed(WIDE), mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-        return model, commhooks.attach(model, "powerSGD", hook_options=POWERSGD, replicate_group=mesh["replicate"])
+        model = shard(
+            Prescribed(WIDE),
+            mesh["shard"],
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        )
+        return model, commhooks.attach(
+            model, "powerSGD", hook_options=POWERSGD, replicate_group=mesh["replicate"]
+        )
 
     def steps(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-        return [backward(model, random_gradients(step, dtype=WIDE)) for step in range(SAVE_AT, STEPS)]
+        return [
+            backward(model, random_gradients(step, dtype=WIDE)) for step in range(SAVE_AT, STEPS)
+        ]
 
     model, first = made(REDUCED)
     for step in range(SAVE_AT):
@@ -57,7 +66,9 @@ def _other_width(folder: str) -> dict[str, Any]:
         "equal": all(map(bits_equal, wanted, got)) and bits_equal(learned(first), learned(second)),
         "computed in": kept == {REDUCED},
         "other": max(map(worst_error, other, wanted)) < 0.1,
-        "compressed": second.stats()["compressed_steps"] == third.stats()["compressed_steps"] == STEPS - SAVE_AT,
+        "compressed": second.stats()["compressed_steps"]
+        == third.stats()["compressed_steps"]
+        == STEPS - SAVE_AT,
         "residuals": any(bool(each.any()) for each in whole_residuals(third).values()),
     }
 
@@ -68,7 +79,9 @@ def test_weights_and_reduction_of_different_widths(run_ranks: Any, tmp_path: Pat
 
 
 class _Thin(nn.Module):
-    """A bfloat16 weight that int8 in blocks of 256 compresses only on the shard with two of its three rows."""
+    """A bfloat16 weight that int8 in blocks of 256 compresses only on the shard with two of its
+    three rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +114,9 @@ def _thin(shards: int, folder: str, *, save: bool) -> dict[str, Any]:
     return {"residual": kept, "later": [step(number) for number in range(SAVE_AT, STEPS)]}
 
 
-def test_a_shard_that_is_compressed_although_the_whole_is_not(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_shard_that_is_compressed_although_the_whole_is_not(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     saved = run_ranks(_thin, 2, str(tmp_path), save=True, world_size=4)
     resumed = run_ranks(_thin, 2, str(tmp_path), save=False, world_size=4)
     for rank, (before, after) in enumerate(zip(saved, resumed, strict=True)):
@@ -119,7 +134,10 @@ def _matrix(replicas: int, shards: int, dim: int, folder: str, *, save: bool) ->
     torch.manual_seed(0)
     model: nn.Module
     if shards == 0:
-        model, more = DistributedDataParallel(nn.Sequential(layer)), {"save_residual": "distributed"}
+        model, more = (
+            DistributedDataParallel(nn.Sequential(layer)),
+            {"save_residual": "distributed"},
+        )
     else:
         mesh = mesh_of(replicas, shards)
         model, more = nn.Sequential(layer), {"replicate_group": mesh["replicate"]}
@@ -142,13 +160,24 @@ def _matrix(replicas: int, shards: int, dim: int, folder: str, *, save: bool) ->
     q = len(session_of(hook).state["q"])
     at = hook.stats()["step"]
     step(SAVE_AT)
-    return {"residual": residual, "step": at, "compressed": hook.stats()["compressed_steps"] > 0, "q": q, "of": shape}
+    return {
+        "residual": residual,
+        "step": at,
+        "compressed": hook.stats()["compressed_steps"] > 0,
+        "q": q,
+        "of": shape,
+    }
 
 
 def test_shards_along_another_dimension(run_ranks: Any, tmp_path: Path) -> None:
     saved = run_ranks(_matrix, 2, 2, 1, str(tmp_path), save=True, world_size=4)
     for replicas, shards, dim in ((2, 0, 0), (1, 2, 0), (1, 4, 1)):
         world_size = replicas * max(1, shards)
-        for after in run_ranks(_matrix, replicas, shards, dim, str(tmp_path), save=False, world_size=world_size):
+        for after in run_ranks(
+            _matrix, replicas, shards, dim, str(tmp_path), save=False, world_size=world_size
+        ):
             assert after["step"] == SAVE_AT and after["compressed"]
-            assert relative_error(after["residual"], saved[0]["residual"]) < 1e-6 and saved[0]["residual"].any()
+            assert (
+                relative_error(after["residual"], saved[0]["residual"]) < 1e-6
+                and saved[0]["residual"].any()
+            )

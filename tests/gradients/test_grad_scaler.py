@@ -1,4 +1,6 @@
-"""A GradScaler over many steps with overflows at random: the scale recovers, training goes on, nobody drifts."""
+"""A GradScaler over many steps with overflows at random: the scale recovers, training goes on,
+nobody drifts.
+"""
 
 import random
 from typing import Any
@@ -17,7 +19,9 @@ HALF_MAX = 65504.0
 
 
 class OverflowsLikeFP16(torch.autograd.Function):
-    """What float16 activations do to a gradient that the scale has made too large; CPU training here is in float32."""
+    """What float16 activations do to a gradient that the scale has made too large; CPU training
+    here is in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +37,11 @@ def _overflows(parameters: int) -> dict[int, tuple[int, int, float]]:
     draw = random.Random(0)
     steps = draw.sample(range(STEPS - 20), OVERFLOWS)
     return {
-        step: (draw.randrange(2), draw.randrange(parameters), draw.choice([float("inf"), float("-inf"), float("nan")]))
+        step: (
+            draw.randrange(2),
+            draw.randrange(parameters),
+            draw.choice([float("inf"), float("-inf"), float("nan")]),
+        )
         for step in steps
     }
 
@@ -52,7 +60,9 @@ def _train() -> dict[str, Any]:
     overflows = _overflows(len(parameters))
     poison: list[float | None] = [None] * len(parameters)
     for place, parameter in enumerate(parameters):
-        parameter.register_hook(lambda g, place=place: g if poison[place] is None else g + poison[place])
+        parameter.register_hook(
+            lambda g, place=place: g if poison[place] is None else g + poison[place]
+        )
     losses, scales, steps, skipped, at_random, changed = [], [], [], 0, 0, []
     for step in range(STEPS):
         inputs = torch.randn(16, WIDTH, generator=generator)
@@ -96,7 +106,8 @@ def test_overflows_at_random(run_ranks):
         assert stats["collectives_last_pass"] == 6, "several buckets"
         assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / STEPS / 2
         assert not each["changed by a skipped step"]
-        # The scale neither falls for good nor stays down: it comes back to where its own growth makes it overflow.
+        # The scale neither falls for good nor stays down: it comes back to where its own growth
+        # makes it overflow.
         assert min(scales) > 1 and max(scales[-20:]) >= max(scales) / 4
         assert each["scale of the residuals"] in scales[-2:]
         assert sum(each["losses"][-10:]) < 0.75 * sum(each["losses"][:10])

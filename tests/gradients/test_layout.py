@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.gradients.layout import matrix_shape, memory_order, read_layout, to_logical, to_memory
+from commhooks.gradients.layout import (
+    matrix_shape,
+    memory_order,
+    read_layout,
+    to_logical,
+    to_memory,
+)
 from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 
 
@@ -17,7 +23,11 @@ KINDS: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, int]]] = {
     "matrix": (_tensor(4, 6), (0, 1), (4, 6)),
     "transposed": (_tensor(4, 6).t(), (1, 0), (4, 6)),
     "convolution": (_tensor(5, 4, 3, 2), (0, 1, 2, 3), (5, 24)),
-    "channels_last": (_tensor(5, 4, 3, 2).to(memory_format=torch.channels_last), (0, 2, 3, 1), (5, 24)),
+    "channels_last": (
+        _tensor(5, 4, 3, 2).to(memory_format=torch.channels_last),
+        (0, 2, 3, 1),
+        (5, 24),
+    ),
     "channels_last_3d": (
         _tensor(5, 4, 3, 2, 2).to(memory_format=torch.channels_last_3d),
         (0, 2, 3, 4, 1),
@@ -43,9 +53,14 @@ def test_memory_order_and_matrix(kind):
 
 def test_a_size_of_1_says_nothing_about_the_order():
     """Its stride is arbitrary: whatever it is, the elements lie in the same order."""
-    for tensor in (_tensor(4, 1, 6).as_strided((4, 1, 6), (6, 999, 1)), torch.ones(1, 1).as_strided((1, 1), (7, 9))):
+    for tensor in (
+        _tensor(4, 1, 6).as_strided((4, 1, 6), (6, 999, 1)),
+        torch.ones(1, 1).as_strided((1, 1), (7, 9)),
+    ):
         order = memory_order(tensor)
-        assert [d for d in order if tensor.size(d) != 1] == [d for d in range(tensor.dim()) if tensor.size(d) != 1]
+        assert [d for d in order if tensor.size(d) != 1] == [
+            d for d in range(tensor.dim()) if tensor.size(d) != 1
+        ]
         assert torch.equal(to_memory(tensor, tensor), tensor.flatten())
 
 
@@ -60,7 +75,11 @@ def test_round_trips(kind):
     assert torch.equal(to_logical(to_memory(tensor, tensor).contiguous(), tensor), tensor)
 
 
-DENSE = [name for name, (tensor, _, _) in KINDS.items() if tensor.untyped_storage().nbytes() == 4 * tensor.numel()]
+DENSE = [
+    name
+    for name, (tensor, _, _) in KINDS.items()
+    if tensor.untyped_storage().nbytes() == 4 * tensor.numel()
+]
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -80,7 +99,9 @@ def test_scalars_and_empty_tensors():
 
 def test_the_layout_is_where_ddp_puts_the_gradients():
     """Each slot holds the parameter's gradient in memory order, whatever the strides."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 2), torch.nn.Flatten(), torch.nn.Linear(5 * 9, 7))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 5, 2), torch.nn.Flatten(), torch.nn.Linear(5 * 9, 7)
+    )
     model[0].to(memory_format=torch.channels_last)
     model[2].weight = torch.nn.Parameter(torch.randn(45, 7).t())
     seen = []
@@ -104,9 +125,13 @@ def test_the_layout_is_where_ddp_puts_the_gradients():
 
 
 def test_a_layout_that_does_not_add_up_is_an_error():
-    """Should another torch put gaps between the gradients, nothing may be compressed wrongly in silence."""
+    """Should another torch put gaps between the gradients, nothing may be compressed wrongly in
+    silence.
+    """
 
     parameters = list(mlp().parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters) + 1)
-    with pytest.raises(RuntimeError, match="the parameters of a bucket have 2648 elements, its buffer has 2649"):
+    with pytest.raises(
+        RuntimeError, match="the parameters of a bucket have 2648 elements, its buffer has 2649"
+    ):
         read_layout(buffer, parameters, [str(i) for i in range(len(parameters))])

@@ -1,4 +1,6 @@
-"""The residual follows a GradScaler: a scale that changes by powers of two changes no unscaled gradient."""
+"""The residual follows a GradScaler: a scale that changes by powers of two changes no unscaled
+gradient.
+"""
 
 from typing import Any
 
@@ -22,8 +24,22 @@ from tests.support.models import (
 )
 
 STEPS = 12
-# As a GradScaler does it: twice the scale now and then, half of it after an overflow (step 6, on rank 1).
-SCALES = [1.0, 1.0, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**18, 2.0**17, 2.0**16, 2.0**-3, 2.0**-3, 1.0]
+# As a GradScaler does it: twice the scale now and then, half of it after an overflow (step 6, on
+# rank 1).
+SCALES = [
+    1.0,
+    1.0,
+    2.0**16,
+    2.0**16,
+    2.0**17,
+    2.0**17,
+    2.0**18,
+    2.0**17,
+    2.0**16,
+    2.0**-3,
+    2.0**-3,
+    1.0,
+]
 OVERFLOW = 6
 
 
@@ -31,7 +47,9 @@ def _run(scales: list[float], cap: float, quiet: int) -> tuple[list[Gradients], 
     """Unscaled gradients of all steps. In step `quiet` one layer has none."""
     ddp = wrap(SHAPES, cap)
     scale = [1.0]
-    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, min_compression_rate=1)
+    config = commhooks.PowerSGD(
+        matrix_approximation_rank=2, start_powerSGD_iter=1, min_compression_rate=1
+    )
     hook = commhooks.attach(ddp, config, loss_scale=lambda: scale[0])
     unscaled = []
     for step, scale[0] in enumerate(scales):
@@ -49,7 +67,9 @@ def _with_and_without(cap: float, quiet: int) -> Any:
     return _run(SCALES, cap, quiet), _run([1.0] * STEPS, cap, quiet)
 
 
-@pytest.mark.parametrize(("cap", "quiet"), [(25, 4), (EVERY_PARAMETER, 8)])  # quiet where the scale changes
+@pytest.mark.parametrize(
+    ("cap", "quiet"), [(25, 4), (EVERY_PARAMETER, 8)]
+)  # quiet where the scale changes
 def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
     """Not a bit of it, because the scales are powers of two, as a GradScaler's are by default."""
     for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet):
@@ -59,7 +79,9 @@ def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
                 assert not all_finite(scaled[step].values())
                 continue
             if step == quiet:
-                assert not scaled[step].pop("second").any() and not expected[step].pop("second").any()
+                assert (
+                    not scaled[step].pop("second").any() and not expected[step].pop("second").any()
+                )
             assert bits_equal(scaled[step], expected[step]), step
 
 
@@ -67,12 +89,16 @@ class Partly(Prescribed):
     """Uses the parameters only whose gradients it is called with."""
 
     def forward(self, gradients: Gradients) -> torch.Tensor:
-        return torch.stack([(p * gradients[n]).sum() for n, p in self.named_parameters() if n in gradients]).sum()
+        return torch.stack(
+            [(p * gradients[n]).sum() for n, p in self.named_parameters() if n in gradients]
+        ).sum()
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_buckets_that_ddp_leaves_out_follow_the_scale(batched: bool) -> None:
-    """The scale changes while a bucket does not come at all, in a step that is finite and in one that is not."""
+    """The scale changes while a bucket does not come at all, in a step that is finite and in one
+    that is not.
+    """
 
     def run(scales: list[float]) -> list[Gradients]:
         ddp = DistributedDataParallel(
@@ -87,18 +113,30 @@ def test_buckets_that_ddp_leaves_out_follow_the_scale(batched: bool) -> None:
         unscaled = []
         for step, scale[0] in enumerate(scales):
             left_out = {"wide", "wide_bias"} if step in (4, 5, OVERFLOW, 9) else set()
-            gradients = {n: g for n, g in random_gradients(SHAPES, 0, step).items() if n not in left_out}
+            gradients = {
+                n: g for n, g in random_gradients(SHAPES, 0, step).items() if n not in left_out
+            }
             if step == OVERFLOW:
                 gradients["first"][0, 0] = float("inf")
             ddp.zero_grad(set_to_none=True)
             ddp({name: g * scale[0] for name, g in gradients.items()}).backward()
-            unscaled.append({n: p.grad / scale[0] for n, p in ddp.module.named_parameters() if p.grad is not None})
+            unscaled.append(
+                {
+                    n: p.grad / scale[0]
+                    for n, p in ddp.module.named_parameters()
+                    if p.grad is not None
+                }
+            )
             assert unscaled[-1].keys() == gradients.keys()
-        assert hook.stats()["nonfinite_steps"] == 1 and hook.stats()["compressed_steps"] == STEPS - 2
+        assert (
+            hook.stats()["nonfinite_steps"] == 1 and hook.stats()["compressed_steps"] == STEPS - 2
+        )
         return unscaled
 
     with process_group_of_one():
-        for step, (scaled, expected) in enumerate(zip(run(SCALES), run([1.0] * STEPS), strict=True)):
+        for step, (scaled, expected) in enumerate(
+            zip(run(SCALES), run([1.0] * STEPS), strict=True)
+        ):
             assert step == OVERFLOW or bits_equal(scaled, expected), step
 
 
@@ -114,6 +152,8 @@ NO_NUMBER = "the factor by which the loss was multiplied: a number"
 def test_a_scale_that_is_none(scale: Any, text: str) -> None:
     with process_group_of_one():
         ddp = wrap(SHAPES)
-        commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: scale)
+        commhooks.attach(
+            ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: scale
+        )
         with pytest.raises(commhooks.HookRunError, match=text):
             backward(ddp, random_gradients(SHAPES, 0, 0))

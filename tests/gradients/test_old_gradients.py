@@ -1,4 +1,6 @@
-"""`find_unused_parameters=True` where a parameter that a pass does not use still has the gradient of an earlier one."""
+"""`find_unused_parameters=True` where a parameter that a pass does not use still has the gradient
+of an earlier one.
+"""
 
 import gc
 import weakref
@@ -29,7 +31,9 @@ class _Two(nn.Module):
         return (self.parts[which].weight * factors).sum()
 
 
-def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tuple[torch.Tensor, int]:
+def _in_turn(
+    hook: str, options: dict[str, Any], kernel: str, clear: bool
+) -> tuple[torch.Tensor, int]:
     """What the gradients of the first part come to, over four passes of each."""
     model = DistributedDataParallel(_Two(), find_unused_parameters=True)
     on_accelerator = kernel == "accelerator"
@@ -38,7 +42,9 @@ def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tu
         one, other = (part.weight for part in model.module.parts)
         total = torch.zeros_like(one)
         for step in range(4):
-            factors = torch.randn(24, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            factors = torch.randn(
+                24, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
+            )
             one.grad = None
             model(0, factors).backward()
             total += one.grad
@@ -60,7 +66,9 @@ def _in_turn(hook: str, options: dict[str, Any], kernel: str, clear: bool) -> tu
         ("int8", {}, "accelerator"),
     ],
 )
-def test_it_is_not_taken_for_a_new_one(run_ranks: Any, hook: str, options: Any, kernel: str) -> None:
+def test_it_is_not_taken_for_a_new_one(
+    run_ranks: Any, hook: str, options: Any, kernel: str
+) -> None:
     """DDP drops the result for what no rank has used: what a residual gives to it would be lost."""
     old = run_ranks(_in_turn, hook, options, kernel, clear=False)
     none = run_ranks(_in_turn, hook, options, kernel, clear=True)

@@ -1,4 +1,6 @@
-"""Parameters of every kind that a model may have: what cannot be compressed is averaged as plain DDP does."""
+"""Parameters of every kind that a model may have: what cannot be compressed is averaged as plain
+DDP does.
+"""
 
 from functools import partial
 
@@ -32,7 +34,8 @@ class Kinds(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))  # 0-dim
         self.shift = nn.Parameter(torch.randn(24))
         self.empty = nn.Parameter(torch.empty(0, 24))
-        self.empty_half = nn.Parameter(torch.empty(24, 0, dtype=torch.bfloat16))  # a bucket of no elements at all
+        # a bucket of no elements at all
+        self.empty_half = nn.Parameter(torch.empty(24, 0, dtype=torch.bfloat16))
         self.matrix = nn.Parameter(torch.randn(24, 24) / 5)
         self.half_matrix = nn.Parameter((torch.randn(24, 32) / 5).bfloat16())
         self.half_vector = nn.Parameter(torch.randn(32).bfloat16())
@@ -65,14 +68,21 @@ def all_kinds(wrapper: str | None) -> None:
         after, expected, found = residuals(hook), gradients(plain), gradients(ddp)
         assert found.keys() == expected.keys() == dict(ddp.module.named_parameters()).keys()
         for name, gradient in found.items():
-            assert gradient.dtype == expected[name].dtype and gradient.shape == expected[name].shape, name
+            assert (
+                gradient.dtype == expected[name].dtype and gradient.shape == expected[name].shape
+            ), name
             if name in compressed:
                 # The gradient itself is rounded to the parameter's dtype.
                 bound = 3e-3 if wrapper or gradient.dtype == torch.bfloat16 else 1e-6
-                assert conservation_error(local[name], before.get(name), after[name], gradient) <= bound, name
+                assert (
+                    conservation_error(local[name], before.get(name), after[name], gradient)
+                    <= bound
+                ), name
                 assert not torch.equal(gradient, expected[name]), name
             elif wrapper and gradient.numel():
-                assert relative((gradient - expected[name]).abs(), expected[name].abs()) <= 1e-2, name
+                assert relative((gradient - expected[name]).abs(), expected[name].abs()) <= 1e-2, (
+                    name
+                )
             else:
                 assert torch.equal(gradient, expected[name]), (step, name)
         assert after.keys() == compressed
@@ -88,11 +98,14 @@ def test_scalars_vectors_empty_mixed_and_complex_parameters(run_ranks, wrapper):
     run_ranks(all_kinds, wrapper)
 
 
-# -------------------------------------------------------------------------------------------------- sparse gradients
+# --------------------------------------------------------------------------------------------------
+# sparse gradients
 
 
 def _words(model: nn.Module, step: int) -> None:
-    words = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(int(batch(step)[0, 0] * 1e6) % 99991))
+    words = torch.randint(
+        0, 50, (16,), generator=torch.Generator().manual_seed(int(batch(step)[0, 0] * 1e6) % 99991)
+    )
     model(words).square().mean().backward()
 
 
@@ -118,13 +131,19 @@ def sparse_embeddings(config: commhooks.HookConfig, wrapper: str | None) -> None
 
 @pytest.mark.parametrize(
     ("config", "wrapper"),
-    [(commhooks.AllReduce(), None), (commhooks.BF16Compress(), None), (POWER_SGD, None), (POWER_SGD, "fp16")],
+    [
+        (commhooks.AllReduce(), None),
+        (commhooks.BF16Compress(), None),
+        (POWER_SGD, None),
+        (POWER_SGD, "fp16"),
+    ],
 )
 def test_sparse_embeddings_as_in_plain_ddp(run_ranks, config, wrapper):
     run_ranks(sparse_embeddings, config, wrapper)
 
 
-# --------------------------------------------------------------------------------------------------- memory formats
+# --------------------------------------------------------------------------------------------------
+# memory formats
 
 
 def _images(model: nn.Module, step: int) -> None:
@@ -132,7 +151,9 @@ def _images(model: nn.Module, step: int) -> None:
 
 
 def channels_last() -> None:
-    """The same Q in both formats, handed over by a checkpoint: the matrices differ in the order of columns only."""
+    """The same Q in both formats, handed over by a checkpoint: the matrices differ in the order of
+    columns only.
+    """
     torch.manual_seed(0)
     usual = wrap(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3)))
     torch.manual_seed(0)

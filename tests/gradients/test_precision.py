@@ -1,4 +1,6 @@
-"""The hook computes in full float32 or float64, whatever the user's switches say, and leaves the switches alone."""
+"""The hook computes in full float32 or float64, whatever the user's switches say, and leaves the
+switches alone.
+"""
 
 import contextlib
 import threading
@@ -71,7 +73,9 @@ def _switches() -> tuple[Any, ...]:
 
 @computing_with("torch")
 def _run(case: str) -> dict[str, Any]:
-    """Gradients, state, and the switches as user code sees them before, within a product of the hook, and after."""
+    """Gradients, state, and the switches as user code sees them before, within a product of the
+    hook, and after.
+    """
     torch.set_num_threads(1)
     ddp = wrap(SHAPES, EVERY_PARAMETER)
     options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}
@@ -87,18 +91,24 @@ def _run(case: str) -> dict[str, Any]:
         CASES[case]()
         legacy = torch.get_float32_matmul_precision() if case.startswith("precision") else None
         before = _switches()
-        got = [_backward(ddp, random_gradients(SHAPES, dist.get_rank(), step), case) for step in range(STEPS)]
+        got = [
+            _backward(ddp, random_gradients(SHAPES, dist.get_rank(), step), case)
+            for step in range(STEPS)
+        ]
         after = _switches()
         if legacy is not None:
             assert torch.get_float32_matmul_precision() == legacy
     saved = hook.state_dict(residual="per_rank")["parameters"]
-    state = {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
+    state = {
+        name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None
+    }
     return {"gradients": got, "state": state, "before": before, "inside": inside, "after": after}
 
 
 def _backward(ddp: torch.nn.Module, gradients: Gradients, case: str) -> Gradients:
     ddp.zero_grad()
-    # Around the whole pass: no operation of this model is one that autocast changes, those of the hook are.
+    # Around the whole pass: no operation of this model is one that autocast changes, those of the
+    # hook are.
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         ddp(gradients).backward(create_graph=case == "create_graph")
     got = {name: p.grad.detach().clone() for name, p in ddp.module.named_parameters()}
@@ -134,7 +144,10 @@ def _raise_inside() -> list[tuple[Any, ...]]:
     commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
     with (
         _restored(),
-        mock.patch("commhooks.compressors.powersgd.cpu.reconstruct", side_effect=ValueError("inside the hook")),
+        mock.patch(
+            "commhooks.compressors.powersgd.cpu.reconstruct",
+            side_effect=ValueError("inside the hook"),
+        ),
     ):
         for case in ("mkldnn bf16", "cuda tf32") if PER_LIBRARY else ("precision medium",):
             CASES[case]()
@@ -150,9 +163,15 @@ def test_the_switches_come_back_after_an_error(run_ranks):
 
 
 @pytest.mark.parametrize("name", [*PER_LIBRARY, "process"])
-def test_threads_that_overlap_leave_the_switches_to_the_last(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_threads_that_overlap_leave_the_switches_to_the_last(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Autograd has a thread per GPU, and the switches are those of the process."""
-    switch, inside, go_on = PER_LIBRARY.get(name, GlobalSwitch()), threading.Event(), threading.Event()
+    switch, inside, go_on = (
+        PER_LIBRARY.get(name, GlobalSwitch()),
+        threading.Event(),
+        threading.Event(),
+    )
     monkeypatch.setattr(precision, "_PRECISION_SWITCHES", (switch,))
 
     def other() -> None:
@@ -191,10 +210,17 @@ def test_residuals_and_q_are_float32_at_least(run_ranks, dtype):
 
 def _dtypes(dtype: torch.dtype) -> set[torch.dtype]:
     ddp = wrap(SHAPES, dtype=dtype)
-    hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, wrapper="bf16")
+    hook = commhooks.attach(
+        ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, wrapper="bf16"
+    )
     ddp(random_gradients(SHAPES, dist.get_rank(), 0, dtype)).backward()
     entries = hook.state_dict(residual="per_rank")["parameters"].values()
-    return {tensor.dtype for entry in entries if entry["q"] is not None for tensor in (entry["q"], *entry["residual"])}
+    return {
+        tensor.dtype
+        for entry in entries
+        if entry["q"] is not None
+        for tensor in (entry["q"], *entry["residual"])
+    }
 
 
 def _inherited_precision() -> tuple[str, str]:
@@ -202,7 +228,10 @@ def _inherited_precision() -> tuple[str, str]:
     try:
         Run.new(hook_options={"start_powerSGD_iter": 1}).train(2)
         torch.backends.fp32_precision = "ieee"
-        return torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+        return (
+            torch.backends.mkldnn.matmul.fp32_precision,
+            torch.backends.cuda.matmul.fp32_precision,
+        )
     finally:
         torch.backends.fp32_precision = "none"
 

@@ -1,4 +1,6 @@
-"""Profiles show hook calls, exchanges and kernels by the hook's name; without a profiler nothing is recorded."""
+"""Profiles show hook calls, exchanges and kernels by the hook's name; without a profiler nothing is
+recorded.
+"""
 
 from unittest import mock
 
@@ -19,7 +21,11 @@ def test_a_profile_names_the_hook_and_its_kernels() -> None:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             run.train(1)
         buckets = len(run.hook.plan().buckets)
-    counts = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("commhooks ")}
+    counts = {
+        event.key: event.count
+        for event in profiled.key_averages()
+        if event.key.startswith("commhooks ")
+    }
     assert counts["commhooks int8_compress: hook call"] == buckets > 1
     # An exchange begins, receives codes twice, and is committed.
     assert counts["commhooks int8_compress: exchange"] >= 3 * buckets
@@ -36,6 +42,9 @@ def test_a_profile_names_outer_steps() -> None:
 
 
 def test_without_a_profiler_nothing_is_recorded() -> None:
-    with process_group_of_one(), mock.patch.object(profiling, "record_function", side_effect=AssertionError):
+    with (
+        process_group_of_one(),
+        mock.patch.object(profiling, "record_function", side_effect=AssertionError),
+    ):
         Run.new(hook="int8", hook_options={"start_iter": 0, "block_size": 32}).train(2)
     assert not torch.autograd._profiler_enabled()

@@ -1,4 +1,6 @@
-"""What a training leaves behind: nothing that waits for the garbage collector, or that cannot end in a fork."""
+"""What a training leaves behind: nothing that waits for the garbage collector, or that cannot end
+in a fork.
+"""
 
 import gc
 import os
@@ -35,7 +37,11 @@ HOOKS: dict[str, Any] = {
 
 
 def _works_of(hook: commhooks.CommHook) -> list[weakref.ref[Any]]:
-    return [weakref.ref(known.work) for known in session_of(hook).consensus.buckets if known.work is not None]
+    return [
+        weakref.ref(known.work)
+        for known in session_of(hook).consensus.buckets
+        if known.work is not None
+    ]
 
 
 def _closed() -> None:
@@ -50,7 +56,9 @@ def _closed() -> None:
     assert (hook.stats() | {"last_issued": None}, str(hook.plan()), hook.norms()) == before
     saved = hook.state_dict("mean")
     assert saved["exact"] and saved["residual"] == "mean" and saved["step"] == 3
-    with pytest.raises(commhooks.HookRunError, match=r"after close\(\) of this hook \('powerSGD'\)"):
+    with pytest.raises(
+        commhooks.HookRunError, match=r"after close\(\) of this hook \('powerSGD'\)"
+    ):
         run.train(1)
     other = Run.new(hook_options=OPTIONS).train(3)
     if dist.get_rank() == 1:  # no rank waits for one that closes alone
@@ -70,13 +78,17 @@ def _trained_again(close: bool) -> tuple[int, bool, list[bool]]:
     same = []
     for _ in range(2):
         group = dist.new_group()
-        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.003, find_unused_parameters=True)
+        ddp = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=0.003, find_unused_parameters=True
+        )
         hook = commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
         for _ in range(3):
             ddp(torch.randn(8, 24)).square().mean().backward()
         if close:
             hook.close()
-        gradients = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        gradients = torch.cat(
+            [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+        )
         others = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
         dist.all_gather(others, gradients)
         same.append(all(torch.equal(each, gradients) for each in others))
@@ -87,7 +99,9 @@ def _trained_again(close: bool) -> tuple[int, bool, list[bool]]:
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_a_state_serves_another_training_after_its_group_was_destroyed(run_ranks: Any, close: bool) -> None:
+def test_a_state_serves_another_training_after_its_group_was_destroyed(
+    run_ranks: Any, close: bool
+) -> None:
     assert run_ranks(_trained_again, close) == [(6, True, [True, True])] * 2
 
 
@@ -97,12 +111,18 @@ def _deleted(hook: str, options: dict[str, Any]) -> list[int]:
     def train() -> int:
         function, state = hook, None
         if hook == "drop-in":
-            function, state = commhooks.powerSGD_hook, commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1)
-        run = Run.new(hook=function, hook_state=state, hook_options=options, save_residual="mean").train(4)
+            function, state = (
+                commhooks.powerSGD_hook,
+                commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1),
+            )
+        run = Run.new(
+            hook=function, hook_state=state, hook_options=options, save_residual="mean"
+        ).train(4)
         run.hook.state_dict()
         run.optimizer.zero_grad()
         del run, state
-        # gloo's threads may hold a last message, here of all gradients, a moment longer. Nobody collects garbage.
+        # gloo's threads may hold a last message, here of all gradients, a moment longer. Nobody
+        # collects garbage.
         deadline = time.monotonic() + 20
         while (found := tensor_bytes()) >= 5_000 and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -124,7 +144,9 @@ def test_buffers_go_with_the_model(run_ranks: Any, hook: str) -> None:
 
 
 def _destroyed(folder: str) -> list[int]:
-    """As a notebook that destroys the process group after each training, and keeps the hooks to compare them."""
+    """As a notebook that destroys the process group after each training, and keeps the hooks to
+    compare them.
+    """
     kept: list[commhooks.CommHook] = []
     rank = dist.get_rank()
 
@@ -132,7 +154,8 @@ def _destroyed(folder: str) -> list[int]:
         dist.barrier()  # the first group may not be connected on the other rank yet
         threads = thread_count()
         dist.destroy_process_group()
-        # While gloo's three threads close the sockets of a group (torch 2.13), the next one may lose its own.
+        # While gloo's three threads close the sockets of a group (torch 2.13), the next one may
+        # lose its own.
         deadline = time.monotonic() + 3
         while thread_count() > threads - 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -159,7 +182,9 @@ def test_a_destroyed_group_ends_though_the_hook_is_kept(run_ranks: Any, tmp_path
 
 
 def _swept() -> None:
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 8)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 8))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook = commhooks.attach(model, "powerSGD", hook_options=OPTIONS, save_residual="mean")
     for x, y in loader():
@@ -176,7 +201,9 @@ def _between_nodes() -> None:
 
 
 @pytest.mark.parametrize(("train", "ranks"), [(_swept, 2), (_between_nodes, 4)])
-def test_trainings_leave_no_threads_behind(run_ranks: Any, train: Callable[[], None], ranks: int) -> None:
+def test_trainings_leave_no_threads_behind(
+    run_ranks: Any, train: Callable[[], None], ranks: int
+) -> None:
     """Between nodes they share the groups of the nodes."""
     for threads in run_ranks(threads_after_each, train, world_size=ranks):
         assert_nothing_piles_up(threads)
@@ -201,6 +228,8 @@ def _order_of_ends(owner: str) -> list[str]:
 
 @pytest.mark.parametrize("owner", ["name", "cycle"])
 def test_the_process_group_ends_after_the_reducer(run_ranks: Any, owner: str) -> None:
-    """In the other order the `Reducer` ends the group while it holds Python's lock, and gloo's thread may wait for
-    that. An exception that is kept is such a cycle: it refers to the frames, and they to it."""
+    """In the other order the `Reducer` ends the group while it holds Python's lock, and gloo's
+    thread may wait for that. An exception that is kept is such a cycle: it refers to the frames,
+    and they to it.
+    """
     assert run_ranks(_order_of_ends, owner) == [["Reducer", "group"]] * 2

@@ -1,5 +1,6 @@
-"""A DDP model with a hook can be copied and pickled whole, as one without: the copy has no hook, and the original keeps
-its own."""
+"""A DDP model with a hook can be copied and pickled whole, as one without: the copy has no hook,
+and the original keeps its own.
+"""
 
 import copy
 import io
@@ -50,7 +51,9 @@ def _copied(way: str) -> dict[str, Any]:
     alone = local_gradients(twin, lambda module: backward(module, 1))
     backward(twin, 1)
     means = {name: mean_over_ranks(gradient) for name, gradient in alone.items()}
-    error = max(relative(gradient - means[name], means[name]) for name, gradient in gradients(twin).items())
+    error = max(
+        relative(gradient - means[name], means[name]) for name, gradient in gradients(twin).items()
+    )
     passes = attached.stats()["backward_passes"]
     backward(ddp, 1)
     again = commhooks.attach(twin, HOOK) if way == "torch.save" else None
@@ -71,15 +74,23 @@ def test_a_copy_averages_without_the_hook(run_ranks: Any, way: str) -> None:
         assert rank["passes"] == (1, 2)  # those of the original only
         assert rank["again"] in (None, 1)
         assert rank["lines"] == [
-            "a model with hook 'powerSGD' was copied or loaded whole: the copy has no hook until one is attached."
+            "a model with hook 'powerSGD' was copied or loaded whole: the copy has no hook until"
+            " one is attached."
         ]
 
 
 def _alone() -> list[str]:
-    """Texts of the errors when a hook is copied without its model, and when DDP's copied function is called."""
+    """Texts of the errors when a hook is copied without its model, and when DDP's copied function
+    is called.
+    """
     ddp = wrap(mlp())
     hook, texts = commhooks.attach(ddp, "powerSGD"), []
-    for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda hook: torch.save(hook, io.BytesIO())):
+    for way in (
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda hook: torch.save(hook, io.BytesIO()),
+    ):
         with pytest.raises(HookRunError) as error:
             way(hook)
         texts.append(str(error.value))
@@ -88,7 +99,9 @@ def _alone() -> list[str]:
     other = wrap(mlp())
     other.register_comm_hook = lambda state, hook: registered.append(hook)
     commhooks.attach(other, "allreduce")
-    with pytest.raises(HookRunError, match="a copy of a model with the hook 'allreduce'.*attach one"):
+    with pytest.raises(
+        HookRunError, match="a copy of a model with the hook 'allreduce'.*attach one"
+    ):
         pickle.loads(pickle.dumps(registered[0]))(None, None)
     return texts
 

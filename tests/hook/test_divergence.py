@@ -1,4 +1,6 @@
-"""Replicas that drift apart are found at the next comparison, on every rank, by the name of the parameter."""
+"""Replicas that drift apart are found at the next comparison, on every rank, by the name of the
+parameter.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ from tests.support.training import Run, make_model
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
 
-def _perturbed(hook: str, every: int, at: int, name: str, ddp: dict[str, Any] | None = None) -> dict[str, Any]:
+def _perturbed(
+    hook: str, every: int, at: int, name: str, ddp: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """One bit of one weight changes on rank 1 before step `at`."""
     options = OPTIONS if hook == "powerSGD" else None
     model = make_model()
@@ -30,7 +34,12 @@ def _perturbed(hook: str, every: int, at: int, name: str, ddp: dict[str, Any] | 
             run.train(1)
         except commhooks.HookRunError as error:
             stats = run.hook.stats()
-            return {"step": step, "text": str(error), "handshakes": stats["handshakes"], "at": stats["step"]}
+            return {
+                "step": step,
+                "text": str(error),
+                "handshakes": stats["handshakes"],
+                "at": stats["step"],
+            }
     return {"step": None, "text": "", "handshakes": run.hook.stats()["handshakes"]}
 
 
@@ -68,7 +77,9 @@ def test_equal_replicas_train_as_without(run_ranks: Any) -> None:
 
 
 def _uneven() -> tuple[int, torch.Tensor]:
-    """Rank 1 runs out of data after 3 steps and shadows the others, with weights of an earlier step."""
+    """Rank 1 runs out of data after 3 steps and shadows the others, with weights of an earlier
+    step.
+    """
     run = Run.new(hook_options=OPTIONS, check_every=1)
     with Join([run.ddp]):
         run.train(3 if dist.get_rank() == 1 else 6)

@@ -29,9 +29,12 @@ def _measured() -> dict[str, bool]:
         "gradient norm": abs(norms["gradient_norm"] - own.norm().item()) < 1e-10,
         "residual norm": abs(norms["residual_norm"] - residual.norm().item()) < 1e-10,
         "plan of the shard": shapes["first.weight"] == ((17, 20), (16, 20))[index],
-        "bytes of the shard": stats["bytes_uncompressed"] == 2 * 8 * sum(each.numel() for each in local),
+        "bytes of the shard": stats["bytes_uncompressed"]
+        == 2 * 8 * sum(each.numel() for each in local),
         "clocks": stats["codec_s"] > 0 and stats["waiting_s"] >= 0,
-        "repr": repr(hook).endswith(f"attached to FSDPPrescribed, rank {dist.get_rank() // 2} of 2>"),
+        "repr": repr(hook).endswith(
+            f"attached to FSDPPrescribed, rank {dist.get_rank() // 2} of 2>"
+        ),
     }
 
 
@@ -58,7 +61,9 @@ def test_replicas_of_a_shard_are_compared(run_ranks: Any) -> None:
     messages = run_ranks(_drifts, world_size=4)
     for rank in (1, 3):
         assert "they differ in parameter even.weight (ranks [1] against rank 0)" in messages[rank]
-        assert "ranks that hold other shards of the model have failed: ranks [1]" in messages[rank - 1]
+        assert (
+            "ranks that hold other shards of the model have failed: ranks [1]" in messages[rank - 1]
+        )
 
 
 def _deleted() -> dict[str, Any]:

@@ -66,12 +66,17 @@ def _plain(groups: dict[str, Any]) -> nn.Module:
     return _sharded(groups["shard"])
 
 
-CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], type[Exception], str]] = {
+CASES: dict[
+    str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], type[Exception], str]
+] = {
     "two dimensions": (
         lambda groups: _sharded(groups["both"]),
         {},
         AttachError,
-        r"over the replicas.*fully_shard\(module, mesh=mesh\['shard'\]\).*, replicate_group=mesh\['replicate'\]",
+        (
+            r"over the replicas.*fully_shard\(module, mesh=mesh\['shard'\]\).*,"
+            r" replicate_group=mesh\['replicate'\]"
+        ),
     ),
     "a drop-in with a state": (
         _plain,
@@ -79,9 +84,24 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], ty
         HookConfigError,
         "which only DistributedDataParallel has",
     ),
-    "no group": (_plain, {"replicate_group": None}, HookConfigError, r"replicate_group=None; .*mesh\['replicate'\]"),
-    "a mesh of two": (_plain, {"replicate_group": "both"}, HookConfigError, "replicate_group=a mesh of 2 dimensions"),
-    "process_group": (_plain, {"process_group": "replicate"}, HookConfigError, "process_group is for Distributed"),
+    "no group": (
+        _plain,
+        {"replicate_group": None},
+        HookConfigError,
+        r"replicate_group=None; .*mesh\['replicate'\]",
+    ),
+    "a mesh of two": (
+        _plain,
+        {"replicate_group": "both"},
+        HookConfigError,
+        "replicate_group=a mesh of 2 dimensions",
+    ),
+    "process_group": (
+        _plain,
+        {"process_group": "replicate"},
+        HookConfigError,
+        "process_group is for Distributed",
+    ),
     "FSDP1": (
         lambda groups: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")),
         {},
@@ -94,13 +114,38 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], ty
         HookConfigError,
         "replicate_group is for models sharded by fully_shard",
     ),
-    "not wrapped": (lambda groups: nn.Linear(4, 4), {}, AttachError, "or one sharded by fully_shard, got a torch.nn"),
-    "tensor parallelism": (_with_tensor_parallelism, {}, AttachError, "tensor parallelism is not supported"),
+    "not wrapped": (
+        lambda groups: nn.Linear(4, 4),
+        {},
+        AttachError,
+        "or one sharded by fully_shard, got a torch.nn",
+    ),
+    "tensor parallelism": (
+        _with_tensor_parallelism,
+        {},
+        AttachError,
+        "tensor parallelism is not supported",
+    ),
     "meta": (_on_meta, {}, AttachError, "on the meta device: attach the hook after materialising"),
-    "two hooks": (_with_a_hook, {}, AttachError, "parameter weight has a post-accumulate-grad hook: an earlier comm"),
+    "two hooks": (
+        _with_a_hook,
+        {},
+        AttachError,
+        "parameter weight has a post-accumulate-grad hook: an earlier comm",
+    ),
     "frozen": (_frozen, {}, AttachError, "both trainable and sharded"),
-    "a function": (_plain, {"hook": _user_function}, HookConfigError, "a function of a GradBucket, which only Dist"),
-    "nodes": (_plain, {"hook": "powerSGD", "ranks_per_node": 2}, HookConfigError, "shard within each node instead"),
+    "a function": (
+        _plain,
+        {"hook": _user_function},
+        HookConfigError,
+        "a function of a GradBucket, which only Dist",
+    ),
+    "nodes": (
+        _plain,
+        {"hook": "powerSGD", "ranks_per_node": 2},
+        HookConfigError,
+        "shard within each node instead",
+    ),
 }
 
 
@@ -137,21 +182,24 @@ def test_the_group_of_the_wrong_ranks_is_refused(run_ranks: Any) -> None:
 
 def _different_hooks(differs: str) -> str:
     rank = dist.get_rank()
-    return _attach("replicate", "fp16" if (rank % 2 if differs == "shards" else rank == 2) else "allreduce")
+    return _attach(
+        "replicate", "fp16" if (rank % 2 if differs == "shards" else rank == 2) else "allreduce"
+    )
 
 
 def test_different_hooks_are_refused_on_all_ranks(run_ranks: Any) -> None:
     for message in run_ranks(_different_hooks, "shards", world_size=4):
-        assert message.startswith("the ranks attach different hooks: rank 0: allreduce") and "rank 1: fp16" in message
+        assert (
+            message.startswith("the ranks attach different hooks: rank 0: allreduce")
+            and "rank 1: fp16" in message
+        )
     one, other, again, last = run_ranks(_different_hooks, "replicas", world_size=4)
     assert one == again and one.startswith("the ranks attach different hooks")
     assert (
         other
         == last
-        == (
-            "the ranks that hold other shards of the model have failed: ranks [0] of the sharding group. Look at their "
-            "errors"
-        )
+        == "the ranks that hold other shards of the model have failed: ranks [0] of the sharding"
+        " group. Look at their errors"
     )
 
 
@@ -178,7 +226,10 @@ def _changed_after_attach(how: str) -> str:
 @pytest.mark.parametrize("how", ["unfrozen", "replaced"])
 def test_parameters_that_came_later_are_an_error(run_ranks: Any, how: str) -> None:
     for message in run_ranks(_changed_after_attach, how, world_size=2):
-        assert "that the model did not have when the hook was attached, or that were frozen then" in message
+        assert (
+            "that the model did not have when the hook was attached, or that were frozen then"
+            in message
+        )
 
 
 def _hooked_after_attach() -> dict[str, Any]:
@@ -194,7 +245,10 @@ def _hooked_after_attach() -> dict[str, Any]:
 
 def test_a_hook_on_a_parameter_that_came_later_is_refused(run_ranks: Any) -> None:
     for outcome in run_ranks(_hooked_after_attach, world_size=2):
-        assert "parameter even.weight has got a post-accumulate-grad hook since the comm" in outcome["said"]
+        assert (
+            "parameter even.weight has got a post-accumulate-grad hook since the comm"
+            in outcome["said"]
+        )
         assert outcome["seen"] == 0
 
 
@@ -215,7 +269,10 @@ def _detached() -> dict[str, bool]:
         backward(model, random_gradients(3))
     return {
         "alone": alone and first.stats()["backward_passes"] == 1,
-        "again": worst_error(got, mean_over_ranks(2, 2)) < 1e-14 and second.stats()["backward_passes"] == 1,
+        "again": (
+            worst_error(got, mean_over_ranks(2, 2)) < 1e-14
+            and second.stats()["backward_passes"] == 1
+        ),
     }
 
 
@@ -244,4 +301,7 @@ def test_one_rank_of_the_model_speaks(run_ranks: Any) -> None:
     assert others == [[], [], []]
     assert sum("begins at step 9, but" in line for line in first) == 1
     assert sum("no parameter of the model matches 'nothing.*'" in line for line in first) == 1
-    assert sum("plain all-reduce until step 9, then" in line for line in first) == 1 and len(first) == 3
+    assert (
+        sum("plain all-reduce until step 9, then" in line for line in first) == 1
+        and len(first) == 3
+    )

@@ -1,5 +1,6 @@
-"""Process groups that torch did not make: one that does not number its ranks is refused, and those of torchft, where it
-is installed, average as torch's own do."""
+"""Process groups that torch did not make: one that does not number its ranks is refused, and those
+of torchft, where it is installed, average as torch's own do.
+"""
 
 from datetime import timedelta
 from typing import Any
@@ -40,12 +41,16 @@ def _all_are_rank_0() -> str:
 def test_ranks_without_numbers_are_refused(run_ranks: Any) -> None:
     """Each would take itself for rank 0, and the averages of quantised messages would be wrong."""
     for message in run_ranks(_all_are_rank_0):
-        assert "have the numbers 0, 0, not 0 to 1" in message and "Make a subclass whose rank()" in message
+        assert (
+            "have the numbers 0, 0, not 0 to 1" in message
+            and "Make a subclass whose rank()" in message
+        )
 
 
 def _trained(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Weights and residuals after three steps, with DDP and once with FSDP2. The hook averages over `group`; None: over
-    a group of torch."""
+    """Weights and residuals after three steps, with DDP and once with FSDP2. The hook averages over
+    `group`; None: over a group of torch.
+    """
     found = {}
     mesh = mesh_of(2, 1)
     for hook, options in HOOKS.items():
@@ -55,7 +60,9 @@ def _trained(group: dist.ProcessGroup | None) -> dict[str, Any]:
         saved = attached.state_dict("mean")
         assert saved["world_size"] == 2 and saved.get("exact", True)
     sharded = shard(make_model(), mesh["shard"])
-    attached = commhooks.attach(sharded, "int8", replicate_group=group or mesh["replicate"], **HOOKS["int8"])
+    attached = commhooks.attach(
+        sharded, "int8", replicate_group=group or mesh["replicate"], **HOOKS["int8"]
+    )
     return found | {"sharded": _train(sharded, attached)}
 
 
@@ -87,7 +94,12 @@ def _with_torch_and_torchft() -> tuple[dict[str, Any], ...]:
     groups = {}
     for kind in (ProcessGroupGloo, Replicas):
         group = kind(timeout=timedelta(seconds=60))
-        group.configure(f"127.0.0.1:{ports[0]}/{kind.__name__}", f"replica {dist.get_rank()}", dist.get_rank(), 2)
+        group.configure(
+            f"127.0.0.1:{ports[0]}/{kind.__name__}",
+            f"replica {dist.get_rank()}",
+            dist.get_rank(),
+            2,
+        )
         groups[kind.__name__] = group.register(kind.__name__)
     assert "Make a subclass whose rank()" in _attached_to(groups["ProcessGroupGloo"])
     return _trained(None), _trained(groups["Replicas"])

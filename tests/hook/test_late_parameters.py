@@ -1,4 +1,6 @@
-"""Parameters that are trained and that nothing averages: rank 0 says so once, and names the first."""
+"""Parameters that are trained and that nothing averages: rank 0 says so once, and names the
+first.
+"""
 
 import time
 from typing import Any
@@ -14,7 +16,10 @@ from commhooks.hook.late_parameters import LateParameters
 from tests.support.ddp_steps import backward, log_lines, mlp, wrap
 from tests.support.sharded import Prescribed, mesh_of
 
-LATE = "commhooks: 2 parameters (the first is {}) were frozen or missing when the hook was attached and are trained now"
+LATE = (
+    "commhooks: 2 parameters (the first is {}) were frozen or missing when the hook was attached"
+    " and are trained now"
+)
 
 
 def _trained(hook: str, change: str) -> list[str]:
@@ -39,7 +44,9 @@ def _trained(hook: str, change: str) -> list[str]:
 def test_parameters_that_are_trained_after_attach(run_ranks: Any, hook: str, change: str) -> None:
     on_0, on_1 = run_ranks(_trained, hook, change)
     first = {"unfrozen": "0.weight", "added": "5.weight"}
-    assert [line.startswith(LATE.format(first[change])) for line in on_0] == ([] if change == "none" else [True])
+    assert [line.startswith(LATE.format(first[change])) for line in on_0] == (
+        [] if change == "none" else [True]
+    )
     assert on_1 == []
 
 
@@ -47,7 +54,9 @@ def _not_sharded(ignored: bool) -> list[str]:
     mesh = mesh_of(2, 1)
     model = Prescribed()
     part = model.get_parameter("even.weight")
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"], ignored_params={part} if ignored else None)
+    torch.distributed.fsdp.fully_shard(
+        model, mesh=mesh["shard"], ignored_params={part} if ignored else None
+    )
     with log_lines("commhooks.hook.late_parameters") as lines:
         commhooks.attach(model, "powerSGD", replicate_group=mesh["replicate"]).close()
     return lines
@@ -56,14 +65,18 @@ def _not_sharded(ignored: bool) -> list[str]:
 @pytest.mark.parametrize("ignored", [False, True])
 def test_parameters_that_are_trained_and_not_sharded(run_ranks: Any, ignored: bool) -> None:
     on_0, on_1 = run_ranks(_not_sharded, ignored)
-    expected = "commhooks: even.weight: trained, but not sharded, so their gradients are not averaged"
+    expected = (
+        "commhooks: even.weight: trained, but not sharded, so their gradients are not averaged"
+    )
     assert [line.startswith(expected) for line in on_0] == [True] * ignored
     assert on_1 == []
 
 
 def _look() -> float:
     """The microseconds per pass with 1,000 frozen parameters and one that is trained."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(1), requires_grad=number == 0) for number in range(1001)])
+    model = nn.ParameterList(
+        [nn.Parameter(torch.zeros(1), requires_grad=number == 0) for number in range(1001)]
+    )
     look = LateParameters(DDPGradients(DistributedDataParallel(model)))
     look.before_pass()
     times = []

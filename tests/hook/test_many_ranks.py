@@ -1,4 +1,6 @@
-"""Messages of runs with many ranks: short, and true for a dry run with a fake process group, which sends nothing."""
+"""Messages of runs with many ranks: short, and true for a dry run with a fake process group, which
+sends nothing.
+"""
 
 import re
 from collections.abc import Callable
@@ -26,7 +28,9 @@ def test_a_list_shows_eight_values():
 
 
 def _supports(*differing: KernelSupport) -> list[KernelSupport]:
-    return [KernelSupport(build="a") for _ in range(RANKS - len(differing) * 20)] + [each for each in differing * 20]
+    return [KernelSupport(build="a") for _ in range(RANKS - len(differing) * 20)] + [
+        each for each in differing * 20
+    ]
 
 
 def _raised(function: Callable[..., Any], *arguments: Any) -> str:
@@ -38,15 +42,26 @@ def _raised(function: Callable[..., Any], *arguments: Any) -> str:
 MESSAGES: dict[str, Callable[[], str]] = {
     "steps": lambda: _raised(consensus._check_steps, list(range(100, 100 + RANKS))),
     "configurations": lambda: _raised(consensus._check_configurations, [0] * 32 + [1] * 32),
-    "no kernel": lambda: _raised(choose, _supports(KernelSupport(cannot="no compiler")), 0, HookRunError),
-    "slower": lambda: choose(_supports(KernelSupport(missing="no compiler")), 0, HookRunError).slower,
+    "no kernel": lambda: _raised(
+        choose, _supports(KernelSupport(cannot="no compiler")), 0, HookRunError
+    ),
+    "slower": lambda: (
+        choose(_supports(KernelSupport(missing="no compiler")), 0, HookRunError).slower
+    ),
     "kernels": lambda: choose(_supports(KernelSupport(build="b")), 0, HookRunError).slower,
     "hooks": lambda: request_check._different_hooks([["a"]] * 32 + [["b"]] * 32),
-    "models": lambda: request_check._different_models([[f"shape {rank % 2}"] for rank in range(RANKS)]),
-    "replicas": lambda: _raised(
-        replica_check._raise_where_different, 3, ["the plan"], {rank: [rank % 2] for rank in range(RANKS)}
+    "models": lambda: request_check._different_models(
+        [[f"shape {rank % 2}"] for rank in range(RANKS)]
     ),
-    "parameters": lambda: _raised(ModelNames([]).of_bucket, [torch.empty(2) for _ in range(RANKS)], True),
+    "replicas": lambda: _raised(
+        replica_check._raise_where_different,
+        3,
+        ["the plan"],
+        {rank: [rank % 2] for rank in range(RANKS)},
+    ),
+    "parameters": lambda: _raised(
+        ModelNames([]).of_bucket, [torch.empty(2) for _ in range(RANKS)], True
+    ),
 }
 
 
@@ -60,7 +75,9 @@ def _dry_run(rank: int) -> list[str]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     try:
         ddp = DistributedDataParallel(torch.nn.Linear(30, 30))
-        return [_raised(commhooks.attach, ddp, hook) for hook in ("powerSGD", "bf16", "diloco", None)]
+        return [
+            _raised(commhooks.attach, ddp, hook) for hook in ("powerSGD", "bf16", "diloco", None)
+        ]
     finally:
         dist.destroy_process_group()
 
@@ -69,5 +86,11 @@ def _dry_run(rank: int) -> list[str]:
 def test_a_fake_process_group_is_named_as_such(run_ranks, rank):
     (texts,) = run_ranks(_dry_run, rank, init=False, world_size=1)
     for text in texts:
-        assert text.startswith("a gather over this process group of 64 ranks has returned nothing from the other ranks")
-        assert "fake process group" in text and "torchft" not in text and len(re.findall(r"\d+", text)) == 1
+        assert text.startswith(
+            "a gather over this process group of 64 ranks has returned nothing from the other ranks"
+        )
+        assert (
+            "fake process group" in text
+            and "torchft" not in text
+            and len(re.findall(r"\d+", text)) == 1
+        )

@@ -41,7 +41,8 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-# --------------------------------------------------------------------------------------------------------------- time
+# --------------------------------------------------------------------------------------------------
+# time
 
 
 LATE = ("powerSGD on bf16", "bf16 wrapper")
@@ -64,7 +65,9 @@ def waiting_for_a_late_rank() -> dict[str, Any]:
             wall = time.perf_counter() - began
             stats = hook.stats()
             for name, value in before.items():
-                sums_agree &= math.isclose(stats[name] - value, stats[f"{name}_last_pass"], abs_tol=1e-9)
+                sums_agree &= math.isclose(
+                    stats[name] - value, stats[f"{name}_last_pass"], abs_tol=1e-9
+                )
             before = {name: stats[name] for name in before}
         out[kind] = {**stats, "wall": wall, "sums agree": sums_agree}
     return out
@@ -79,12 +82,17 @@ def test_waiting_is_not_codec_time(run_ranks):
             assert 0 < stats["codec_s_last_pass"] and 0 <= stats["waiting_s_last_pass"], kind
             assert stats["codec_s_last_pass"] + stats["waiting_s_last_pass"] <= stats["wall"], kind
         assert early["waiting_s_last_pass"] > 0.6 * DELAY_S, kind
-        assert early["codec_s_last_pass"] < 0.6 * DELAY_S and late["waiting_s_last_pass"] < 0.6 * DELAY_S, kind
+        assert (
+            early["codec_s_last_pass"] < 0.6 * DELAY_S
+            and late["waiting_s_last_pass"] < 0.6 * DELAY_S
+        ), kind
         if "SGD" in kind:
             assert early["compressed_steps"] == 3
 
 
-NOTHING: dict[str, dict[str, Any]] = {  # hooks that have begun and find no parameter that is worth compressing
+NOTHING: dict[
+    str, dict[str, Any]
+] = {  # hooks that have begun and find no parameter that is worth compressing
     "powerSGD": {"hook_options": POWERSGD | {"min_compression_rate": 1000}},
     "batched_powerSGD": {"hook_options": POWERSGD | {"matrix_approximation_rank": 1000}},
     "int8": {"hook_options": {"start_iter": 1, "exclude": ["*"]}},
@@ -105,17 +113,28 @@ def nothing_compressed() -> list[dict[str, Any]]:
 def test_a_hook_that_compresses_no_parameter_counts_no_compressed_step(run_ranks):
     for rank in run_ranks(nothing_compressed):
         for stats in rank:
-            assert stats["compressed_steps"] == stats["so_far"]["compressed_steps"] == 0, stats["hook"]
+            assert stats["compressed_steps"] == stats["so_far"]["compressed_steps"] == 0, stats[
+                "hook"
+            ]
             assert stats["step"] == 4 and stats["nonfinite_steps"] == 0 and stats["exact"]
             assert stats["compression_rate"] == pytest.approx(1, abs=0.01)
 
 
-OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")  # metrics that PowerSGD has not
+# metrics that PowerSGD has not
+OF_OTHERS = (
+    "chosen_at",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+    "members",
+)
 
 
 def times_that_nobody_knows() -> list[dict[str, Any]]:
     of_a_user, on_an_accelerator = wrap(mlp()), wrap(mlp())
-    hooks = [commhooks.attach(of_a_user, users_hook), commhooks.attach(on_an_accelerator, "powerSGD")]
+    hooks = [
+        commhooks.attach(of_a_user, users_hook),
+        commhooks.attach(on_an_accelerator, "powerSGD"),
+    ]
     train(of_a_user, 2)
     train(on_an_accelerator, 2)
     with mock.patch.object(precision, "is_host_readable", return_value=False):
@@ -125,7 +144,9 @@ def times_that_nobody_knows() -> list[dict[str, Any]]:
 def test_times_that_nobody_knows_are_none(run_ranks):
     for *stats, of_a_user, on_an_accelerator in run_ranks(times_that_nobody_knows):
         for each in stats:
-            assert [each[name] for name in each if "codec" in name or "waiting" in name] == [None] * 4
+            assert [each[name] for name in each if "codec" in name or "waiting" in name] == [
+                None
+            ] * 4
         assert of_a_user.keys() == {"commhooks/gradient_norm"}
         # No residual either: compression has not begun.
         unknown = ("codec_ms", "waiting_ms", *OF_OTHERS, "residual_norm", "residual_over_gradient")
@@ -133,7 +154,8 @@ def test_times_that_nobody_knows_are_none(run_ranks):
         assert on_an_accelerator.keys() == {f"commhooks/{name}" for name in NAMES} - missing
 
 
-# --------------------------------------------------------------------------------------------------------------- norms
+# --------------------------------------------------------------------------------------------------
+# norms
 
 
 def norms() -> dict[str, Any]:
@@ -157,7 +179,9 @@ def norms() -> dict[str, Any]:
         }
         found = {name: float(g.double().norm()) for name, g in gradients(ddp).items()}
         if kind == "batched":
-            residuals = {n: float(r.double().norm()) for n, r in session_of(hook).state["residual"].items()}
+            residuals = {
+                n: float(r.double().norm()) for n, r in session_of(hook).state["residual"].items()
+            }
         out[kind] = {"norms": hook.norms(), "residuals": residuals, "gradients": found}
         ddp.zero_grad(set_to_none=True)
         out[kind, "after zero_grad"] = hook.norms()
@@ -166,7 +190,8 @@ def norms() -> dict[str, Any]:
 
 def test_norms(run_ranks):
     ranks = run_ranks(norms)
-    assert ranks[0]["powerSGD"]["residuals"] != ranks[1]["powerSGD"]["residuals"]  # each rank has its own
+    # each rank has its own
+    assert ranks[0]["powerSGD"]["residuals"] != ranks[1]["powerSGD"]["residuals"]
     for rank in ranks:
         for kind, matrices in (("powerSGD", 3), ("batched", 6), ("allreduce", 0)):
             truth, before, after = rank[kind], rank[kind, "before"], rank[kind, "after zero_grad"]
@@ -175,13 +200,23 @@ def test_norms(run_ranks):
             gradient = math.hypot(*(truth["gradients"][name] for name in compressed))
             assert len(truth["residuals"]) == matrices
             ratio = residual / gradient if matrices else None
-            wanted = {"residual_norm": residual, "gradient_norm": gradient, "residual_over_gradient": ratio}
-            assert truth["norms"] == {name: value and pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
+            wanted = {
+                "residual_norm": residual,
+                "gradient_norm": gradient,
+                "residual_over_gradient": ratio,
+            }
+            assert truth["norms"] == {
+                name: value and pytest.approx(value, rel=1e-5) for name, value in wanted.items()
+            }
             assert before == dict.fromkeys(wanted)
-            assert after == {**dict.fromkeys(wanted), "residual_norm": truth["norms"]["residual_norm"]}
+            assert after == {
+                **dict.fromkeys(wanted),
+                "residual_norm": truth["norms"]["residual_norm"],
+            }
 
 
-# --------------------------------------------------------------------------------------------------------------- meter
+# --------------------------------------------------------------------------------------------------
+# meter
 
 
 def readings() -> list[Any]:
@@ -198,9 +233,13 @@ def readings() -> list[Any]:
 
 def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
     for (first, one), (second, two), (third, _) in run_ranks(readings):
-        names = {f"commhooks/{name}" for name in NAMES} - {f"commhooks/{name}" for name in OF_OTHERS}
+        names = {f"commhooks/{name}" for name in NAMES} - {
+            f"commhooks/{name}" for name in OF_OTHERS
+        }
         # No residual yet.
-        assert first.keys() == names - {f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient")}
+        assert first.keys() == names - {
+            f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient")
+        }
         assert first["commhooks/compression_rate"] == 1 and first["commhooks/compressed_steps"] == 0
         assert first["commhooks/bytes_per_pass"] == one["bytes_sent"] / 2
         assert {name.replace("x/", "commhooks/") for name in second} == names
@@ -213,17 +252,24 @@ def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
             since = two[f"{name}_s"] - one[f"{name}_s"]
             assert second[f"x/{name}_ms"] == pytest.approx(1000 * since / 3)
         # Nothing has happened since: no means.
-        means = {f"commhooks/{n}" for n in ("bytes_per_pass", "codec_ms", "waiting_ms", "compression_rate")}
+        means = {
+            f"commhooks/{n}"
+            for n in ("bytes_per_pass", "codec_ms", "waiting_ms", "compression_rate")
+        }
         assert third.keys() == names - means
 
 
-# ------------------------------------------------------------------------------------------------ torch's own log lines
+# ------------------------------------------------------------------------------------------------
+# torch's own log lines
 
 
 def reports(module: Any, logger: str) -> list[str]:
     ddp = wrap(mlp(), bucket_cap_mb=25)  # torch's hook hangs on gloo with more than one bucket
     state = module.PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=3, compression_stats_logging_frequency=2
+        None,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=3,
+        compression_stats_logging_frequency=2,
     )
     ddp.register_comm_hook(state, module.powerSGD_hook)
     with log_lines(logger, logging.INFO) as lines:

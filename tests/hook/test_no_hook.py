@@ -24,7 +24,12 @@ def _trained(hook: Any, **options: Any) -> dict[str, Any]:
     saved = run.save()["hook"]
     again = Run.new(hook=None)
     again.hook.load_state_dict(saved)
-    return {"weights": run.weights(), "stats": run.hook.stats(), "plan": str(run.hook.plan()), "name": again.hook.name}
+    return {
+        "weights": run.weights(),
+        "stats": run.hook.stats(),
+        "plan": str(run.hook.plan()),
+        "name": again.hook.name,
+    }
 
 
 def _all() -> dict[str, Any]:
@@ -56,13 +61,22 @@ def _said(hook: Any, **options: Any) -> list[str]:
 def test_rank_0_says_once_that_there_is_no_hook(run_ranks: Any) -> None:
     (line,), others = run_ranks(_said, None)
     assert line == "commhooks: none: no hook, DDP averages the gradients itself" and others == []
-    options = {"hook_options": {"matrix_approximation_rank": 2}, "wrapper": "bf16", "check_every": 1}
+    options = {
+        "hook_options": {"matrix_approximation_rank": 2},
+        "wrapper": "bf16",
+        "check_every": 1,
+    }
     (line,), others = run_ranks(_said, "off", **options)
-    assert line.endswith("itself (hook_options and wrapper and check_every without effect)") and others == []
+    assert (
+        line.endswith("itself (hook_options and wrapper and check_every without effect)")
+        and others == []
+    )
 
 
 def _differently() -> tuple[str, str]:
-    """The error if only some ranks have a hook; the hook of replicas of shards, which nobody else averages."""
+    """The error if only some ranks have a hook; the hook of replicas of shards, which nobody else
+    averages.
+    """
     with pytest.raises(commhooks.AttachError) as caught:
         commhooks.attach(wrap(mlp()), "powerSGD" if dist.get_rank() else None)
     return str(caught.value), attached(2, 1, None)[1].name
@@ -78,21 +92,26 @@ def test_what_cannot_be_done_without_a_hook() -> None:
     with process_group_of_one():
         hook = commhooks.attach(wrap(mlp()), None)
         saved = commhooks.attach(wrap(mlp()), "powerSGD").state_dict()
-        with pytest.raises(commhooks.PayloadError, match="is of hook 'powerSGD', but this hook is 'none'"):
+        with pytest.raises(
+            commhooks.PayloadError, match="is of hook 'powerSGD', but this hook is 'none'"
+        ):
             hook.load_state_dict(saved)
     for name in ("none", "Off"):
         with pytest.raises(HookConfigError, match=f"name='{name}' means training without a hook"):
             commhooks.register_hook(name, lambda options, group: (None, print))
 
 
-# ---- noop ------------------------------------------------------------------------------------------------------------
+# ---- noop
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("typo", ["nop", "noopp", "non", "nope"])
 def test_noop_is_offered_to_nobody(typo: str) -> None:
     with pytest.raises(HookConfigError) as caught:
         request.HookRequest.parse(typo)
-    assert "did you mean 'noop'" not in str(caught.value) and "'none' trains without a hook" in str(caught.value)
+    assert "did you mean 'noop'" not in str(caught.value) and "'none' trains without a hook" in str(
+        caught.value
+    )
 
 
 def _noop() -> dict[str, Any]:
@@ -106,7 +125,13 @@ def _noop() -> dict[str, Any]:
         quiet = Run.new(hook="noop")
         quiet.hook.quiet()
         quiet.train(1)
-    return {"said": said, "loaded": loaded, "unsaid": unsaid, "saved": saved, "weights": weights(run.ddp)}
+    return {
+        "said": said,
+        "loaded": loaded,
+        "unsaid": unsaid,
+        "saved": saved,
+        "weights": weights(run.ddp),
+    }
 
 
 def test_noop_warns_and_marks_what_it_saves(run_ranks: Any) -> None:
@@ -117,7 +142,9 @@ def test_noop_warns_and_marks_what_it_saves(run_ranks: Any) -> None:
     assert "averages nothing: the ranks had drifted apart" in text
     assert other["said"] == other["loaded"] == first["unsaid"] == []
     assert first["saved"]["replicas_equal"] is False
-    assert any(not torch.equal(first["weights"][name], other["weights"][name]) for name in first["weights"])
+    assert any(
+        not torch.equal(first["weights"][name], other["weights"][name]) for name in first["weights"]
+    )
 
 
 def test_other_hooks_mark_nothing_and_a_wrong_mark_is_damage() -> None:
@@ -125,5 +152,7 @@ def test_other_hooks_mark_nothing_and_a_wrong_mark_is_damage() -> None:
         hook = commhooks.attach(wrap(mlp()), "allreduce")
         saved = hook.state_dict()
         assert "replicas_equal" not in saved
-        with pytest.raises(commhooks.PayloadError, match="'replicas_equal' is 0, not True or False"):
+        with pytest.raises(
+            commhooks.PayloadError, match="'replicas_equal' is 0, not True or False"
+        ):
             hook.load_state_dict(saved | {"replicas_equal": 0})

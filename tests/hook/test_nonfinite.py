@@ -1,4 +1,6 @@
-"""Gradients that are not finite, and no GradScaler that skips the step: one warning with the rank and the parameter."""
+"""Gradients that are not finite, and no GradScaler that skips the step: one warning with the rank
+and the parameter.
+"""
 
 from typing import Any
 
@@ -15,8 +17,12 @@ from tests.support.sharded import backward as sharded_backward
 BAD_STEP = 2
 
 
-def _trained(hook: str, bad: str, ddp: dict[str, Any], more: dict[str, Any]) -> tuple[list[str], float]:
-    """Two bad steps of rank 1, the second one after others. Returns the lines and the loss at the end."""
+def _trained(
+    hook: str, bad: str, ddp: dict[str, Any], more: dict[str, Any]
+) -> tuple[list[str], float]:
+    """Two bad steps of rank 1, the second one after others. Returns the lines and the loss at the
+    end.
+    """
     with log_lines("commhooks.hook.nonfinite") as lines:
         model = wrap(mlp(), **ddp)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=bad == "scaled")
@@ -32,7 +38,9 @@ def _trained(hook: str, bad: str, ddp: dict[str, Any], more: dict[str, Any]) -> 
             assert len(lines) <= (step > BAD_STEP)
             scaler.scale(loss).backward()
             if bad == "guarded":
-                norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+                norm = nn.utils.get_total_norm(
+                    [each.grad for each in model.parameters() if each.grad is not None]
+                )
                 if norm.isfinite():
                     optimizer.step()
             else:
@@ -43,14 +51,19 @@ def _trained(hook: str, bad: str, ddp: dict[str, Any], more: dict[str, Any]) -> 
     return lines, float(sum(each.sum() for each in model.parameters()))
 
 
-NAMED = "the gradients of backward pass 3 are not finite on rank 1 (0.weight), so their average is not finite on any"
+NAMED = (
+    "the gradients of backward pass 3 are not finite on rank 1 (0.weight), so their average is not"
+    " finite on any"
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook_options": {"start_powerSGD_iter": 1}},
     "batched_powerSGD": {"hook_options": {"start_powerSGD_iter": 1}},
 }
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "bf16", "fp16", "int8", "int4", "powerSGD", "batched_powerSGD", "auto"])
+@pytest.mark.parametrize(
+    "hook", ["allreduce", "bf16", "fp16", "int8", "int4", "powerSGD", "batched_powerSGD", "auto"]
+)
 def test_every_hook_names_the_rank_and_the_parameter_once(run_ranks: Any, hook: str) -> None:
     (on_0, end), (on_1, _) = run_ranks(_trained, hook, "ruined", {}, OPTIONS.get(hook, {}))
     assert [line.startswith(f"commhooks: {NAMED}") for line in on_0] == [True] and on_1 == []
@@ -77,14 +90,26 @@ def test_hooks_that_send_nothing_or_do_not_average_gradients(run_ranks: Any) -> 
 @pytest.mark.parametrize(
     ("hook", "bad", "ddp", "blame"),
     [
-        ("int8", "ruined", {"gradient_as_bucket_view": True}, "on some rank (in the average the first parameter is "),
-        ("bf16", "ruined", {"gradient_as_bucket_view": True}, "on some rank (in the average the first parameter is "),
+        (
+            "int8",
+            "ruined",
+            {"gradient_as_bucket_view": True},
+            "on some rank (in the average the first parameter is ",
+        ),
+        (
+            "bf16",
+            "ruined",
+            {"gradient_as_bucket_view": True},
+            "on some rank (in the average the first parameter is ",
+        ),
         ("bf16", "ruined", {"static_graph": True}, "on rank 1 (0.weight), so"),
         ("int8", "ruined", {"find_unused_parameters": True}, "on rank 1 (0.weight), so"),
         ("fp16", "overflow", {}, "on rank 1 (0.weight), so"),
     ],
 )
-def test_the_modes_of_ddp(run_ranks: Any, hook: str, bad: str, ddp: dict[str, Any], blame: str) -> None:
+def test_the_modes_of_ddp(
+    run_ranks: Any, hook: str, bad: str, ddp: dict[str, Any], blame: str
+) -> None:
     (on_0, _), _ = run_ranks(_trained, hook, bad, ddp, {})
     assert len(on_0) == 1 and f"of backward pass 3 are not finite {blame}" in on_0[0]
 
@@ -99,7 +124,10 @@ def _overflow() -> list[str]:
 
 def test_an_overflow_on_the_wire_alone(run_ranks: Any) -> None:
     (line,), others = run_ranks(_overflow)
-    assert "of backward pass 1 are not finite once they are added up or rounded for the wire, so" in line
+    assert (
+        "of backward pass 1 are not finite once they are added up or rounded for the wire, so"
+        in line
+    )
     assert others == []
 
 
@@ -119,5 +147,8 @@ def _of_shards(hook: str) -> list[str]:
 def test_on_shards(run_ranks: Any, hook: str) -> None:
     lines = run_ranks(_of_shards, hook, world_size=4)
     (line,) = sum(lines, [])
-    assert "of backward pass 2 are not finite on some rank (in the average the first parameter is " in line
+    assert (
+        "of backward pass 2 are not finite on some rank (in the average the first parameter is "
+        in line
+    )
     assert bool(lines[0]) == (hook == "int8")  # bf16: on the first rank with this shard

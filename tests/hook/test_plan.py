@@ -1,4 +1,6 @@
-"""The plan of a model: what is compressed, why not, bytes and memory, from shapes and options alone."""
+"""The plan of a model: what is compressed, why not, bytes and memory, from shapes and options
+alone.
+"""
 
 import dataclasses
 from typing import Any
@@ -26,7 +28,14 @@ def _resnet18_of_cifar() -> list[tuple[int, ...]]:
     inputs = 64
     for width in (64, 128, 256, 512):
         for block_inputs in (inputs, width):
-            shapes += [(width, block_inputs, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            shapes += [
+                (width, block_inputs, 3, 3),
+                (width,),
+                (width,),
+                (width, width, 3, 3),
+                (width,),
+                (width,),
+            ]
             if block_inputs != width:
                 shapes += [(width, block_inputs, 1, 1), (width,), (width,)]
         inputs = width
@@ -47,11 +56,17 @@ def _lstm_of_wikitext() -> list[tuple[int, ...]]:
     ],
     ids=["ResNet-18", "LSTM"],
 )
-def test_as_many_times_fewer_bytes_as_in_the_paper(shapes: list[tuple[int, ...]], ratios: dict[int, float]) -> None:
-    """Vogels et al. 2019, arXiv 1905.13727. The paper has no flag per matrix, which the plan counts apart."""
+def test_as_many_times_fewer_bytes_as_in_the_paper(
+    shapes: list[tuple[int, ...]], ratios: dict[int, float]
+) -> None:
+    """Vogels et al. 2019, arXiv 1905.13727. The paper has no flag per matrix, which the plan counts
+    apart.
+    """
     model = nn.ParameterList(torch.empty(shape, device="meta") for shape in shapes)
     for rank, ratio in ratios.items():
-        plan = plan_model(model, HookRequest.parse("powerSGD", hook_options={"matrix_approximation_rank": rank}))
+        plan = plan_model(
+            model, HookRequest.parse("powerSGD", hook_options={"matrix_approximation_rank": rank})
+        )
         assert round(plan.bytes_before / plan.bytes_after, 1) == ratio
 
 
@@ -72,8 +87,16 @@ def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: b
         (torch.zeros(64, 64), {"sparse": True}, "sparse gradient"),
         (torch.zeros(4, 4), {}, "saves only 2x (min_compression_rate=2)"),
         (torch.zeros(64, 64), {"rank": 16}, "saves only 2x (min_compression_rate=2)"),
-        (torch.zeros(64, 64), {"rank": 2, "min_rate": 16}, "saves only 16x (min_compression_rate=16)"),
-        (torch.zeros(64, 64), {"rank": 1000, "min_rate": 0.01}, "saves only 0.5x (min_compression_rate=0.01)"),
+        (
+            torch.zeros(64, 64),
+            {"rank": 2, "min_rate": 16},
+            "saves only 16x (min_compression_rate=16)",
+        ),
+        (
+            torch.zeros(64, 64),
+            {"rank": 1000, "min_rate": 0.01},
+            "saves only 0.5x (min_compression_rate=0.01)",
+        ),
         (torch.zeros(1, 1000), {"min_rate": 0.1}, "saves only 1x (min_compression_rate=0.1)"),
     ],
 )
@@ -90,8 +113,16 @@ def test_reasons(parameter, arguments, reason):
         (torch.zeros(64, 32), {}, (64, 32, 1)),
         (torch.zeros(64, 32).t(), {"rank": 4}, (64, 32, 4)),  # as it lies in memory
         (torch.zeros(32, 16, 3, 3), {"rank": 2}, (32, 144, 2)),
-        (torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last), {"rank": 2}, (32, 144, 2)),
-        (torch.zeros(2, 1000), {"rank": 5, "min_rate": 0.9}, None),  # at most min(n, m): nothing is saved
+        (
+            torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last),
+            {"rank": 2},
+            (32, 144, 2),
+        ),
+        (
+            torch.zeros(2, 1000),
+            {"rank": 5, "min_rate": 0.9},
+            None,
+        ),  # at most min(n, m): nothing is saved
         (torch.zeros(64, 64), {"rank": 16, "min_rate": 1.99}, (64, 64, 16)),
         (torch.zeros(64, 64, dtype=torch.bfloat16), {}, (64, 64, 1)),
     ],
@@ -115,7 +146,8 @@ def test_the_limit_is_that_of_torch():
                 assert _plan(torch.zeros(n, m), rank, rate).compressed == theirs, (n, m, rank, rate)
 
 
-# ------------------------------------------------------------------------------------------------------------ bytes
+# --------------------------------------------------------------------------------------------------
+# bytes
 
 
 def test_bytes_of_a_model():
@@ -135,7 +167,8 @@ def test_bytes_of_a_model():
     assert plan.compressed_share == pytest.approx((8192 + 8192 + 32768) / plan.bytes_before)
     half = dataclasses.replace(plan, wire_dtype=torch.float16)
     assert half.bytes_before == plan.bytes_before
-    assert half.bytes_after == 192 * 2 + 128 * 2 + 128 * 2 + 20 + 40 + 400  # sparse gradients keep their dtype
+    # sparse gradients keep their dtype
+    assert half.bytes_after == 192 * 2 + 128 * 2 + 128 * 2 + 20 + 40 + 400
 
 
 def test_the_table_shows_every_parameter():
@@ -144,7 +177,11 @@ def test_the_table_shows_every_parameter():
         hook = commhooks.attach(wrap(model), "powerSGD", hook_options={"start_powerSGD_iter": 7})
     text = str(hook.plan())
     assert "powerSGD: compressed from step 7 on" in text
-    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("  0.", "  1."))}
+    rows = {
+        line.split()[0]: line.split()
+        for line in text.splitlines()
+        if line.startswith(("  0.", "  1."))
+    }
     assert rows["0.weight"][1:] == ["32x3x3x3", "32", "x", "27", "1", "3.456", "0.236"]
     assert rows["1.bias"][1:] == ["32", "0.128", "0.128", "vector"]
     assert text.splitlines()[-1].startswith("2 of 4 parameters compressed (")
@@ -165,10 +202,13 @@ def test_names_are_shown_whole_and_as_they_are():
     assert row == ["[bold]x", "512x512", "512", "x", "512", "1", "1.049", row[-1]]
 
 
-# ---- before there is a process group, as for `commhooks plan` -------------------------------------------------------
+# ---- before there is a process group, as for `commhooks plan`
+# -------------------------------------------------------
 
 
-def plan_of(module: nn.Module, hook: Any, wrapper: str | None = None, **arguments: Any) -> ModelPlan:
+def plan_of(
+    module: nn.Module, hook: Any, wrapper: str | None = None, **arguments: Any
+) -> ModelPlan:
     return plan_model(module, HookRequest.parse(hook, wrapper=wrapper), **arguments)
 
 
@@ -183,7 +223,8 @@ HOOKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "wrapper"), [*((name, None) for name in HOOKS), ("rank 2", "bf16"), ("allreduce", "bf16")]
+    ("name", "wrapper"),
+    [*((name, None) for name in HOOKS), ("rank 2", "bf16"), ("allreduce", "bf16")],
 )
 def test_the_same_as_the_attached_hook(name: str, wrapper: str | None) -> None:
     cap = 0.003
@@ -195,13 +236,24 @@ def test_the_same_as_the_attached_hook(name: str, wrapper: str | None) -> None:
             backward(ddp, step)
         sent, late = hook.stats()["bytes_sent_last_pass"], hook.plan()
     assert early.parameters == late.parameters
-    for one in ("bytes_before", "bytes_after", "flag_bytes", "start_step", "wire_dtype", "selective", "sends"):
+    for one in (
+        "bytes_before",
+        "bytes_after",
+        "flag_bytes",
+        "start_step",
+        "wire_dtype",
+        "selective",
+        "sends",
+    ):
         assert getattr(early, one) == getattr(late, one), one
     assert early.summary() == late.summary()
     assert sent == early.bytes_after + early.flag_bytes
     if name not in ("fp16", "allreduce", "noop"):
         assert early.buckets == () and len(late.buckets) > 2
-        assert early.memory.residual == late.memory.residual and early.memory.total >= late.memory.total > 0
+        assert (
+            early.memory.residual == late.memory.residual
+            and early.memory.total >= late.memory.total > 0
+        )
         assert sum(b.bytes_after for b in late.buckets) == late.bytes_after
         assert sum(b.bytes_before for b in late.buckets) == late.bytes_before
         assert "Buckets, as in the latest backward pass" in str(late)
@@ -210,9 +262,17 @@ def test_the_same_as_the_attached_hook(name: str, wrapper: str | None) -> None:
 
 
 def test_of_whole_buckets_nothing_is_known_before_ddp_makes_them() -> None:
-    unknown = "batched_powerSGD: the plan follows DDP's buckets; it is known after the first backward pass"
+    unknown = (
+        "batched_powerSGD: the plan follows DDP's buckets; it is known after the first backward"
+        " pass"
+    )
     early = plan_of(mlp(), commhooks.BatchedPowerSGD())
-    assert (early.bytes_before, early.bytes_after, early.compressed_share, str(early)) == (0, 0, 0.0, unknown)
+    assert (early.bytes_before, early.bytes_after, early.compressed_share, str(early)) == (
+        0,
+        0,
+        0.0,
+        unknown,
+    )
     with process_group_of_one():
         ddp = wrap(mlp())
         hook = commhooks.attach(ddp, commhooks.BatchedPowerSGD(start_powerSGD_iter=0))
@@ -223,7 +283,9 @@ def test_of_whole_buckets_nothing_is_known_before_ddp_makes_them() -> None:
 
 def test_a_hook_of_the_users_own_is_not_known() -> None:
     with process_group_of_one():
-        plan = commhooks.attach(wrap(mlp()), lambda state, bucket: commhooks.allreduce_hook(None, bucket)).plan()
+        plan = commhooks.attach(
+            wrap(mlp()), lambda state, bucket: commhooks.allreduce_hook(None, bucket)
+        ).plan()
     assert plan.as_dict()["bytes_after"] is None and "?" in str(plan)
     assert plan.summary().endswith("kB -> what the hook sends per step and rank")
     with pytest.raises(HookConfigError, match="is a function, whose traffic cannot be planned"):
@@ -235,7 +297,9 @@ def _size(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def _trained(config: Any, dtype: torch.dtype = torch.float32, wrapper: str | None = None) -> tuple[Any, Any, list[Any]]:
+def _trained(
+    config: Any, dtype: torch.dtype = torch.float32, wrapper: str | None = None
+) -> tuple[Any, Any, list[Any]]:
     """After four steps: the hook, what it has learned, the kernels of its buckets."""
     ddp = wrap(mlp(dtype=dtype))
     hook = commhooks.attach(ddp, config, wrapper=wrapper)
@@ -259,13 +323,17 @@ FROM_0: dict[str, Any] = {"start_powerSGD_iter": 0}
         (commhooks.BatchedPowerSGD(**FROM_0), torch.float32, None),
     ],
 )
-def test_the_memory_that_is_planned_is_taken(config: Any, dtype: torch.dtype, wrapper: str | None) -> None:
+def test_the_memory_that_is_planned_is_taken(
+    config: Any, dtype: torch.dtype, wrapper: str | None
+) -> None:
     with process_group_of_one(), computing_with("torch"):  # the native kernel needs less
         hook, state, kernels = _trained(config, dtype, wrapper)
     planned = hook.plan().memory
     assert planned.residual == _size(state["residual"].values())
     kept = _size(state["q"].values())
-    assert planned.factors == kept + sum(_size(x.products._p) + _size(x.products._q) for x in kernels)
+    assert planned.factors == kept + sum(
+        _size(x.products._p) + _size(x.products._q) for x in kernels
+    )
     assert planned.copies == sum(_size(x.own_deltas) for x in kernels)
     packed = _size(x.work.buffer for x in kernels)
     if isinstance(config, commhooks.BatchedPowerSGD):
@@ -281,11 +349,18 @@ def test_the_memory_that_is_planned_is_taken(config: Any, dtype: torch.dtype, wr
 def test_the_native_kernel_takes_no_more_than_is_planned(rank: int) -> None:
     """It does not pad the factors of rank 1."""
     with process_group_of_one():
-        hook, state, kernels = _trained(commhooks.PowerSGD(**FROM_0, matrix_approximation_rank=rank))
+        hook, state, kernels = _trained(
+            commhooks.PowerSGD(**FROM_0, matrix_approximation_rank=rank)
+        )
     assert hook.stats()["kernel"] == "native"
     planned = hook.plan().memory
-    taken = _size(state["q"].values()) + sum(_size(x.products.p) + _size(x.products.q) for x in kernels)
-    assert planned.residual == _size(state["residual"].values()) and planned.factors / 2 < taken <= planned.factors
+    taken = _size(state["q"].values()) + sum(
+        _size(x.products.p) + _size(x.products.q) for x in kernels
+    )
+    assert (
+        planned.residual == _size(state["residual"].values())
+        and planned.factors / 2 < taken <= planned.factors
+    )
     assert planned.packed == _size(x.work.buffer for x in kernels)
 
 
@@ -293,6 +368,8 @@ def test_kinds_of_parameters() -> None:
     plan = plan_of(Net(), commhooks.PowerSGD(start_powerSGD_iter=0, exclude=["head*"]))
     reasons = {p.name: p.reason for p in plan.parameters}
     assert reasons["embed.weight"] == "excluded by 'head*'"  # by its second name
-    assert reasons["sparse.weight"] == "sparse gradient" and reasons["imaginary"] == "complex numbers"
+    assert (
+        reasons["sparse.weight"] == "sparse gradient" and reasons["imaginary"] == "complex numbers"
+    )
     assert not any(name.startswith(("frozen", "head", "mean")) for name in reasons)
     assert reasons["conv.weight"] == reasons["half.weight"] == ""

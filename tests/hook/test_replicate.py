@@ -1,5 +1,6 @@
-"""Models that `torch.distributed._composable` has replicated, by `replicate` and where torch has it by
-`replicate_with_fsdp`: hooked, saved and resumed."""
+"""Models that `torch.distributed._composable` has replicated, by `replicate` and where torch has it
+by `replicate_with_fsdp`: hooked, saved and resumed.
+"""
 
 from typing import Any
 
@@ -16,11 +17,16 @@ from tests.support import features
 from tests.support.sharded import mesh_of
 from tests.support.training import batch, make_model
 
-KINDS = ["replicate", pytest.param("with fsdp", marks=[features.fully_shard_on_gloo, features.replicate_with_fsdp])]
+KINDS = [
+    "replicate",
+    pytest.param("with fsdp", marks=[features.fully_shard_on_gloo, features.replicate_with_fsdp]),
+]
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
 
-def _new(kind: str, hook: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Any]:
+def _new(
+    kind: str, hook: Any, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, Any]:
     """A replicated model, and its hook; `hook` "native": without one."""
     model = make_model(dtype)
     if kind == "DDP":
@@ -30,7 +36,9 @@ def _new(kind: str, hook: Any, dtype: torch.dtype = torch.float32, **options: An
         replicate(model, bucket_cap_mb=0.001)
         options |= {"save_residual": "distributed"}
     else:
-        from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+        from torch.distributed._composable.replicate_with_fsdp import (
+            replicate as replicate_with_fsdp,
+        )
 
         mesh = mesh_of(dist.get_world_size(), 1)
         own = mesh["replicate" if hook == "native" else "shard"]
@@ -61,14 +69,21 @@ def _train(model: nn.Module, steps: range) -> list[torch.Tensor]:
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    return [
+        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for p in model.parameters()
+    ]
 
 
 def _run(kind: str) -> dict[str, Any]:
     exact = []
     for dtype in (torch.float32, torch.bfloat16):
-        native, hooked = (_train(_new(kind, hook, dtype)[0], range(3)) for hook in ("native", "allreduce"))
-        exact.append(max(float((one - other).abs().max()) for one, other in zip(native, hooked, strict=True)))
+        native, hooked = (
+            _train(_new(kind, hook, dtype)[0], range(3)) for hook in ("native", "allreduce")
+        )
+        exact.append(
+            max(float((one - other).abs().max()) for one, other in zip(native, hooked, strict=True))
+        )
     model, hook = _new(kind, "powerSGD", hook_options=OPTIONS)
     _train(model, range(2))
     saved, weights = hook.state_dict("distributed"), _weights(model)
@@ -92,7 +107,10 @@ def _run(kind: str) -> dict[str, Any]:
 
 
 def _plain(saved: dict[str, Any]) -> dict[str, Any]:
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in saved["residual"].items()}
+    whole = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in saved["residual"].items()
+    }
     return saved | {"residual": whole}
 
 
@@ -120,6 +138,8 @@ def _over_all_ranks() -> str:
 
 
 @features.replicate_with_fsdp
-def test_a_model_that_averages_itself_is_refused_with_the_two_lines_to_change(run_ranks: Any) -> None:
+def test_a_model_that_averages_itself_is_refused_with_the_two_lines_to_change(
+    run_ranks: Any,
+) -> None:
     for message in run_ranks(_over_all_ranks):
         assert "replicate(module, mesh=mesh['shard'])" in message and "(2, 1)" in message

@@ -1,5 +1,6 @@
-"""A training that ends and has not used its hook: one warning with the numbers, on one rank, and none where it would be
-wrong."""
+"""A training that ends and has not used its hook: one warning with the numbers, on one rank, and
+none where it would be wrong.
+"""
 
 import os
 import subprocess
@@ -19,33 +20,52 @@ from tests.support.sharded import backward as sharded_backward
 
 STEPS = 3
 NOT_BEGUN = (
-    "commhooks: hook {!r} has compressed nothing in 3 backward passes: it begins at step {}. Set {} to a smaller "
+    "commhooks: hook {!r} has compressed nothing in 3 backward passes: it begins at step {}. Set {}"
+    " to a smaller "
 )
 NOTHING = (
-    "commhooks: hook {!r} has compressed nothing in 3 backward passes: it compresses no parameter of this model. "
-    "print(hook.plan()) gives the reasons."
+    "commhooks: hook {!r} has compressed nothing in 3 backward passes: it compresses no parameter"
+    " of this model. print(hook.plan()) gives the reasons."
 )
 UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
-    "powerSGD": ("powerSGD", None, NOT_BEGUN.format("powerSGD", 100, "start_powerSGD_iter") + "number."),
-    "int8": ("int8", {"start_iter": 3}, NOT_BEGUN.format("int8_compress", 3, "start_iter") + "number."),
+    "powerSGD": (
+        "powerSGD",
+        None,
+        NOT_BEGUN.format("powerSGD", 100, "start_powerSGD_iter") + "number.",
+    ),
+    "int8": (
+        "int8",
+        {"start_iter": 3},
+        NOT_BEGUN.format("int8_compress", 3, "start_iter") + "number.",
+    ),
     "a compressor of one's own": (
         "examples.random_k:RandomKCompressor",
         {"start_iter": 3},
         NOT_BEGUN.format("random_k", 3, "start_iter") + "number.",
     ),
-    "auto": ("auto", None, NOT_BEGUN.format("auto", 10, "measure_steps") + "number, or name the hook."),
+    "auto": (
+        "auto",
+        None,
+        NOT_BEGUN.format("auto", 10, "measure_steps") + "number, or name the hook.",
+    ),
     "diloco": (
         "diloco",
         {"sync_every": 4},
-        "commhooks: hook 'diloco' has averaged no weights in 3 backward passes: it begins at step 4. Set start_iter to "
-        "a smaller number, or sync_every.",
+        (
+            "commhooks: hook 'diloco' has averaged no weights in 3 backward passes: it begins at"
+            " step 4. Set start_iter to a smaller number, or sync_every."
+        ),
     ),
     "powerSGD, no large matrix": (
         "powerSGD",
         {"start_powerSGD_iter": 1, "min_compression_rate": 1000},
         NOTHING.format("powerSGD"),
     ),
-    "int8, all excluded": ("int8", {"start_iter": 0, "exclude": ["*"]}, NOTHING.format("int8_compress")),
+    "int8, all excluded": (
+        "int8",
+        {"start_iter": 0, "exclude": ["*"]},
+        NOTHING.format("int8_compress"),
+    ),
     "int8, begun": ("int8", {"start_iter": 2}, ""),
     "auto, decided": (KINDS["auto, chooses int8"].hook, None, ""),
     "local_sgd, averaged": ("local_sgd", {"sync_every": 3}, ""),
@@ -100,16 +120,25 @@ def _not_called(way: str, hook: str) -> list[str]:
 NOT_CALLED = [(way, "powerSGD") for way in ("another wrapper", "no_sync", "evaluated", "replaced")]
 
 
-@pytest.mark.parametrize(("way", "hook"), [*NOT_CALLED, ("no_sync", "tests.hook.test_unused:users_hook")])
+@pytest.mark.parametrize(
+    ("way", "hook"), [*NOT_CALLED, ("no_sync", "tests.hook.test_unused:users_hook")]
+)
 def test_a_hook_that_was_never_called(run_ranks: Any, way: str, hook: str) -> None:
     on_0, on_1 = run_ranks(_not_called, way, hook)
-    called = f"commhooks: hook {hook!r} was never called in 3 backward passes of its model, and has averaged nothing. "
-    assert [line.startswith(called) for line in on_0] == ([True] if way in ("another wrapper", "no_sync") else [])
+    called = (
+        f"commhooks: hook {hook!r} was never called in 3 backward passes of its model, and has"
+        " averaged nothing. "
+    )
+    assert [line.startswith(called) for line in on_0] == (
+        [True] if way in ("another wrapper", "no_sync") else []
+    )
     assert on_1 == []
 
 
 def _replaced() -> list[str]:
-    """A hook that has not begun; then another one of the same parameters, which fails in its first pass."""
+    """A hook that has not begun; then another one of the same parameters, which fails in its first
+    pass.
+    """
     with log_lines("commhooks.hook.unused") as lines:
         model = mlp()
         replaced = commhooks.attach(first := wrap(model), "powerSGD")
@@ -133,8 +162,9 @@ def users_hook(state: Any, bucket: Any) -> Any:
 
 
 def _silent() -> list[str]:
-    """An exception ends the training; a training in a forked process; a training that goes on in another process group;
-    a quiet hook; a training announced as too short."""
+    """An exception ends the training; a training in a forked process; a training that goes on in
+    another process group; a quiet hook; a training announced as too short.
+    """
     with log_lines("commhooks.hook.unused") as lines:
 
         def trained(**attach: Any) -> tuple[DistributedDataParallel, commhooks.CommHook]:
@@ -171,8 +201,10 @@ def test_where_it_would_be_wrong_or_said_before(run_ranks: Any) -> None:
     on_0, on_1 = run_ranks(_silent)
     assert [line.split(":")[1] for line in on_0] == [
         " hook 'powerSGD' has compressed nothing in 1 backward passes",
-        " hook 'powerSGD' begins at step 1, but this training ends at step 1, so that it has no effect. Set "
-        "start_powerSGD_iter to a smaller number.",
+        (
+            " hook 'powerSGD' begins at step 1, but this training ends at step 1, so that it has no"
+            " effect. Set start_powerSGD_iter to a smaller number."
+        ),
     ]
     assert on_1 == []
 
@@ -191,7 +223,10 @@ def _of_shards() -> list[list[str]]:
 
 def test_on_shards_and_a_detached_hook(run_ranks: Any) -> None:
     (closed, detached), *others = run_ranks(_of_shards, world_size=4)
-    assert len(closed) == 1 and "has compressed nothing in 1 backward passes: it begins at step 9." in closed[0]
+    assert (
+        len(closed) == 1
+        and "has compressed nothing in 1 backward passes: it begins at step 9." in closed[0]
+    )
     assert detached == [] and others == [[[], []]] * 3
 
 
@@ -229,10 +264,16 @@ WARNS = {"end": True, "the model is gone": True, "exception": False, "replaced":
 def test_the_end_of_the_process(tmp_path: Path, end: str) -> None:
     ranks = [
         subprocess.Popen(
-            [warm.python(), "-c", SCRIPT, str(rank), str(tmp_path), end], stderr=subprocess.PIPE, text=True
+            [warm.python(), "-c", SCRIPT, str(rank), str(tmp_path), end],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
     on_0, on_1 = (each.communicate(timeout=120)[1] for each in ranks)
-    assert on_0.count("hook 'powerSGD' has compressed nothing in 2 backward passes") == WARNS[end], on_0
-    assert "compressed nothing" not in on_1 and ("an error of the user" in on_0) == (end == "exception")
+    assert (
+        on_0.count("hook 'powerSGD' has compressed nothing in 2 backward passes") == WARNS[end]
+    ), on_0
+    assert "compressed nothing" not in on_1 and ("an error of the user" in on_0) == (
+        end == "exception"
+    )

@@ -1,4 +1,6 @@
-"""Hooks of the user's own: a callable, a dotted path, a registered name, one of our functions; their states."""
+"""Hooks of the user's own: a callable, a dotted path, a registered name, one of our functions;
+their states.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +31,19 @@ def no_registered_hooks_left() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------------------ hooks
+# --------------------------------------------------------------------------------------------------
+# hooks
 
 
 def scaled_average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean times `state` (None: 1). Its annotations are text, which a bare `register_comm_hook` would refuse."""
+    """The mean times `state` (None: 1). Its annotations are text, which a bare `register_comm_hook`
+    would refuse.
+    """
     factor = 1.0 if state is None else float(state)
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0] * (factor / dist.get_world_size()))
+    return work.get_future().then(
+        lambda future: future.value()[0] * (factor / dist.get_world_size())
+    )
 
 
 class Hooks:
@@ -47,18 +54,31 @@ class Hooks:
         return scaled_average(2.0, bucket)
 
 
-def scaled_factory(options: dict[str, Any], process_group: dist.ProcessGroup | None) -> tuple[Any, Any]:
+def scaled_factory(
+    options: dict[str, Any], process_group: dist.ProcessGroup | None
+) -> tuple[Any, Any]:
     """The mean times a factor."""
     assert isinstance(process_group, dist.ProcessGroup)
     return options.pop("factor", 1.0), scaled_average
 
 
-# ---------------------------------------------------------------------------------------------------- three ways to it
+# --------------------------------------------------------------------------------------------------
+# three ways to it
 
 WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
     "callable": (scaled_average, {"hook_state": 0.5}, 0.5, "scaled_average"),
-    "dotted path": ("test_user_hooks:scaled_average", {"hook_state": 3}, 3.0, "test_user_hooks:scaled_average"),
-    "dotted path with a class": ("test_user_hooks:Hooks.doubled", {}, 2.0, "test_user_hooks:Hooks.doubled"),
+    "dotted path": (
+        "test_user_hooks:scaled_average",
+        {"hook_state": 3},
+        3.0,
+        "test_user_hooks:scaled_average",
+    ),
+    "dotted path with a class": (
+        "test_user_hooks:Hooks.doubled",
+        {},
+        2.0,
+        "test_user_hooks:Hooks.doubled",
+    ),
     "registered": ("Scaled", {"hook_options": {"factor": 0.25}}, 0.25, "scaled"),
 }
 
@@ -69,12 +89,16 @@ def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, na
         commhooks.register_hook("scaled", scaled_factory)
     try:
         ddp = wrap(mlp())
-        given = {key: dict(value) if isinstance(value, dict) else value for key, value in arguments.items()}
+        given = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in arguments.items()
+        }
         attached = commhooks.attach(ddp, hook, **given)
         assert attached.name == name
         assert max(errors_of_means(ddp, 2, factor)) <= 1e-6
         stats = attached.stats()
-        assert stats["backward_passes"] == 2 and stats["bytes_sent"] is None  # only the hook itself knows
+        # only the hook itself knows
+        assert stats["backward_passes"] == 2 and stats["bytes_sent"] is None
         assert given == arguments  # the factory has taken its option out of a copy
     finally:
         registry.FACTORIES.clear()
@@ -92,7 +116,8 @@ def test_a_registered_hook_is_listed():
     assert listed["powerSGD"]["options"]["matrix_approximation_rank"] == 1
 
 
-# -------------------------------------------------------------------------------------------------------------- states
+# --------------------------------------------------------------------------------------------------
+# states
 
 
 class Counts:
@@ -131,31 +156,40 @@ def unsaveable_state(kind: type[Counts]) -> list[str]:
 def test_a_state_that_cannot_be_saved_is_mentioned_once(run_ranks):
     on_0, on_1 = run_ranks(unsaveable_state, Counts)
     assert on_0 == [
-        "commhooks: the state of hook counting_hook (Counts) has no state_dict and load_state_dict: "
-        "checkpoints do not hold it."
+        "commhooks: the state of hook counting_hook (Counts) has no state_dict and load_state_dict:"
+        " checkpoints do not hold it."
     ]
     assert on_1 == []
     for (line,) in run_ranks(unsaveable_state, Remembers):
         assert "is not saved: ['folder'] is a pathlib" in line
 
 
-# -------------------------------------------------------------------------------------------------- functions of ours
+# --------------------------------------------------------------------------------------------------
+# functions of ours
 
 
 def _functions_of_ours() -> tuple[dict[str, int], bool, list[str]]:
     sent = {}
-    for function in (commhooks.allreduce_hook, commhooks.bf16_compress_hook, commhooks.powerSGD_hook):
+    for function in (
+        commhooks.allreduce_hook,
+        commhooks.bf16_compress_hook,
+        commhooks.powerSGD_hook,
+    ):
         run = Run.new(hook=function).train(2)
         sent[run.hook.name] = run.hook.stats()["bytes_sent"]
     state = commhooks.PowerSGDState(None, 2, 1)
     made = Run.new(hook=commhooks.powerSGD_hook, hook_state=state).train(4)
-    named = Run.new(hook_options={"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}).train(4)
+    named = Run.new(hook_options={"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}).train(
+        4
+    )
     resumed = Run.new(hook_options={"matrix_approximation_rank": 2}).load(made.save())
     return sent, torch.equal(made.weights(), named.weights()), list(residuals(resumed.hook))
 
 
 def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
-    """With a state, too: it has the model's names for the parameters, and resumes the hook of that name."""
+    """With a state, too: it has the model's names for the parameters, and resumes the hook of that
+    name.
+    """
     for sent, equal, resumed in run_ranks(_functions_of_ours):
         assert list(sent) == ["allreduce", "bf16_compress", "powerSGD"]
         assert sent["allreduce"] == 2 * sent["bf16_compress"] > 0
@@ -166,12 +200,16 @@ def _around(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     return commhooks.powerSGD_hook(state, bucket)
 
 
-@pytest.mark.parametrize("function", [_around, commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook), "factory"])
+@pytest.mark.parametrize(
+    "function", [_around, commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook), "factory"]
+)
 def test_a_state_of_powersgd_is_planned_and_saved_whatever_function_uses_it(function: Any) -> None:
     with process_group_of_one():
         state = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
         if function == "factory":
-            commhooks.register_hook("factory", lambda options, group: (state, commhooks.powerSGD_hook))
+            commhooks.register_hook(
+                "factory", lambda options, group: (state, commhooks.powerSGD_hook)
+            )
         ddp = wrap(mlp())
         hook = commhooks.attach(ddp, function, hook_state=None if function == "factory" else state)
         train(ddp, 2)
@@ -220,18 +258,27 @@ def test_one_state_for_two_models_is_refused() -> None:
         assert first.hook.stats()["step"] == 1
 
 
-# ------------------------------------------------------------------------------------------------------------ wrappers
+# --------------------------------------------------------------------------------------------------
+# wrappers
 
 DTYPES = {"fp16": (torch.float16, 1e-3), "bf16": (torch.bfloat16, 1e-2)}
 HOW: dict[str, Callable[[Any, Any, Any], object]] = {
     "attached": lambda ddp, hook, state: commhooks.attach(ddp, hook, hook_state=state),
-    "attached, bf16": lambda ddp, hook, state: commhooks.attach(ddp, hook, hook_state=state, wrapper="bf16"),
-    "registered, bf16": lambda ddp, hook, state: ddp.register_comm_hook(state, commhooks.bf16_compress_wrapper(hook)),
-    "registered, fp16": lambda ddp, hook, state: ddp.register_comm_hook(state, commhooks.fp16_compress_wrapper(hook)),
+    "attached, bf16": lambda ddp, hook, state: commhooks.attach(
+        ddp, hook, hook_state=state, wrapper="bf16"
+    ),
+    "registered, bf16": lambda ddp, hook, state: ddp.register_comm_hook(
+        state, commhooks.bf16_compress_wrapper(hook)
+    ),
+    "registered, fp16": lambda ddp, hook, state: ddp.register_comm_hook(
+        state, commhooks.fp16_compress_wrapper(hook)
+    ),
 }
 
 
-def recording_average(state: set[torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def recording_average(
+    state: set[torch.dtype], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     state.add(bucket.buffer().dtype)
     return scaled_average(None, bucket)
 
@@ -249,7 +296,8 @@ def test_a_users_hook_inside_a_wrapper(run_ranks, how):
     run_ranks(averages_in_16_bits, how)
 
 
-# -------------------------------------------------------------------------------------------------------- misbehaviour
+# --------------------------------------------------------------------------------------------------
+# misbehaviour
 
 
 def returns_nothing(state: Any, bucket: dist.GradBucket) -> Any:
@@ -275,10 +323,25 @@ def one_number(state: Any, bucket: dist.GradBucket) -> Any:
 @pytest.mark.parametrize(
     ("hook", "how", "error", "text"),
     [
-        (returns_nothing, "attached", commhooks.HookRunError, "returned a NoneType; it must return a torch.futures.F"),
-        (returns_a_tensor, "registered, bf16", commhooks.HookRunError, "returned a Tensor; it must return a torch.f"),
+        (
+            returns_nothing,
+            "attached",
+            commhooks.HookRunError,
+            "returned a NoneType; it must return a torch.futures.F",
+        ),
+        (
+            returns_a_tensor,
+            "registered, bf16",
+            commhooks.HookRunError,
+            "returned a Tensor; it must return a torch.f",
+        ),
         # Errors in a future's callback become RuntimeErrors.
-        (without_then, "attached, bf16", RuntimeError, "the future of hook 'without_then' holds a list; it must"),
+        (
+            without_then,
+            "attached, bf16",
+            RuntimeError,
+            "the future of hook 'without_then' holds a list; it must",
+        ),
         (
             one_number,
             "registered, bf16",
@@ -288,7 +351,9 @@ def one_number(state: Any, bucket: dist.GradBucket) -> Any:
         (raises, "attached", ZeroDivisionError, "in the user's code"),
     ],
 )
-def test_a_wrong_hook_is_an_error_in_backward(hook: Any, how: str, error: type[Exception], text: str) -> None:
+def test_a_wrong_hook_is_an_error_in_backward(
+    hook: Any, how: str, error: type[Exception], text: str
+) -> None:
     with process_group_of_one():
         ddp = wrap(mlp())
         HOW[how](ddp, hook, None)

@@ -1,4 +1,6 @@
-"""What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
+"""What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says
+where ranks differ.
+"""
 
 import contextlib
 import copy
@@ -28,8 +30,9 @@ def _own_batch(step: int) -> torch.Tensor:
 
 
 class _Observed(nn.Module):
-    """Buffers that begin as infinities, that change their shape, and that are registered late, on rank 0 only; and a
-    frozen teacher that follows the trained weights."""
+    """Buffers that begin as infinities, that change their shape, and that are registered late, on
+    rank 0 only; and a frozen teacher that follows the trained weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,11 +56,15 @@ class _Observed(nn.Module):
 
     def others(self) -> dict[str, torch.Tensor]:
         """All that is no trained weight."""
-        return {name: each.clone() for name, each in (*self.named_buffers(), ("teacher", self.teacher))}
+        return {
+            name: each.clone() for name, each in (*self.named_buffers(), ("teacher", self.teacher))
+        }
 
 
 def _observe(steps: int) -> Any:
-    """The state before the optimizer's step with which the round ends, after it, and of a save in mid-round."""
+    """The state before the optimizer's step with which the round ends, after it, and of a save in
+    mid-round.
+    """
     model = DistributedDataParallel(_Observed())
     hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=steps), check_every=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -74,11 +81,17 @@ def _observe(steps: int) -> Any:
 
 def test_buffers_and_frozen_parameters_are_rank_0s(run_ranks):
     first, second = run_ranks(_observe, 3)
-    for mine, others_before, others in ((first[0], second[0], second[1]), (first[3], second[3], second[4])):
+    for mine, others_before, others in (
+        (first[0], second[0], second[1]),
+        (first[3], second[3], second[4]),
+    ):
         assert mine.keys() == others.keys() and "first.mask" in mine
-        assert all(torch.equal(mine[name], others[name]) and mine[name].isfinite().all() for name in mine)
+        assert all(
+            torch.equal(mine[name], others[name]) and mine[name].isfinite().all() for name in mine
+        )
         assert not torch.equal(mine["seen"], others_before["seen"])
-    assert not torch.equal(first[0]["teacher"], second[0]["teacher"])  # it follows weights that are a rank's own
+    # it follows weights that are a rank's own
+    assert not torch.equal(first[0]["teacher"], second[0]["teacher"])
     assert first[-1] and second[-1]
 
 
@@ -89,18 +102,25 @@ class _EightBits(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            momentum = 0.9 * state["codes"] * state["scale"] + parameter.grad if state else parameter.grad
+            momentum = (
+                0.9 * state["codes"] * state["scale"] + parameter.grad if state else parameter.grad
+            )
             state["scale"] = momentum.abs().max()[None] / 127
             state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
             parameter.sub_(0.01 * momentum)
 
 
 def _several_optimizers(steps: int) -> tuple[Any, Any]:
-    """The state of the optimizers of this rank before a synchronisation and after it: several that step the same
-    parameters, one of which rank 1 steps more often, one with moments of other shapes, one with codes."""
+    """The state of the optimizers of this rank before a synchronisation and after it: several that
+    step the same parameters, one of which rank 1 steps more often, one with moments of other
+    shapes, one with codes.
+    """
     run = Run.new(hook="local_sgd")
     parameters = list(run.ddp.parameters())
-    optimizers = [torch.optim.SGD(parameters, lr=0.01 * (each + 1), momentum=0.1 * each + 0.2) for each in range(2)]
+    optimizers = [
+        torch.optim.SGD(parameters, lr=0.01 * (each + 1), momentum=0.1 * each + 0.2)
+        for each in range(2)
+    ]
     optimizers += [torch.optim.Adafactor(parameters), _EightBits(parameters, {})]
     optimizers[0].param_groups[0]["lr"] *= 1 + dist.get_rank()
     for step in range(steps):
@@ -123,7 +143,8 @@ def test_the_state_of_all_optimizers_is_rank_0s(run_ranks):
     assert all(one != another for one, another in zip(mine, other, strict=True))
 
 
-# ---- what a joint save says ------------------------------------------------------------------------------------------
+# ---- what a joint save says
+# ------------------------------------------------------------------------------------------
 
 
 def _save_after(what: str) -> Any:
@@ -131,12 +152,15 @@ def _save_after(what: str) -> Any:
     steps, synchronized = (3, what == "synchronized")
     run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).train(steps)
     if what == "a skipped step":  # of an optimizer that rank 1 has not stepped since the load
-        run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).load(run.save())
+        run = Run.new(hook=commhooks.LocalSGD(sync_every=3), loss_scale=lambda: 1.0).load(
+            run.save()
+        )
         images, labels = batch(5, dist.get_rank())
         nn.functional.cross_entropy(run.ddp(images), labels).backward()
         if dist.get_rank() == 0:
             run.optimizer.step()
-    else:  # stands for a schedule-free optimizer in evaluation mode, whose state determines the weights
+    # stands for a schedule-free optimizer in evaluation mode, whose state determines the weights
+    else:
         if synchronized:
             run.hook.synchronize(optimizers=True)
         with torch.no_grad():
@@ -164,7 +188,9 @@ def test_a_joint_save_says_what_differs(run_ranks, what, says):
 
 @torch.no_grad()
 def _swap(run: Run, how: str) -> None:
-    """Put other weights into the model, as averages of weights and schedule-free optimizers do for an evaluation."""
+    """Put other weights into the model, as averages of weights and schedule-free optimizers do for
+    an evaluation.
+    """
     for parameter in run.ddp.parameters():
         other = parameter * 0.5
         if how == "in place":
@@ -173,12 +199,16 @@ def _swap(run: Run, how: str) -> None:
             parameter.data.mul_(1.0 if dist.get_rank() == 0 else 0.5)
         elif how == "as new data":
             parameter.data = other
-        elif how == "there and back":  # as schedule-free optimizers do around a validation: only rounding is left
+        elif (
+            how == "there and back"
+        ):  # as schedule-free optimizers do around a validation: only rounding is left
             parameter.lerp_(other, 0.9).lerp_(other, 1 - 1 / 0.1)
 
 
 def _saved_in_mid_round(how: str) -> Any:
-    """Two joint saves in mid-round, with a step between them, after which the weights are trained ones again."""
+    """Two joint saves in mid-round, with a step between them, after which the weights are trained
+    ones again.
+    """
     run = Run.new(hook=commhooks.LocalSGD(sync_every=4))
     if how == "LBFGS":
         run.optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=2)
@@ -196,8 +226,16 @@ def _saved_in_mid_round(how: str) -> Any:
         _swap(run, how)
     with log_lines("commhooks") as lines:
         first = [run.hook.state_dict()["exact"], run.hook.state_dict()["exact"]]
-        second = run.hook.state_dict()["exact"] if how == "LBFGS" else run.train(1).hook.state_dict()["exact"]
-    return first, second, [line for line in lines if "something else than a step of an optimizer" in line]
+        second = (
+            run.hook.state_dict()["exact"]
+            if how == "LBFGS"
+            else run.train(1).hook.state_dict()["exact"]
+        )
+    return (
+        first,
+        second,
+        [line for line in lines if "something else than a step of an optimizer" in line],
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +249,9 @@ def _saved_in_mid_round(how: str) -> Any:
         ("as new data", False),
     ],
 )
-def test_a_round_that_ends_with_other_weights_than_the_trained_ones_makes_its_save_inexact(run_ranks, how, is_exact):
+def test_a_round_that_ends_with_other_weights_than_the_trained_ones_makes_its_save_inexact(
+    run_ranks, how, is_exact
+):
     found = run_ranks(_saved_in_mid_round, how)
     for first, second, _ in found:
         assert first == [is_exact, is_exact] and second
@@ -241,7 +281,9 @@ def _scaled(skips: bool) -> Any:
         images, labels = batch(step, dist.get_rank())
         run.optimizer.zero_grad()
         bad = skips and step == 1 and dist.get_rank() == 1
-        scaler.scale(nn.functional.cross_entropy(run.ddp(images), labels) * (torch.inf if bad else 1.0)).backward()
+        scaler.scale(
+            nn.functional.cross_entropy(run.ddp(images), labels) * (torch.inf if bad else 1.0)
+        ).backward()
         scaler.step(run.optimizer)
         scaler.update()
     before = scaler.state_dict()
@@ -254,7 +296,8 @@ def test_the_scale_is_rank_0s(run_ranks):
     assert mine == mine_now == other_now != other and state == others and exact
 
 
-# ---- after a load ----------------------------------------------------------------------------------------------------
+# ---- after a load
+# --------------------------------------------------------------------------------------------------
 
 
 def _other_weights(apart: bool) -> Any:
@@ -267,10 +310,17 @@ def _other_weights(apart: bool) -> Any:
     loaded = run.weights()
     with log_lines("commhooks") as lines:
         run.ddp(batch(0, 0)[0])
-    return anchor, loaded, run.weights(), [line for line in lines if "differ from the common weights" in line]
+    return (
+        anchor,
+        loaded,
+        run.weights(),
+        [line for line in lines if "differ from the common weights" in line],
+    )
 
 
-@pytest.mark.parametrize(("apart", "says"), [(False, "the weights of the model"), (True, "the common weights")])
+@pytest.mark.parametrize(
+    ("apart", "says"), [(False, "the weights of the model"), (True, "the common weights")]
+)
 def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
     found = run_ranks(_other_weights, apart)
     for anchor, loaded, now, _ in found:
@@ -278,7 +328,8 @@ def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
     assert [len(lines) for *_, lines in found] == [1, 0] and says in found[0][3][0]
 
 
-# ---- the driver ------------------------------------------------------------------------------------------------------
+# ---- the driver
+# --------------------------------------------------------------------------------------------------
 
 
 class _OnTheCPU(nn.SyncBatchNorm):
@@ -289,10 +340,14 @@ class _OnTheCPU(nn.SyncBatchNorm):
 
 
 def _repeats(what: str) -> str:
-    kwargs: dict[str, Any] = {"find_unused_parameters": {"ddp": {"find_unused_parameters": True}}}.get(what, {})
+    kwargs: dict[str, Any] = {
+        "find_unused_parameters": {"ddp": {"find_unused_parameters": True}}
+    }.get(what, {})
     kwargs |= {"ranks_per_node": 2} if what == "ranks_per_node" else {}
     start = 10 if what == "start_iter" else 0
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10)
+    )
     run = Run.new(model, hook=commhooks.LocalSGD(sync_every=2, start_iter=start), **kwargs)
     if what == "SyncBatchNorm":
         run.ddp.module[2] = _OnTheCPU(8, affine=False)
@@ -312,9 +367,13 @@ def _repeats(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("what", ["find_unused_parameters", "ranks_per_node", "start_iter", "SyncBatchNorm"])
+@pytest.mark.parametrize(
+    "what", ["find_unused_parameters", "ranks_per_node", "start_iter", "SyncBatchNorm"]
+)
 def test_a_repeated_pass_that_would_communicate_is_refused(run_ranks, what):
-    for said in run_ranks(_repeats, what, world_size=4 if what == "ranks_per_node" else 2, timeout_s=30):
+    for said in run_ranks(
+        _repeats, what, world_size=4 if what == "ranks_per_node" else 2, timeout_s=30
+    ):
         assert f"That cannot be combined with {what}" in said
 
 
@@ -331,7 +390,9 @@ def _plain(steps: int, start: int) -> Any:
             optimizer.zero_grad()
             each(_own_batch(step)).square().mean().backward()
             optimizer.step()
-        found.append((flat(each.parameters()), hook.stats()["step"], hook.stats()["backward_passes"]))
+        found.append(
+            (flat(each.parameters()), hook.stats()["step"], hook.stats()["backward_passes"])
+        )
         hook.close()
     return found
 
@@ -342,20 +403,28 @@ def test_a_module_that_nothing_wraps(run_ranks):
         torch.testing.assert_close(weights, same)
 
 
-@pytest.mark.parametrize("how", ["each step has two passes", "no_sync", "optimizers take turns", "never stepped"])
+@pytest.mark.parametrize(
+    "how", ["each step has two passes", "no_sync", "optimizers take turns", "never stepped"]
+)
 def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
     """Then they have state, which a machine that comes gets from another one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     first, second = (torch.optim.Adam(layer.parameters(), lr=0.01) for layer in model)
     met: list[tuple[int, bool, list[int]]] = []
 
-    def end_round(partner: Any, exchange: Callable[[], None], *, trained: bool, limit_s: float | None) -> bool:
+    def end_round(
+        partner: Any, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
+    ) -> bool:
         met.append((passes, trained, [len(optimizer.state) for optimizer in (first, second)]))
         exchange()
         return True
 
     new = {"has_met": False, "end_round": end_round}
-    with process_group_of_one(), mock.patch.multiple(FixedPartner, **new), log_lines("commhooks") as lines:
+    with (
+        process_group_of_one(),
+        mock.patch.multiple(FixedPartner, **new),
+        log_lines("commhooks") as lines,
+    ):
         hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=4))
         for passes in range(1, 7):
             accumulates = how != "optimizers take turns" and passes % 2 == 1
@@ -363,7 +432,11 @@ def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
                 model(torch.randn(3, 4)).square().mean().backward()
             if how == "never stepped" or accumulates:
                 continue
-            for optimizer in (first, second) if how != "optimizers take turns" else ((first, second)[passes % 2],):
+            for optimizer in (
+                (first, second)
+                if how != "optimizers take turns"
+                else ((first, second)[passes % 2],)
+            ):
                 optimizer.step()
                 optimizer.zero_grad()
         counted = hook.stats()["backward_passes"]
@@ -379,7 +452,8 @@ def test_no_sync_is_for_modules_that_nothing_wraps():
     with process_group_of_one():
         hook = commhooks.attach(DistributedDataParallel(nn.Linear(2, 1)), commhooks.DiLoCo())
         with pytest.raises(
-            commhooks.HookConfigError, match="no_sync\\(\\) of a hook is for a module that nothing wraps"
+            commhooks.HookConfigError,
+            match="no_sync\\(\\) of a hook is for a module that nothing wraps",
         ):
             hook.no_sync()
 
@@ -391,7 +465,9 @@ def _copied_before_a_save(folder: str) -> list[tuple[bool, list[str]]]:
         run.train(1)
         if synchronized:
             run.hook.synchronize(optimizers=True)
-        copies, _ = get_state_dict(run.ddp, run.optimizer, options=StateDictOptions(cpu_offload=True))
+        copies, _ = get_state_dict(
+            run.ddp, run.optimizer, options=StateDictOptions(cpu_offload=True)
+        )
         with log_lines("commhooks") as lines, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about copies on the CPU
             state = {"model": copies, "hook": run.hook.state_dict("distributed")}

@@ -1,5 +1,6 @@
-"""One exchange of weights, in the order of its methods, with a stand-in for what is sent. With real ranks:
-test_outer_steps.py and test_mishaps.py."""
+"""One exchange of weights, in the order of its methods, with a stand-in for what is sent. With real
+ranks: test_outer_steps.py and test_mishaps.py.
+"""
 
 from typing import Any
 
@@ -35,7 +36,9 @@ class _Running:
         pass
 
 
-def _exchange(weights: torch.Tensor, error: Exception | None = None) -> tuple[OuterExchange, list[Any]]:
+def _exchange(
+    weights: torch.Tensor, error: Exception | None = None
+) -> tuple[OuterExchange, list[Any]]:
     log: list[Any] = []
     buffers = [OuterStepWorkspace(layout, [], None) for layout in layouts({"weight": weights})]
     return OuterExchange(buffers, lambda work, flat: _Running(flat, log, error), Clocks()), log  # type: ignore[arg-type,return-value]

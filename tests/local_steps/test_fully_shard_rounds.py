@@ -1,4 +1,6 @@
-"""`diloco` and `local_sgd` between the replicas of a sharded model: rounds, outer steps, checkpoints."""
+"""`diloco` and `local_sgd` between the replicas of a sharded model: rounds, outer steps,
+checkpoints.
+"""
 
 import functools
 from pathlib import Path
@@ -22,7 +24,9 @@ LR = 0.1
 
 
 class Training:
-    def __init__(self, replicas: int, shards: int, config: commhooks.HookConfig, momentum: float = 0.0) -> None:
+    def __init__(
+        self, replicas: int, shards: int, config: commhooks.HookConfig, momentum: float = 0.0
+    ) -> None:
         """`shards` 0: a DDP model."""
         if shards:
             self.model, self.hook = attached(replicas, shards, config)
@@ -42,7 +46,9 @@ class Training:
         """This rank's replica, whole. All ranks of a sharding group must call this."""
         module: nn.Module = getattr(self.model, "module", self.model)
         named = module.named_parameters()
-        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
+        return {
+            n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named
+        }
 
     def stateful(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -56,7 +62,10 @@ class Training:
         content = self.stateful()
         dcp.load(content, checkpoint_id=folder)
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+            self.model,
+            self.optimizer,
+            model_state_dict=content["model"],
+            optim_state_dict=content["optimizer"],
         )
         return self
 
@@ -89,7 +98,9 @@ def test_plain_sgd_comes_to_the_weights_of_an_all_reduce(run_ranks: Any) -> None
 
 CONFIGS = {
     "int4": commhooks.DiLoCo(sync_every=EVERY, outer_lr=0.7, outer_momentum=0.5),
-    "streaming": commhooks.DiLoCo(sync_every=4, fragments=2, delay=1, outer_momentum=0.3, wire="int8"),
+    "streaming": commhooks.DiLoCo(
+        sync_every=4, fragments=2, delay=1, outer_momentum=0.3, wire="int8"
+    ),
 }
 
 
@@ -112,7 +123,9 @@ def _load_and_go_on(folder: str, config: commhooks.HookConfig, replicas: int, sh
 
 @pytest.fixture(scope="module")
 def saved_with(worker_pool: Any, tmp_path_factory: Any) -> Any:
-    """name of a config -> a folder with what two replicas of two shards have saved, and what each rank returned."""
+    """name of a config -> a folder with what two replicas of two shards have saved, and what each
+    rank returned.
+    """
 
     @functools.cache
     def saved(name: str) -> tuple[str, list[Any]]:
@@ -127,7 +140,9 @@ def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, saved_with: Any, nam
     folder, saved = saved_with(name)
     resumed = run_ranks(_load_and_go_on, folder, CONFIGS[name], 2, 2, world_size=4)
     for (at_save, end), (at_load, same, _) in zip(saved, resumed, strict=True):
-        assert bits_equal(at_save, at_load) and bits_equal(end, same) and bits_equal(end, saved[0][1])
+        assert (
+            bits_equal(at_save, at_load) and bits_equal(end, same) and bits_equal(end, saved[0][1])
+        )
         assert _worst(at_save, end) > 1e-3
 
 
@@ -137,10 +152,15 @@ def test_other_numbers_of_replicas_and_shards_go_on(
 ) -> None:
     folder, ((at_save, _), *_) = saved_with("int4")
     world_size = replicas * max(1, shards)
-    found = run_ranks(_load_and_go_on, folder, CONFIGS["int4"], replicas, shards, world_size=world_size)
+    found = run_ranks(
+        _load_and_go_on, folder, CONFIGS["int4"], replicas, shards, world_size=world_size
+    )
     for at_load, end, stats in found:
         assert bits_equal(at_load, at_save) and bits_equal(end, found[0][1])
-        assert all(bool(each.isfinite().all()) for each in end.values()) and stats["nonfinite_steps"] == 0
+        assert (
+            all(bool(each.isfinite().all()) for each in end.values())
+            and stats["nonfinite_steps"] == 0
+        )
 
 
 def _detached(delay: int) -> Any:
@@ -159,7 +179,9 @@ def test_a_hook_that_is_taken_off_ends_its_round_and_does_no_more(run_ranks: Any
 
 
 def _through_a_method(passes: int) -> Any:
-    """A model that is trained through a method of its own, by an optimizer that torch does not know."""
+    """A model that is trained through a method of its own, by an optimizer that torch does not
+    know.
+    """
     training = Training(2, 2, commhooks.LocalSGD(sync_every=EVERY))
     model: Any = training.model
     type(model).score = Prescribed.forward
@@ -193,7 +215,11 @@ class _EightBits(torch.optim.Optimizer):
             momentum = grad.clone()
             if state:
                 momentum += 0.9 * state["codes"].to_local().double() * state["scale"].to_local()
-            scale = momentum.abs().max().clamp_min(1e-9)[None] / 127 if momentum.numel() else momentum.new_ones(1)
+            scale = (
+                momentum.abs().max().clamp_min(1e-9)[None] / 127
+                if momentum.numel()
+                else momentum.new_ones(1)
+            )
             codes = (momentum / scale).round().to(torch.int8)
             whole = {"shape": p.shape, "stride": p.stride()}
             state["codes"] = DTensor.from_local(codes, mesh, p.placements, run_check=False, **whole)
@@ -202,7 +228,9 @@ class _EightBits(torch.optim.Optimizer):
 
 
 def _local_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [each.to_local().clone() for state in optimizer.state.values() for each in state.values()]
+    return [
+        each.to_local().clone() for state in optimizer.state.values() for each in state.values()
+    ]
 
 
 def _saves_codes(folder: str) -> Any:

@@ -11,13 +11,19 @@ from tests.support.training import Run
 
 OPTIMIZERS = {
     "AdamW": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
-    "Adam": lambda parameters, lr: torch.optim.Adam([{"params": p, "lr": lr} for p in parameters], lr=1.0),
-    "tensor": lambda parameters, lr: torch.optim.AdamW(parameters, lr=torch.tensor(lr, dtype=torch.float64)),
+    "Adam": lambda parameters, lr: torch.optim.Adam(
+        [{"params": p, "lr": lr} for p in parameters], lr=1.0
+    ),
+    "tensor": lambda parameters, lr: torch.optim.AdamW(
+        parameters, lr=torch.tensor(lr, dtype=torch.float64)
+    ),
     "SGD": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
 }
 
 
-def _trained(kind: str, lr: float, options: dict[str, Any], steps: int, **attach: Any) -> tuple[Any, ...]:
+def _trained(
+    kind: str, lr: float, options: dict[str, Any], steps: int, **attach: Any
+) -> tuple[Any, ...]:
     run = Run.new(hook="diloco", hook_options={"sync_every": 2, **options}, **attach)
     run.optimizer = OPTIMIZERS[kind](list(run.ddp.parameters()), lr)
     schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
@@ -30,11 +36,15 @@ def _trained(kind: str, lr: float, options: dict[str, Any], steps: int, **attach
     return run.weights(), rates, [line for line in lines if "learning rate" in line]
 
 
-def _beside_its_oracle(kind: str, options: dict[str, Any], factor: float, **attach: Any) -> tuple[Any, ...]:
+def _beside_its_oracle(
+    kind: str, options: dict[str, Any], factor: float, **attach: Any
+) -> tuple[Any, ...]:
     """A training, and one in which the user multiplies the learning rate."""
     steps = 5
     found, rates, lines = _trained(kind, 0.01, options, steps, **attach)
-    oracle, multiplied, none = _trained(kind, 0.01 * factor, {**options, "lr_factor": 1.0}, steps, **attach)
+    oracle, multiplied, none = _trained(
+        kind, 0.01 * factor, {**options, "lr_factor": 1.0}, steps, **attach
+    )
     return found, oracle, rates, multiplied, lines, none
 
 
@@ -52,7 +62,9 @@ def _beside_its_oracle(kind: str, options: dict[str, Any], factor: float, **atta
         ("AdamW", {"outer_lr": 0.7}, 2, {}, 1.0),
     ],
 )
-def test_a_step_is_that_of_a_multiplied_learning_rate(run_ranks, kind, options, ranks, attach, factor):
+def test_a_step_is_that_of_a_multiplied_learning_rate(
+    run_ranks, kind, options, ranks, attach, factor
+):
     results = run_ranks(_beside_its_oracle, kind, options, factor, world_size=ranks, **attach)
     for rank, (found, oracle, rates, multiplied, lines, none) in enumerate(results):
         torch.testing.assert_close(found, oracle, rtol=1e-6, atol=1e-7)
@@ -88,7 +100,9 @@ def test_exact_first_steps_and_a_step_that_raises(run_ranks):
 def _a_step_that_sets_its_own() -> float:
     run = Run.new(hook="diloco", hook_options={"sync_every": 2})
     run.optimizer = torch.optim.AdamW(run.ddp.parameters(), lr=0.01)
-    run.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.5))
+    run.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.5)
+    )
     return float(run.train(1).optimizer.param_groups[0]["lr"])
 
 

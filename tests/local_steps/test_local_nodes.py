@@ -1,4 +1,6 @@
-"""`diloco` with `ranks_per_node`: the exact mean of the gradients inside a node, outer steps between nodes."""
+"""`diloco` with `ranks_per_node`: the exact mean of the gradients inside a node, outer steps
+between nodes.
+"""
 
 from typing import Any
 from unittest import mock
@@ -17,7 +19,9 @@ NODES, PER_NODE = 2, 2
 
 
 def _of_the_paper(every: int, steps: int, momentum: float) -> list[torch.Tensor]:
-    """The weights of each node after `steps`, in one process: a node is one rank with the gradients of its ranks."""
+    """The weights of each node after `steps`, in one process: a node is one rank with the gradients
+    of its ranks.
+    """
     models = [make_model() for _ in range(NODES)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     reference = ReferenceDiLoCo(flat(models[0].parameters()), 0.7, momentum)
@@ -63,7 +67,8 @@ def test_a_node_is_one_rank(run_ranks):
     plain = _of_the_paper(3, 8, 0.5)
     for rank, (own, gradient, common, sent, stats, plan) in enumerate(found):
         assert (own - plain[rank // PER_NODE]).abs().max() < 1e-6
-        assert torch.equal(own, found[rank // PER_NODE * PER_NODE][0])  # alike in its node, to the last bit
+        # alike in its node, to the last bit
+        assert torch.equal(own, found[rank // PER_NODE * PER_NODE][0])
         assert torch.equal(gradient, found[rank // PER_NODE * PER_NODE][1])
         assert torch.equal(common, found[0][2])
         assert sent == [0, 0, size, 0, 0, size, 0, 0]

@@ -1,5 +1,7 @@
-"""What may go wrong in a round of `diloco` and `local_sgd`: numbers that are not finite, ranks that would miss each
-other or have come apart, saves in threads, a process that ends while a fragment is in flight."""
+"""What may go wrong in a round of `diloco` and `local_sgd`: numbers that are not finite, ranks that
+would miss each other or have come apart, saves in threads, a process that ends while a fragment is
+in flight.
+"""
 
 import gc
 import itertools
@@ -28,7 +30,9 @@ from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch, flat
 
 
-def _after_a_bad_gradient(config: commhooks.HookConfig, optimizer: type[torch.optim.Optimizer], steps: int) -> Any:
+def _after_a_bad_gradient(
+    config: commhooks.HookConfig, optimizer: type[torch.optim.Optimizer], steps: int
+) -> Any:
     """The second pass of rank 1 has a gradient that is not finite, which its optimizer takes in."""
     run = Run.new(hook=config)
     run.optimizer = optimizer(run.ddp.parameters(), lr=0.01)  # type: ignore[call-arg]
@@ -59,7 +63,9 @@ def test_later_rounds_are_finite_again(run_ranks, config, optimizer):
 
 @mock.patch.object(flat_weights, "BUFFER_BYTES", 1000)
 def _bad_rounds(every: int, rounds: int, bad_at: int) -> Any:
-    """After the first round, a weight of rank 1 is not finite after step `bad_at` of each. The last buffer has it."""
+    """After the first round, a weight of rank 1 is not finite after step `bad_at` of each. The last
+    buffer has it.
+    """
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every)).train(every)
     good, steps = run.weights(), itertools.count(1)
 
@@ -74,7 +80,9 @@ def _bad_rounds(every: int, rounds: int, bad_at: int) -> Any:
     return good, run.weights(), run.hook.stats(), [line for line in lines if "is discarded" in line]
 
 
-@pytest.mark.parametrize("bad_at", [1, 3])  # after the last step of a round only one buffer is not finite
+@pytest.mark.parametrize(
+    "bad_at", [1, 3]
+)  # after the last step of a round only one buffer is not finite
 def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks, bad_at):
     found = run_ranks(_bad_rounds, 3, 2, bad_at)
     for good, after, stats, _ in found:
@@ -98,7 +106,9 @@ def _saved_with_bad_weights_in_flight() -> tuple[int, int, bool]:
 
 
 def test_what_is_in_flight_is_discarded_alone(run_ranks):
-    """A save applies it first: the weights are those of the anchor again, which all ranks exchange."""
+    """A save applies it first: the weights are those of the anchor again, which all ranks
+    exchange.
+    """
     assert run_ranks(_saved_with_bad_weights_in_flight) == [(1, 1, True)] * 2
 
 
@@ -136,7 +146,9 @@ def _in_inference_mode() -> tuple[torch.Tensor, torch.Tensor]:
     for _ in range(2):
         same.train(2).hook.synchronize(optimizers=True)
         run.train(2)
-        no_group = mock.patch.object(dist, "ProcessGroupGloo", side_effect=AssertionError("a group of its own"))
+        no_group = mock.patch.object(
+            dist, "ProcessGroupGloo", side_effect=AssertionError("a group of its own")
+        )
         with torch.inference_mode(), no_group:
             run.hook.synchronize(optimizers=True)
     return run.train(4).weights(), same.train(4).weights()
@@ -148,7 +160,9 @@ def test_a_round_may_end_in_inference_mode(run_ranks):
 
 
 def _collects_another() -> int:
-    """A model of before is found to be garbage in the middle of an outer step, which is in that of an optimizer."""
+    """A model of before is found to be garbage in the middle of an outer step, which is in that of
+    an optimizer.
+    """
     gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
     gone.append(gone)
     runner = weakref.ref(gone[0].hook._hook)
@@ -185,7 +199,9 @@ def _lost_rank() -> tuple[torch.Tensor, dict[str, Any]]:
     return run.weights(), run.hook.stats()
 
 
-def test_a_rank_whose_weights_are_not_finite_ends_the_round_though_its_gradients_never_are(run_ranks):
+def test_a_rank_whose_weights_are_not_finite_ends_the_round_though_its_gradients_never_are(
+    run_ranks,
+):
     """With a scaler a round waits for a pass after which all ranks step."""
     for weights, stats in run_ranks(_lost_rank):
         assert weights.isfinite().all()
@@ -201,7 +217,9 @@ def _attached_again() -> tuple[float, float, list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def attach() -> commhooks.CommHook:
-        return commhooks.attach(model, commhooks.LocalSGD(sync_every=3), replicate_group=mesh["replicate"])
+        return commhooks.attach(
+            model, commhooks.LocalSGD(sync_every=3), replicate_group=mesh["replicate"]
+        )
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -240,7 +258,11 @@ def _saves_in_a_thread() -> tuple[bool, list[str], torch.Tensor]:
         run.train(4)
         thread.join()
     run.hook.synchronize()
-    return saved[0]["exact"], [line for line in lines if "outside of the training thread" in line], run.weights()
+    return (
+        saved[0]["exact"],
+        [line for line in lines if "outside of the training thread" in line],
+        run.weights(),
+    )
 
 
 def test_a_save_in_another_thread_does_not_disturb_the_training(run_ranks):
@@ -271,7 +293,8 @@ def _loads_while_a_part_is_on_its_way() -> tuple[float, int, int, int]:
 def test_what_is_on_its_way_does_not_count_as_a_step_of_the_loaded_state(run_ranks):
     (seconds, at_load, later, end), (_, *other) = run_ranks(_loads_while_a_part_is_on_its_way)
     assert at_load == later and end > later and other == [at_load, later, end]
-    assert seconds > 0.3  # rank 0 has waited for rank 1: its next collectives come after those of the lost exchange
+    # rank 0 has waited for rank 1: its next collectives come after those of the lost exchange
+    assert seconds > 0.3
 
 
 def _precision_in(hook: commhooks.HookConfig) -> set[str]:
@@ -318,5 +341,7 @@ optimizer.step()
 
 def test_a_process_that_ends_waits_for_what_is_on_its_way():
     """A thread that is stopped within a collective of gloo aborts the process."""
-    ended = subprocess.run([warm.python(), "-c", ENDS_EARLY], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [warm.python(), "-c", ENDS_EARLY], capture_output=True, text=True, timeout=60
+    )
     assert ended.stdout == "arrived\n" and ended.returncode == 0, ended.stderr

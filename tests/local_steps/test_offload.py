@@ -1,5 +1,6 @@
-"""The memory of outer steps: few buffers at a time, and anchor and momentum in host memory beside an accelerator, for
-which the CPU stands here."""
+"""The memory of outer steps: few buffers at a time, and anchor and momentum in host memory beside
+an accelerator, for which the CPU stands here.
+"""
 
 import contextlib
 import weakref
@@ -30,24 +31,40 @@ def several_buffers() -> Iterator[None]:
 
 @mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _resumed(on_accelerator: bool, config: commhooks.DiLoCo) -> Any:
-    """Saved in mid-round and loaded; also what the plan says, and how often state was moved to the host."""
-    with masks(on_accelerator), mock.patch.object(fragments, "to_host", wraps=offload.to_host) as moved:
+    """Saved in mid-round and loaded; also what the plan says, and how often state was moved to the
+    host.
+    """
+    with (
+        masks(on_accelerator),
+        mock.patch.object(fragments, "to_host", wraps=offload.to_host) as moved,
+    ):
         saved = Run.new(hook=config).train(5).save(residual="mean")
         run = Run.new(hook=config).load(saved).train(5)
         memory = run.hook.plan().memory
-        return run.weights(), plain(saved["hook"]["parameters"]), moved.call_count, memory.factors, memory.host
+        return (
+            run.weights(),
+            plain(saved["hook"]["parameters"]),
+            moved.call_count,
+            memory.factors,
+            memory.host,
+        )
 
 
 @pytest.mark.parametrize("wire", ["float32", "int4"])
 def test_state_in_host_memory_changes_no_bit(run_ranks, wire):
     config = commhooks.DiLoCo(sync_every=3, outer_lr=0.7, outer_momentum=0.5, wire=wire)
     here, there = (run_ranks(_resumed, on_accelerator, config) for on_accelerator in (False, True))
-    for (weights, saved, moved, kept, host), (same, same_saved, also_moved, on_device, in_host) in zip(
-        here, there, strict=True
-    ):
+    for (weights, saved, moved, kept, host), (
+        same,
+        same_saved,
+        also_moved,
+        on_device,
+        in_host,
+    ) in zip(here, there, strict=True):
         assert torch.equal(weights, same) and saved == same_saved
         assert (moved, host, on_device) == (0, 0, 0)
-        assert also_moved >= 3 * len(saved) and in_host == kept  # the anchor at the start, and both after the load
+        # the anchor at the start, and both after the load
+        assert also_moved >= 3 * len(saved) and in_host == kept
 
 
 def test_offload_can_be_switched_off():
@@ -102,7 +119,9 @@ def test_the_copies_are_ordered_with_the_outer_step():
             (collectives, "start", ordered(collectives.start)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
-        run = Run.new(hook=commhooks.DiLoCo(sync_every=1, outer_momentum=0.5, wire="float32")).train(2)
+        run = Run.new(
+            hook=commhooks.DiLoCo(sync_every=1, outer_momentum=0.5, wire="float32")
+        ).train(2)
         (copy_stream,) = copy_streams
         assert copy_stream is not cuda.default and copy_stream.priority == 0
         _, committed = run.hook._hook.driver.outer.held._mark._at  # type: ignore[union-attr]
@@ -113,8 +132,9 @@ def test_the_copies_are_ordered_with_the_outer_step():
 
 
 def _in_flight(wire: str) -> tuple[int, int, int]:
-    """The most exchanges that are under way at one time, the most buffers with weights that are alive, and the number
-    of all."""
+    """The most exchanges that are under way at one time, the most buffers with weights that are
+    alive, and the number of all.
+    """
     made: list[Any] = []
     running = most_running = most_alive = 0
     packed, finish = flat_weights.packed, FragmentSession._finish

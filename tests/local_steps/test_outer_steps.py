@@ -1,4 +1,6 @@
-"""What `diloco` and `local_sgd` compute and send. Their rounds: test_rounds.py; saving: test_saving.py."""
+"""What `diloco` and `local_sgd` compute and send. Their rounds: test_rounds.py; saving:
+test_saving.py.
+"""
 
 import copy
 import itertools
@@ -64,8 +66,9 @@ def test_local_sgd_is_that_of_torch(run_ranks, every, start):
 
 
 def _reference(run: Run, every: int, count: int, delay: int, steps: int) -> list[torch.Tensor]:
-    """The weights of this rank after `steps` of Streaming DiLoCo in float32, and of all ranks after an early end of the
-    round; with plain collectives."""
+    """The weights of this rank after `steps` of Streaming DiLoCo in float32, and of all ranks after
+    an early end of the round; with plain collectives.
+    """
     model = copy.deepcopy(run.ddp.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     parameters = list(model.parameters())
@@ -107,7 +110,13 @@ def _reference(run: Run, every: int, count: int, delay: int, steps: int) -> list
 
 @mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
 def _ours_and_the_papers(wire: str, every: int, parts: int, delay: int, steps: int) -> Any:
-    options = {"outer_lr": 0.7, "outer_momentum": 0.5, "fragments": parts, "delay": delay, "wire": wire}
+    options = {
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+        "fragments": parts,
+        "delay": delay,
+        "wire": wire,
+    }
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
     plain = _reference(run, every, parts, delay, steps)
     ours = [run.train(steps).weights()]
@@ -154,13 +163,17 @@ def test_nothing_is_sent_between_two_outer_steps(run_ranks):
         assert planned - 8 <= sent[3] / 4 <= planned * 1.03  # flags, and the padding of the shares
         assert stats["backward_passes"] == 9 and stats["step"] == 2
         assert stats["step_in_round"] == 1 and stats["outer_gradient_norm"] > 0.01
-        assert stats["bytes_uncompressed"] == 9 * 4 * sum(p.numel() for p in make_model().parameters())
+        assert stats["bytes_uncompressed"] == 9 * 4 * sum(
+            p.numel() for p in make_model().parameters()
+        )
 
 
 def _kept(config: commhooks.HookConfig) -> tuple[dict[str, int], Any]:
     run = Run.new(hook=config).train(config.sync_every)
     state = run.hook._hook.driver.outer.state
-    return {key: sum(each.nbytes for each in state[key].values()) for key in state.entries}, run.hook.plan().memory
+    return {
+        key: sum(each.nbytes for each in state[key].values()) for key in state.entries
+    }, run.hook.plan().memory
 
 
 @pytest.mark.parametrize("config", [commhooks.DiLoCo(outer_momentum=0.5), commhooks.LocalSGD()])
@@ -182,18 +195,27 @@ def _measured() -> Any:
         stats = run.hook.stats()
         found.append((stats["outer_gradient_norm"], stats["outer_gradient_cosine"]))
     with torch.no_grad():
-        run.ddp.module[0].weight.fill_(torch.inf)  # discarded: the next is compared with the one before
+        # discarded: the next is compared with the one before
+        run.ddp.module[0].weight.fill_(torch.inf)
     run.train(2)
     anchors.append(run.train(2).weights())
     stats = run.hook.stats()
-    return anchors, [*found, (stats["outer_gradient_norm"], stats["outer_gradient_cosine"])], stats["nonfinite_steps"]
+    return (
+        anchors,
+        [*found, (stats["outer_gradient_norm"], stats["outer_gradient_cosine"])],
+        stats["nonfinite_steps"],
+    )
 
 
 def test_norm_and_cosine_of_outer_gradients(run_ranks):
     for anchors, found, discarded in run_ranks(_measured):
         moved = [one - other for one, other in itertools.pairwise(anchors)]
-        assert [norm for norm, _ in found] == pytest.approx([float(each.norm()) for each in moved], rel=1e-4)
-        cosines = [float(torch.cosine_similarity(*each, dim=0)) for each in itertools.pairwise(moved)]
+        assert [norm for norm, _ in found] == pytest.approx(
+            [float(each.norm()) for each in moved], rel=1e-4
+        )
+        cosines = [
+            float(torch.cosine_similarity(*each, dim=0)) for each in itertools.pairwise(moved)
+        ]
         assert found[0][1] is None and discarded == 1
         assert [cosine for _, cosine in found[1:]] == pytest.approx(cosines, rel=1e-4)
 
@@ -208,7 +230,10 @@ def test_norm_and_cosine_of_outer_gradients(run_ranks):
         ({"wire": "int2"}, "wire='int2'; expected one of 'float32', 'int8', 'int4'"),
         ({"fragments": 0}, "fragments=0; expected a number of parts, 1 or more"),
         ({"sync_every": 5, "fragments": 2}, "sync_every=5; expected a multiple of fragments=2"),
-        ({"sync_every": 6, "fragments": 2, "delay": 3}, "delay=3; expected 0 up to 2: the next turn comes 3 steps"),
+        (
+            {"sync_every": 6, "fragments": 2, "delay": 3},
+            "delay=3; expected 0 up to 2: the next turn comes 3 steps",
+        ),
         ({"delay": -1}, "delay=-1; expected 0 up to 4"),
         ({"start_iter": 1.5}, "start_iter=1.5; expected a fraction"),
     ],
@@ -221,5 +246,7 @@ def test_bad_options(options, text):
 def test_a_wrapper_is_refused():
     from commhooks.request import HookRequest
 
-    with pytest.raises(commhooks.HookConfigError, match="what it sends: omit wrapper and set its option wire$"):
+    with pytest.raises(
+        commhooks.HookConfigError, match="what it sends: omit wrapper and set its option wire$"
+    ):
         HookRequest.parse("diloco", wrapper="bf16")

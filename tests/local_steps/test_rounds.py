@@ -1,4 +1,6 @@
-"""When the rounds of `diloco` and `local_sgd` end, and what ends with them: buffers, modes of training, optimizers."""
+"""When the rounds of `diloco` and `local_sgd` end, and what ends with them: buffers, modes of
+training, optimizers.
+"""
 
 import copy
 import gc
@@ -20,13 +22,18 @@ from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
 
 
 def _by_hand() -> list[Any]:
-    """Four steps in rounds of three, of an optimizer that torch does not know. After the third, rank 0 alone evaluates
-    in the other mode. (The model is trained in evaluation mode.)"""
+    """Four steps in rounds of three, of an optimizer that torch does not know. After the third,
+    rank 0 alone evaluates in the other mode. (The model is trained in evaluation mode.)
+    """
     run = Run.new(hook="local_sgd", hook_options={"sync_every": 3})
     run.ddp.eval()
     with log_lines() as lines:
         before, averaged = _four_steps(run, training=False)
-    return [before, averaged, [line for line in lines if "no torch.optim optimizer has stepped" in line]]
+    return [
+        before,
+        averaged,
+        [line for line in lines if "no torch.optim optimizer has stepped" in line],
+    ]
 
 
 def _four_steps(run: Run, training: bool) -> list[torch.Tensor]:
@@ -46,7 +53,9 @@ def _four_steps(run: Run, training: bool) -> list[torch.Tensor]:
     return [before, averaged]
 
 
-def test_optimizers_that_torch_does_not_know_get_their_outer_step_before_the_next_forward_pass(run_ranks):
+def test_optimizers_that_torch_does_not_know_get_their_outer_step_before_the_next_forward_pass(
+    run_ranks,
+):
     (mine, averaged, warnings), (others, same, _) = run_ranks(_by_hand)
     assert len(warnings) == 1 and "since backward pass 3" in warnings[0]
     assert not torch.equal(mine, others) and torch.equal(averaged, same)
@@ -59,12 +68,16 @@ def _sparse(overflows_at: int) -> Any:
     words = nn.Embedding(10, 4, sparse=True)
     model = DistributedDataParallel(nn.Sequential(words, nn.Flatten(), nn.Linear(12, 1)))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    hook = commhooks.attach(model, "local_sgd", hook_options={"sync_every": 2}, loss_scale=scaler.get_scale)
+    hook = commhooks.attach(
+        model, "local_sgd", hook_options={"sync_every": 2}, loss_scale=scaler.get_scale
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
     for step in range(3):
         optimizer.zero_grad()
-        x = torch.randint(0, 10, (5, 3), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        x = torch.randint(
+            0, 10, (5, 3), generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
+        )
         bad = step == overflows_at and dist.get_rank() == 1
         scaler.scale(model(x).sum() * (torch.inf if bad else 1.0)).backward()
         scaler.step(optimizer)
@@ -81,7 +94,9 @@ def test_sparse_gradients_with_a_scaler(run_ranks, overflows_at, expected):
 
 
 class _Odd(nn.Module):
-    """A BatchNorm, a tied weight, a frozen one, a scalar, several dtypes, an unused buffer with infinities."""
+    """A BatchNorm, a tied weight, a frozen one, a scalar, several dtypes, an unused buffer with
+    infinities.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +113,9 @@ class _Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.second(torch.tanh(self.norm(self.first(x))))
-        return self.scale * (y + self.narrow(x.bfloat16()).float()) * self.wide.float() + self.frozen
+        return (
+            self.scale * (y + self.narrow(x.bfloat16()).float()) * self.wide.float() + self.frozen
+        )
 
 
 def _train_odd(every: int) -> Any:
@@ -108,7 +125,10 @@ def _train_odd(every: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     means = []
     for step in range(2 * every):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())) + dist.get_rank()
+        x = (
+            torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            + dist.get_rank()
+        )
         optimizer.zero_grad()
         model(x).square().mean().backward()
         if step == 2 * every - 1:
@@ -131,18 +151,33 @@ def test_batchnorm_tied_and_frozen(run_ranks):
 
 def _in_mode(mode: str) -> Any:
     """Six steps in rounds of three; the weights after each round."""
-    options = {"static_graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100) if mode == "scaler" else None
+    options = {
+        "static_graph": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }.get(mode, {})
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        if mode == "scaler"
+        else None
+    )
     scale = None if scaler is None else scaler.get_scale
-    several = 25 if mode == "compile" else SEVERAL_BUCKETS_MB  # torch 2.13 compiles no DDP with small buckets
+    # torch 2.13 compiles no DDP with small buckets
+    several = 25 if mode == "compile" else SEVERAL_BUCKETS_MB
     run = Run.new(
-        hook="local_sgd", hook_options={"sync_every": 3}, ddp=options, loss_scale=scale, bucket_cap_mb=several
+        hook="local_sgd",
+        hook_options={"sync_every": 3},
+        ddp=options,
+        loss_scale=scale,
+        bucket_cap_mb=several,
     )
     model = torch.compile(run.ddp, backend="eager") if mode == "compile" else run.ddp
     parameters = list(run.ddp.parameters())
     optimizers: list[Any] = [run.optimizer]
     if mode == "two optimizers":
-        optimizers = [torch.optim.SGD(parameters[:3], lr=0.05), torch.optim.Adam(parameters[3:], lr=0.01)]
+        optimizers = [
+            torch.optim.SGD(parameters[:3], lr=0.05),
+            torch.optim.Adam(parameters[3:], lr=0.01),
+        ]
     after = []
     for step in range(6):
         images, labels = batch(step, dist.get_rank())
@@ -163,7 +198,9 @@ def _in_mode(mode: str) -> Any:
     return after, run.hook.stats()
 
 
-@pytest.mark.parametrize("mode", ["static_graph", "unused", "accumulate", "two optimizers", "compile", "scaler"])
+@pytest.mark.parametrize(
+    "mode", ["static_graph", "unused", "accumulate", "two optimizers", "compile", "scaler"]
+)
 def test_rounds_end_together_in_every_mode(run_ranks, mode):
     (first, stats), (second, _) = run_ranks(_in_mode, mode)
     equal = [torch.equal(one, other) for one, other in zip(first, second, strict=True)]
@@ -183,7 +220,10 @@ def _said(unused: bool, hook: Any = "local_sgd", **attach: Any) -> list[str]:
 
 def test_what_ddp_still_sends_and_what_no_more(run_ranks):
     ((broadcast,), _), ((unused, *_), _) = (run_ranks(_said, each) for each in (False, True))
-    assert "per step and rank on average, and 0.436 kB per save with an optimizer such as Adam; DDP no" in broadcast
+    assert (
+        "per step and rank on average, and 0.436 kB per save with an optimizer such as Adam; DDP no"
+        in broadcast
+    )
     assert "with find_unused_parameters=True DDP sends a message in every step" in unused
 
 
@@ -213,8 +253,9 @@ def test_what_one_rank_says(run_ranks):
 
 
 def _with_closure() -> Any:
-    """LBFGS calls its closure on each rank as often as its line search asks for, here three times and four. As in
-    Accelerate, the ranks agree before an outer step whether all will step."""
+    """LBFGS calls its closure on each rank as often as its line search asks for, here three times
+    and four. As in Accelerate, the ranks agree before an outer step whether all will step.
+    """
     run = Run.new(hook=commhooks.LocalSGD(sync_every=2), loss_scale=lambda: 1.0)
     run.hook.joint_save_limit_s = 5
     optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3 + dist.get_rank())
@@ -237,9 +278,9 @@ def _with_closure() -> Any:
 def test_passes_of_a_closure_count_once(run_ranks):
     (first, passes, *_), (second, other_passes, *_) = found = run_ranks(_with_closure, timeout_s=30)
     assert (passes, other_passes) == (15, 20)
-    assert [torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)] == [
-        step in (1, 3) for step in range(5)
-    ]
+    assert [
+        torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)
+    ] == [step in (1, 3) for step in range(5)]
     assert [in_round for _, in_round in first] == [1, 0, 1, 0, 1]
     assert all(together for *_, together, _ in found) and torch.equal(found[0][-1], found[1][-1])
 

@@ -15,8 +15,12 @@ SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
 
 
 @mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL)
-def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how: dict[str, Any]) -> Any:
-    """Weights at the end of a run that saves after these steps, and of one that also resumes there each time."""
+def _with_saves(
+    config: commhooks.HookConfig, steps: int, saves: list[int], how: dict[str, Any]
+) -> Any:
+    """Weights at the end of a run that saves after these steps, and of one that also resumes there
+    each time.
+    """
     whole = Run.new(hook=config)
     resumed = Run.new(hook=config)
     contents = []
@@ -29,7 +33,9 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
             of_rank_0 = [content]
             dist.broadcast_object_list(of_rank_0)
             content = of_rank_0[0] | {"hook": content["hook"]}  # as the frameworks save
-            assert content["hook"]["loss_scale"] == 1.0, "residuals of weights do not scale with the loss"
+            assert content["hook"]["loss_scale"] == 1.0, (
+                "residuals of weights do not scale with the loss"
+            )
             contents.append((content["hook"], plain(content["hook"])))
             resumed = Run.new(hook=config).load(content)
     for content, as_saved in contents:
@@ -50,7 +56,9 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
     ids=["int4", "late", "local_sgd", "streaming", "streaming on 3"],
 )
 def test_a_run_that_resumes_in_mid_round_is_bit_equal(run_ranks, config, residual, world_size):
-    found = run_ranks(_with_saves, config, 14, [2, 7, 9], {"residual": residual}, world_size=world_size)
+    found = run_ranks(
+        _with_saves, config, 14, [2, 7, 9], {"residual": residual}, world_size=world_size
+    )
     for whole, resumed, gradient, same in found:
         assert torch.equal(whole, resumed) and torch.equal(gradient, same)
     assert any(not torch.equal(each[0], found[0][0]) for each in found[1:])  # in mid-round
@@ -85,7 +93,10 @@ def test_another_number_of_ranks_resumes(run_ranks, ranks, later):
     for before, after, losses in found:
         assert torch.equal(before, weights) and torch.equal(after, found[0][1])
         assert not torch.equal(after, weights)
-        assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=0.1), (losses, expected)
+        assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=0.1), (
+            losses,
+            expected,
+        )
 
 
 def _from_another_hook() -> tuple[str, int]:
@@ -98,7 +109,10 @@ def _from_another_hook() -> tuple[str, int]:
 
 def test_the_state_of_another_hook_is_refused_or_left_out(run_ranks):
     for said, rounds in run_ranks(_from_another_hook):
-        assert "the saved state is of hook 'int8_compress', but this hook is 'diloco'. Attach the saved hook" in said
+        assert (
+            "the saved state is of hook 'int8_compress', but this hook is 'diloco'. Attach the"
+            " saved hook" in said
+        )
         assert rounds == 1
 
 
@@ -106,7 +120,9 @@ def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     run = Run.new(hook="diloco", hook_options={"sync_every": every}).train(every)
     anchor = run.weights()
     run.hook.synchronize(optimizers=True)
-    assert run.hook.state_dict(joint=False)["exact"] is True, "nothing has been trained since all ranks were equal"
+    assert run.hook.state_dict(joint=False)["exact"] is True, (
+        "nothing has been trained since all ranks were equal"
+    )
     run.train(1)
     content = {"model": run.ddp.module.state_dict(), "hook": run.hook.state_dict(joint=False)}
     assert content["hook"]["exact"] is False

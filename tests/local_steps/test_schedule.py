@@ -1,4 +1,6 @@
-"""When the ranks exchange weights: each rule of docs/diloco.md as a row of events and actions, and random trainings."""
+"""When the ranks exchange weights: each rule of docs/diloco.md as a row of events and actions, and
+random trainings.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -50,8 +52,8 @@ class Rank:
 
     f, e    a forward pass in training mode, in evaluation mode
     b       a backward pass; `b?`: some rank will skip the step after it
-    s       a step of both parameters; `s0`, `s1`: of one of them. `s!`: what it leads to fails; `s~`: nobody exchanges
-    ( )     the begin and the end of a step with a closure
+    s       a step of both parameters; `s0`, `s1`: of one of them. `s!`: what it leads to fails;
+    `s~`: nobody exchanges ( )     the begin and the end of a step with a closure
     end     a save or `synchronize`; `end!`: it fails
     all     rank 0 shares the state of the optimizers
     load    a state is loaded
@@ -65,7 +67,10 @@ class Rank:
 
     def play(self, word: str) -> list[str]:
         """Play a word, and return the names of the actions to which it leads."""
-        before, (kind, how) = len(self.log), (word.rstrip("?!~01"), word[len(word.rstrip("?!~01")) :])
+        before, (kind, how) = (
+            len(self.log),
+            (word.rstrip("?!~01"), word[len(word.rstrip("?!~01")) :]),
+        )
         in_round = self.state.in_round
         match kind:
             case "f" | "e":
@@ -125,13 +130,21 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         "f b s  f b s  f b s=EXCHANGE+SHARE  f b s  f b s  f b s=EXCHANGE+SHARE",
         {"in_round": 0, "apart": False, "phase": Phase.TRAINING},
     ),
-    "with sync_every=1 every step ends a round": (Rules(1), "f b s=EXCHANGE+SHARE  f b s=EXCHANGE+SHARE", {}),
+    "with sync_every=1 every step ends a round": (
+        Rules(1),
+        "f b s=EXCHANGE+SHARE  f b s=EXCHANGE+SHARE",
+        {},
+    ),
     "what is due waits for a step of all parameters": (
         Rules(2),
         "f b s0 s1  f b s0 s1=EXCHANGE+SHARE  f b s1 s0  f b s1 s0=EXCHANGE+SHARE",
         {},
     ),
-    "steps from before the last pass do not count": (Rules(2), "f b s  f b s0 s0", {"phase": Phase.DUE}),
+    "steps from before the last pass do not count": (
+        Rules(2),
+        "f b s  f b s0 s0",
+        {"phase": Phase.DUE},
+    ),
     "gradients are averaged before start_iter, and these passes do not count": (
         Rules(2, start_iter=2),
         "f b s  f b s  f b s  f b s=EXCHANGE+SHARE",
@@ -148,13 +161,17 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         "f b  f b  f=EXCHANGE+SHARE b  f b  f=EXCHANGE+SHARE",
         {},
     ),
-    "without forward passes it comes at the end of the next backward pass, which counts in the next round": (
+    "without forward passes it comes at the end of the next backward pass": (
         Rules(2),
         "b b b=CALL_BACK+EXCHANGE+SHARE b b=CALL_BACK+EXCHANGE+SHARE",
         {"in_round": 1},
     ),
     "optimizers that take turns come late": (Rules(2), "f b s0  f b s1  f=EXCHANGE+SHARE b s0", {}),
-    "a forward pass in the other mode may run on one rank alone": (Rules(1), "f b e f=EXCHANGE+SHARE", {}),
+    "a forward pass in the other mode may run on one rank alone": (
+        Rules(1),
+        "f b e f=EXCHANGE+SHARE",
+        {},
+    ),
     "a model may be trained in evaluation mode": (
         Rules(1),
         "f b e f=EXCHANGE+SHARE",
@@ -167,7 +184,11 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         {"in_round": 1, "passes": 3, "number": 6},
     ),
     "nothing is exchanged inside of a step": (Rules(1), "( f b f b f b )=EXCHANGE+SHARE", {}),
-    "a framework may run the only pass inside of the step": (Rules(2), "( f b ) ( f b )=EXCHANGE+SHARE", {}),
+    "a framework may run the only pass inside of the step": (
+        Rules(2),
+        "( f b ) ( f b )=EXCHANGE+SHARE",
+        {},
+    ),
     "an optimizer may have changed the weights before it calls its closure": (
         Rules(1),
         "f b ( f b )=EXCHANGE+SHARE",
@@ -205,8 +226,16 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         "f b s  end=EXCHANGE_ALL+SHARE  f b s  f b s  f b s=EXCHANGE+SHARE",
         {"in_round": 0, "apart": False},
     ),
-    "a round without passes needs no end": (H3, "end  f b s  f b s  f b s=EXCHANGE+SHARE  end  end", {}),
-    "a joint save ends what is due": (Rules(2), "f b s  f b  end=EXCHANGE_ALL+SHARE  f b s", {"in_round": 1}),
+    "a round without passes needs no end": (
+        H3,
+        "end  f b s  f b s  f b s=EXCHANGE+SHARE  end  end",
+        {},
+    ),
+    "a joint save ends what is due": (
+        Rules(2),
+        "f b s  f b  end=EXCHANGE_ALL+SHARE  f b s",
+        {"in_round": 1},
+    ),
     "a joint save applies what is in flight, and then exchanges all": (
         STREAM,
         "f b s=SEND  end=APPLY+EXCHANGE_ALL+SHARE  f b s=SEND",
@@ -228,23 +257,59 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         {"in_round": 0},
     ),
     # ---- loads ----
-    "after a load the weights are chosen at the next forward pass": (H3, "load f=BEGIN b s", {"in_round": 1}),
+    "after a load the weights are chosen at the next forward pass": (
+        H3,
+        "load f=BEGIN b s",
+        {"in_round": 1},
+    ),
     "or at the end of the next backward pass": (H3, "load b=CALL_BACK+BEGIN s", {"in_round": 1}),
-    "or in a step with a closure before its first pass": (H3, "load ( f=BEGIN b f b )", {"in_round": 1}),
-    "or at the end of the first pass of a step": (H3, "load ( b=CALL_BACK+BEGIN b )", {"in_round": 1}),
+    "or in a step with a closure before its first pass": (
+        H3,
+        "load ( f=BEGIN b f b )",
+        {"in_round": 1},
+    ),
+    "or at the end of the first pass of a step": (
+        H3,
+        "load ( b=CALL_BACK+BEGIN b )",
+        {"in_round": 1},
+    ),
     "a forward pass in the other mode does not choose": (H3, "f b s load e f=BEGIN", {}),
-    "a load begins a round, and drops what is due": (Rules(2), "f b s f b load s f=BEGIN b s", {"in_round": 1}),
+    "a load begins a round, and drops what is due": (
+        Rules(2),
+        "f b s f b load s f=BEGIN b s",
+        {"in_round": 1},
+    ),
     "a load drops what is in flight": (
         LATER,
         "f b s=SEND  load f=BEGIN  b s=SEND  f b s  f b s=APPLY+SHARE",
         {},
     ),
-    "a load in the averaged passes": (Rules(2, start_iter=3), "f b s load f=BEGIN b s", {"phase": Phase.AVERAGING}),
+    "a load in the averaged passes": (
+        Rules(2, start_iter=3),
+        "f b s load f=BEGIN b s",
+        {"phase": Phase.AVERAGING},
+    ),
     "a load before any pass": (Rules(2), "load f=BEGIN", {"phase": Phase.TRAINING}),
-    "a load before any pass, which will average": (Rules(2, start_iter=1), "load f=BEGIN", {"phase": Phase.AVERAGING}),
-    "a load after the last averaged pass": (Rules(2, start_iter=1), "f b s load f=BEGIN", {"phase": Phase.TRAINING}),
-    "a load before the last averaged pass": (Rules(2, start_iter=2), "f b s load f=BEGIN", {"phase": Phase.AVERAGING}),
-    "after a load nothing is to be shared": (H3, "f b s load end", {"shared": Share.OPTIMIZERS, "apart": False}),
+    "a load before any pass, which will average": (
+        Rules(2, start_iter=1),
+        "load f=BEGIN",
+        {"phase": Phase.AVERAGING},
+    ),
+    "a load after the last averaged pass": (
+        Rules(2, start_iter=1),
+        "f b s load f=BEGIN",
+        {"phase": Phase.TRAINING},
+    ),
+    "a load before the last averaged pass": (
+        Rules(2, start_iter=2),
+        "f b s load f=BEGIN",
+        {"phase": Phase.AVERAGING},
+    ),
+    "after a load nothing is to be shared": (
+        H3,
+        "f b s load end",
+        {"shared": Share.OPTIMIZERS, "apart": False},
+    ),
     # ---- steps that some rank skips ----
     "with a scaler all ranks are asked before an exchange": (
         Rules(2, asks=True),
@@ -267,7 +332,11 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         {"turn": 1},
     ),
     # ---- the first step of a machine ----
-    "a machine meets the others after its first step": (H3, "NEW f b s=EXCHANGE+SHARE", {"met": True, "in_round": 0}),
+    "a machine meets the others after its first step": (
+        H3,
+        "NEW f b s=EXCHANGE+SHARE",
+        {"met": True, "in_round": 0},
+    ),
     "it waits for the first step of all its optimizers": (
         H3,
         "NEW f b f b s0 f b s1=EXCHANGE+SHARE",
@@ -301,7 +370,11 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         "f b s=SEND  f b s  f b s!=APPLY  f b s=SEND+APPLY+SHARE",
         {},
     ),
-    "a save that has failed leaves the round as it is": (H3, "f b s end!=EXCHANGE_ALL f b s", {"in_round": 2}),
+    "a save that has failed leaves the round as it is": (
+        H3,
+        "f b s end!=EXCHANGE_ALL f b s",
+        {"in_round": 2},
+    ),
 }
 
 
@@ -354,7 +427,8 @@ def test_the_pass_that_ends_a_turn(in_round: int, expected: bool) -> None:
     assert ends_a_turn(H3, State(in_round=in_round, met=False))
 
 
-# ---- random trainings ------------------------------------------------------------------------------------------------
+# ---- random trainings
+# ------------------------------------------------------------------------------------------------
 
 TRAININGS = st.builds(
     lambda distance, fragments, delay, start, asks: Rules(
@@ -366,18 +440,36 @@ TRAININGS = st.builds(
     st.integers(0, 3),
     st.booleans(),
 )
-STEPS = ["f b s", "f b s0 s1", "f b s0", "f b", "b", "b s", "( f b f b )", "( b )", "f b?", "e f b s", "( f b ) s0"]
+STEPS = [
+    "f b s",
+    "f b s0 s1",
+    "f b s0",
+    "f b",
+    "b",
+    "b s",
+    "( f b f b )",
+    "( b )",
+    "f b?",
+    "e f b s",
+    "( f b ) s0",
+]
 STOPS = ["end", "all", "load", "end all", "end!", "f b s!", "end load"]
 
 
 @given(TRAININGS, st.lists(st.sampled_from(STEPS * 3 + STOPS), max_size=40), st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_random_trainings(rules: Rules, words: list[str], met: bool) -> None:
-    """Never two exchanges in flight, never a save in mid-exchange, every pass counted once, fragments in turn."""
+    """Never two exchanges in flight, never a save in mid-exchange, every pass counted once,
+    fragments in turn.
+    """
     rank = Rank(rules, State(met=met))
     for words_of_step in words:
         for word in words_of_step.split():
-            before, repeats, averages = rank.state, rank.state.repeats, rank.number < rules.start_iter
+            before, repeats, averages = (
+                rank.state,
+                rank.state.repeats,
+                rank.number < rules.start_iter,
+            )
             counted, log = rank.counted, len(rank.log)
             rank.play(word)
             after = rank.state
@@ -393,7 +485,9 @@ def test_random_trainings(rules: Rules, words: list[str], met: bool) -> None:
             assert after.passes == before.passes + (word[0] == "b" and not repeats)
 
 
-def _check_exchanges(rules: Rules, before: State, actions: Iterable[Action], *, failed: bool) -> None:
+def _check_exchanges(
+    rules: Rules, before: State, actions: Iterable[Action], *, failed: bool
+) -> None:
     in_flight = before.in_flight
     turn = before.turn
     for action in actions:
@@ -422,7 +516,9 @@ CLOSURES = ["( f b )", "( f b f b )", "( b )", "( b b b )"]
 @given(
     TRAININGS,
     st.sampled_from([SEEN_OR_NOT, CLOSURES]).flatmap(
-        lambda words: st.lists(st.tuples(st.sampled_from(words), st.sampled_from(words)), max_size=30)
+        lambda words: st.lists(
+            st.tuples(st.sampled_from(words), st.sampled_from(words)), max_size=30
+        )
     ),
     st.lists(st.sampled_from(["", "", "", "end", "load"]), min_size=30, max_size=30),
 )
@@ -430,18 +526,23 @@ CLOSURES = ["( f b )", "( f b f b )", "( b )", "( b b b )"]
 def test_ranks_start_the_same_collectives_whatever_their_optimizers_do(
     rules: Rules, steps: list[tuple[str, str]], stops: list[str]
 ) -> None:
-    """Two ranks make the same passes. Their optimizers step at other times, or repeat passes more or less often."""
+    """Two ranks make the same passes. Their optimizers step at other times, or repeat passes more
+    or less often.
+    """
     rules = dataclasses.replace(rules, start_iter=0)
     ranks = Rank(rules, State()), Rank(rules, State())
     for scripts, stop in zip(steps, stops, strict=False):
         for rank, script in zip(ranks, scripts, strict=True):
             for word in script.split():
                 rank.play(word)
-        # A rank that waits for a step would come late to the others, which wait for it in the exchange.
+        # A rank that waits for a step would come late to the others, which wait for it in the
+        # exchange.
         if stop and all(rank.state.phase is not Phase.DUE for rank in ranks):
             for rank in ranks:
                 rank.play(stop)
     for rank in ranks:
         rank.play("f")  # what waits for a step comes late on one of them
-    first, second = ([action for action in rank.log if action is not Action.CALL_BACK] for rank in ranks)
+    first, second = (
+        [action for action in rank.log if action is not Action.CALL_BACK] for rank in ranks
+    )
     assert first == second

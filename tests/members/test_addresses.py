@@ -1,4 +1,6 @@
-"""Machines with addresses of their own, in network namespaces: which of them reach each other, and what follows."""
+"""Machines with addresses of their own, in network namespaces: which of them reach each other, and
+what follows.
+"""
 
 import re
 import signal
@@ -30,19 +32,48 @@ def net() -> Iterator[Hosts]:
 
 @pytest.fixture
 def start(net: Hosts, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
-    """Starts a machine on the host of its name, with a lighthouse on the router, whose printed address it takes."""
-    command = ["ip", "netns", "exec", net.router, sys.executable, "-m", "commhooks", "lighthouse", "--wait-s", "30"]
+    """Starts a machine on the host of its name, with a lighthouse on the router, whose printed
+    address it takes.
+    """
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        net.router,
+        sys.executable,
+        "-m",
+        "commhooks",
+        "lighthouse",
+        "--wait-s",
+        "30",
+    ]
     started: list[Machine] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": PYTHONPATH}) as lighthouse:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": PYTHONPATH}
+    ) as lighthouse:
         assert lighthouse.stdout is not None
-        printed = re.fullmatch(r"export TORCHFT_LIGHTHOUSE=(http://10\.91\.\d\.1:\d+)\n", lighthouse.stdout.readline())
+        printed = re.fullmatch(
+            r"export TORCHFT_LIGHTHOUSE=(http://10\.91\.\d\.1:\d+)\n", lighthouse.stdout.readline()
+        )
         assert printed, "it is no address of the router"
 
         def new(name: str, variables: Any = None, **given: Any) -> Machine:
-            variables = {"GLOO_SOCKET_IFNAME": net.interface(name)} if variables is None else variables
-            given = {"every": 4, "wire": "float32", "steps": 10_000, "timeout_s": 60.0, "sleep_s": 0.05} | given
+            variables = (
+                {"GLOO_SOCKET_IFNAME": net.interface(name)} if variables is None else variables
+            )
+            given = {
+                "every": 4,
+                "wire": "float32",
+                "steps": 10_000,
+                "timeout_s": 60.0,
+                "sleep_s": 0.05,
+            } | given
             prefix = net.command(name)
-            started.append(Machine(JOB, printed[1], tmp_path, name, prefix=prefix, variables=variables, **given))
+            started.append(
+                Machine(
+                    JOB, printed[1], tmp_path, name, prefix=prefix, variables=variables, **given
+                )
+            )
             return started[-1]
 
         yield new
@@ -51,9 +82,12 @@ def start(net: Hosts, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
         lighthouse.kill()
 
 
-def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(net: Hosts, start: Callable[..., Machine]) -> None:
-    """Its name sorts first. The others train on, and each says why; when it can be reached, it takes part. In between
-    one was asleep, so that the connections of the others are old."""
+def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(
+    net: Hosts, start: Callable[..., Machine]
+) -> None:
+    """Its name sorts first. The others train on, and each says why; when it can be reached, it
+    takes part. In between one was asleep, so that the connections of the others are old.
+    """
     b, c = start("b"), start("c")
     c.wait_for(lambda line: line.get("part") == ["b", "c"])
     net.cut("a", off=True)
@@ -63,7 +97,9 @@ def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(net: Hosts,
     began, before = time.monotonic(), max(b.rounds)
     b.round(before + 10)
     assert time.monotonic() - began < 20 and b.rounds[before + 5]["names"] == ["b", "c"]
-    b.wait_for_text(r"a does not take part, because .* cannot connect .* \(a is at 10\.91\.1\.2:\d+\)")
+    b.wait_for_text(
+        r"a does not take part, because .* cannot connect .* \(a is at 10\.91\.1\.2:\d+\)"
+    )
     net.cut("a", off=False)
     a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
     # b sleeps so long that the others take it for dead, and connect without it.
@@ -75,7 +111,11 @@ def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(net: Hosts,
     assert time.monotonic() - woke < 20, "they waited for a connection that is gone"
 
 
-def test_a_machine_whose_gloo_would_listen_at_loopback_is_told_what_to_set(start: Callable[..., Machine]) -> None:
+def test_a_machine_whose_gloo_would_listen_at_loopback_is_told_what_to_set(
+    start: Callable[..., Machine],
+) -> None:
     end = start("a", variables={}).end()
     assert end["type"] == "AttachError"
-    assert re.search(r"gloo would listen at 127\.0\.\d\.1, .*: set GLOO_SOCKET_IFNAME=a0$", end["text"]), end["text"]
+    assert re.search(
+        r"gloo would listen at 127\.0\.\d\.1, .*: set GLOO_SOCKET_IFNAME=a0$", end["text"]
+    ), end["text"]

@@ -14,8 +14,16 @@ NAMES = "abcd"
 
 
 def report(name: str, **given: Any) -> Report:
-    """A report of the machine `name`, which participates and has trained, unless `given` says otherwise."""
-    defaults = {"participates": True, "trained": True, "step": 5, "anchor": 50, "servers": (f"10.0.0.1:{ord(name)}",)}
+    """A report of the machine `name`, which participates and has trained, unless `given` says
+    otherwise.
+    """
+    defaults = {
+        "participates": True,
+        "trained": True,
+        "step": 5,
+        "anchor": 50,
+        "servers": (f"10.0.0.1:{ord(name)}",),
+    }
     return Report(id=f"{name}:1", **defaults | given)
 
 
@@ -35,7 +43,8 @@ def names(reports: Sequence[Report]) -> str:
     return "".join(each.name for each in reports)
 
 
-# ---- every combination -----------------------------------------------------------------------------------------------
+# ---- every combination
+# -----------------------------------------------------------------------------------------------
 
 PLACES = {
     "ahead": {"step": 6, "anchor": 60},
@@ -52,15 +61,23 @@ STATES = list(itertools.product(PLACES, TRAINED, ATTEMPTS))
 
 
 def combinations(machines: int) -> Iterator[list[Report]]:
-    """All combinations of states, without the order of the machines, which differs from combination to combination."""
+    """All combinations of states, without the order of the machines, which differs from combination
+    to combination.
+    """
     for number, states in enumerate(itertools.combinations_with_replacement(STATES, machines)):
         turn = number % machines
         ids = tuple(f"{name}:1" for name in NAMES[:machines])
         reports = []
-        for name, (place, trained, attempt) in zip(NAMES, states[turn:] + states[:turn], strict=False):
+        for name, (place, trained, attempt) in zip(
+            NAMES, states[turn:] + states[:turn], strict=False
+        ):
             step = PLACES[place]["step"]
             tried = {"attempt": f"X{step}", "attempt_with": ids, "complete": attempt == "complete"}
-            reports.append(report(name, **PLACES[place] | TRAINED[trained] | (tried if attempt != "none" else {})))
+            reports.append(
+                report(
+                    name, **PLACES[place] | TRAINED[trained] | (tried if attempt != "none" else {})
+                )
+            )
         yield reports
 
 
@@ -73,11 +90,21 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
             for other in decision.machines:  # nobody waits for a partner that does not come
                 theirs = by_id[other.id][1]
                 same = (theirs.action, theirs.machines, theirs.name, theirs.reuse, theirs.step)
-                assert same == (decision.action, decision.machines, decision.name, decision.reuse, decision.step)
+                assert same == (
+                    decision.action,
+                    decision.machines,
+                    decision.name,
+                    decision.reuse,
+                    decision.step,
+                )
                 assert (other.step, other.anchor) == (own.step, own.anchor)
             for other in decision.heals:
                 theirs = by_id[other.id][1]
-                assert (theirs.action, theirs.source, theirs.step) == (Action.HEAL, own, decision.step)
+                assert (theirs.action, theirs.source, theirs.step) == (
+                    Action.HEAL,
+                    own,
+                    decision.step,
+                )
         if decision.action is Action.HEAL:  # the latest anchor wins
             assert decision.source is not None and own in by_id[decision.source.id][1].heals
             assert decision.source.step == top and decision.step >= own.step
@@ -90,9 +117,14 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
                     assert other[1].action is Action.COMMIT
         settles = decision.action in (Action.COMMIT, Action.ABANDON, Action.ASK_AGAIN)
         assert settles == any(other.attempt for other in reports)
-    if len({decision.action for _, decision in by_id.values()} & {Action.EXCHANGE, Action.BEGIN}) == 0:
+    if (
+        len({decision.action for _, decision in by_id.values()} & {Action.EXCHANGE, Action.BEGIN})
+        == 0
+    ):
         assert any(other.attempt for other in reports)
-    participants = {decision.participants for _, decision in by_id.values() if decision.participants}
+    participants = {
+        decision.participants for _, decision in by_id.values() if decision.participants
+    }
     assert len(participants) <= 1, "the machines disagree about who trains the next round"
 
 
@@ -109,13 +141,20 @@ def after(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[
         if decision.action in (Action.EXCHANGE, Action.BEGIN, Action.HEAL):
             source = decision.source or own
             anchor = source.anchor if decision.step == source.step else source.anchor + 10_000
-            changes |= {"step": decision.step, "anchor": anchor, "participates": True, "trained": True}
+            changes |= {
+                "step": decision.step,
+                "anchor": anchor,
+                "participates": True,
+                "trained": True,
+            }
         results.append(dataclasses.replace(own, **changes))
     return results
 
 
 @pytest.mark.parametrize("machines", [1, 2, 3, 4])
-def test_every_combination_of_machines_decides_compatibly_and_ends_with_one_anchor(machines: int) -> None:
+def test_every_combination_of_machines_decides_compatibly_and_ends_with_one_anchor(
+    machines: int,
+) -> None:
     for reports in combinations(machines):
         for _ in range(4):
             decisions = all_decide(*reports)
@@ -127,12 +166,15 @@ def test_every_combination_of_machines_decides_compatibly_and_ends_with_one_anch
         assert all(own.trained and own.participates for own in reports)
 
 
-# ---- an exchange that is interrupted anywhere ------------------------------------------------------------------------
+# ---- an exchange that is interrupted anywhere
+# ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Machines with the contents of their anchors. `content` says which exchanges are in an anchor."""
+    """Machines with the contents of their anchors. `content` says which exchanges are in an
+    anchor.
+    """
 
     reports: tuple[Report, ...]
     content: tuple[str, ...]
@@ -144,8 +186,9 @@ def meetings(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def outcomes(members: Sequence[int]) -> Iterator[tuple[str, ...]]:
-    """What may happen in an exchange: it may not have arrived everywhere, and then nobody confirms; or it has, and each
-    machine knows it or not."""
+    """What may happen in an exchange: it may not have arrived everywhere, and then nobody confirms;
+    or it has, and each machine knows it or not.
+    """
     for incomplete in itertools.product(("incomplete", "complete"), repeat=len(members)):
         if "incomplete" in incomplete:
             yield incomplete
@@ -153,8 +196,10 @@ def outcomes(members: Sequence[int]) -> Iterator[tuple[str, ...]]:
 
 
 def test_an_exchange_that_is_interrupted_anywhere_leaves_one_anchor_for_each_step() -> None:
-    """Three machines exchange with every outcome; then any of them meet, in any order, some of them never. As long as
-    every meeting includes a machine of the one before, no step has two anchors on machines that train."""
+    """Three machines exchange with every outcome; then any of them meet, in any order, some of them
+    never. As long as every meeting includes a machine of the one before, no step has two anchors on
+    machines that train.
+    """
     for outcome in outcomes(range(3)):
         start = []
         for name, what in zip("abc", outcome, strict=True):
@@ -174,9 +219,20 @@ def test_an_exchange_that_is_interrupted_anywhere_leaves_one_anchor_for_each_ste
                     for place, now in zip(meeting, _after_x(there, decisions), strict=True):
                         reports[place] = now
                 together = [reports[place] for place in second]
-                assert len({(own.step, own.anchor) for own in together}) == 1, (outcome, first, second)
-                if "confirmed" in outcome and any(outcome[place] == "confirmed" for place in {*first, *second}):
-                    assert all("X" in _history(own) for own in together), (outcome, first, second, together)
+                assert len({(own.step, own.anchor) for own in together}) == 1, (
+                    outcome,
+                    first,
+                    second,
+                )
+                if "confirmed" in outcome and any(
+                    outcome[place] == "confirmed" for place in {*first, *second}
+                ):
+                    assert all("X" in _history(own) for own in together), (
+                        outcome,
+                        first,
+                        second,
+                        together,
+                    )
 
 
 def _history(own: Report) -> str:
@@ -184,7 +240,9 @@ def _history(own: Report) -> str:
 
 
 def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[Report]:
-    """As `after`, but the anchor keeps whether X is in it: 6 in its last place. A later exchange adds 10."""
+    """As `after`, but the anchor keeps whether X is in it: 6 in its last place. A later exchange
+    adds 10.
+    """
     results = []
     for own in reports:
         decision = decisions[own.name]
@@ -196,12 +254,18 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
         if decision.action in (Action.EXCHANGE, Action.BEGIN, Action.HEAL):
             source = decision.source or own
             anchor = source.anchor if decision.step == source.step else source.anchor + 10
-            changes |= {"step": decision.step, "anchor": anchor, "participates": True, "trained": True}
+            changes |= {
+                "step": decision.step,
+                "anchor": anchor,
+                "participates": True,
+                "trained": True,
+            }
         results.append(dataclasses.replace(own, **changes))
     return results
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,16 +273,30 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
     [
         pytest.param([report("a")], {"a": "EXCHANGE"}, id="alone"),
         pytest.param([new("a"), new("b")], {"a": "BEGIN", "b": "BEGIN"}, id="they begin together"),
-        pytest.param([new("a"), new("b", anchor=2)], {"a": "BEGIN", "b": "HEAL"}, id="with other weights"),
         pytest.param(
-            [report("a", step=0, anchor=1), new("b")], {"a": "EXCHANGE", "b": "HEAL"}, id="who joins round 0 heals"
+            [new("a"), new("b", anchor=2)], {"a": "BEGIN", "b": "HEAL"}, id="with other weights"
         ),
         pytest.param(
-            [new("a", anchor=2), report("b", step=0, anchor=1)], {"a": "HEAL", "b": "EXCHANGE"}, id="sorts first"
+            [report("a", step=0, anchor=1), new("b")],
+            {"a": "EXCHANGE", "b": "HEAL"},
+            id="who joins round 0 heals",
         ),
-        pytest.param([report("a"), new("b", step=7, anchor=7)], {"a": "HEAL", "b": "BEGIN"}, id="a later checkpoint"),
         pytest.param(
-            [report("a", trained=False, anchor=9), report("b"), report("c", anchor=9, trained=False)],
+            [new("a", anchor=2), report("b", step=0, anchor=1)],
+            {"a": "HEAL", "b": "EXCHANGE"},
+            id="sorts first",
+        ),
+        pytest.param(
+            [report("a"), new("b", step=7, anchor=7)],
+            {"a": "HEAL", "b": "BEGIN"},
+            id="a later checkpoint",
+        ),
+        pytest.param(
+            [
+                report("a", trained=False, anchor=9),
+                report("b"),
+                report("c", anchor=9, trained=False),
+            ],
             {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL"},
             id="an anchor with which a machine has trained goes before others",
         ),
@@ -233,14 +311,24 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="a machine that participates goes before newcomers",
         ),
         pytest.param(
-            [report("a", anchor=9), new("c", step=5, anchor=9), new("d", step=5, anchor=9), report("b"), report("e")],
+            [
+                report("a", anchor=9),
+                new("c", step=5, anchor=9),
+                new("d", step=5, anchor=9),
+                report("b"),
+                report("e"),
+            ],
             {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL", "d": "HEAL", "e": "EXCHANGE"},
             id="newcomers do not count",
         ),
         pytest.param(
-            [report("a"), report("b", trained=False)], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="b has missed the round"
+            [report("a"), report("b", trained=False)],
+            {"a": "EXCHANGE", "b": "EXCHANGE"},
+            id="b has missed the round",
         ),
-        pytest.param([report("a", min_machines=2), report("b", left=True)], {"a": "WAIT"}, id="b has left"),
+        pytest.param(
+            [report("a", min_machines=2), report("b", left=True)], {"a": "WAIT"}, id="b has left"
+        ),
         pytest.param(
             [report("a", min_machines=1), report("b", min_machines=3)],
             {"a": "WAIT", "b": "WAIT"},
@@ -252,7 +340,11 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="another hook",
         ),
         pytest.param(
-            [new("a", signature={"hook": "x"}), new("b", signature={"hook": "y"}), new("c", signature={"hook": "x"})],
+            [
+                new("a", signature={"hook": "x"}),
+                new("b", signature={"hook": "y"}),
+                new("c", signature={"hook": "x"}),
+            ],
             {"a": "BEGIN", "b": "REFUSED", "c": "BEGIN"},
             id="of machines that begin together the first stays, and who matches it",
         ),
@@ -276,14 +368,24 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             {"a": "EXCHANGE", "b": "EXCHANGE"},
             id="one failure",
         ),
-        pytest.param([new("a", signature={"hook": "y"}), report("b")], {"a": "REFUSED", "b": "EXCHANGE"}, id="first"),
+        pytest.param(
+            [new("a", signature={"hook": "y"}), report("b")],
+            {"a": "REFUSED", "b": "EXCHANGE"},
+            id="first",
+        ),
         pytest.param(
             [report("a"), report("b", signature={"hook": "y"}), new("c", signature={"hook": "y"})],
             {"a": "EXCHANGE", "b": "EXCHANGE", "c": "HEAL"},
             id="two runs, and a newcomer of the second",
         ),
-        pytest.param([report("a"), new("b", number=11)], {"a": "EXCHANGE", "b": "HEAL"}, id="it has asked often"),
-        pytest.param([report("a", number=11)], {"a": "EXCHANGE"}, id="its own name is no other machine's"),
+        pytest.param(
+            [report("a"), new("b", number=11)],
+            {"a": "EXCHANGE", "b": "HEAL"},
+            id="it has asked often",
+        ),
+        pytest.param(
+            [report("a", number=11)], {"a": "EXCHANGE"}, id="its own name is no other machine's"
+        ),
         pytest.param(
             [report("a", unreachable=("c:1",)), report("b", unreachable=("c:1",)), report("c")],
             {"a": "EXCHANGE", "b": "EXCHANGE", "c": "WAIT"},
@@ -295,13 +397,21 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="a reaches nobody, though it sorts first",
         ),
         pytest.param(
-            [report("b", unreachable=("a:1",)), new("a")], {"b": "EXCHANGE", "a": "WAIT"}, id="of two, the newcomer"
+            [report("b", unreachable=("a:1",)), new("a")],
+            {"b": "EXCHANGE", "a": "WAIT"},
+            id="of two, the newcomer",
         ),
         pytest.param(
-            [report("a", unreachable=("c:1",)), report("b")], {"a": "EXCHANGE", "b": "EXCHANGE"}, id="c is gone"
+            [report("a", unreachable=("c:1",)), report("b")],
+            {"a": "EXCHANGE", "b": "EXCHANGE"},
+            id="c is gone",
         ),
         pytest.param(
-            [report("a", unreachable=("c:1",), min_machines=3), report("b", unreachable=("c:1",)), report("c")],
+            [
+                report("a", unreachable=("c:1",), min_machines=3),
+                report("b", unreachable=("c:1",)),
+                report("c"),
+            ],
             {"a": "WAIT", "b": "WAIT", "c": "WAIT"},
             id="a machine that cannot be reached does not count for min_machines",
         ),
@@ -340,7 +450,10 @@ X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
             id="b has abandoned it",
         ),
         pytest.param(
-            [report("a", complete=True, **X), report("b", attempt="Y", attempt_with=("b:1", "c:1"), complete=True)],
+            [
+                report("a", complete=True, **X),
+                report("b", attempt="Y", attempt_with=("b:1", "c:1"), complete=True),
+            ],
             {"a": "ABANDON", "b": "COMMIT"},
             id="b has abandoned it for another one",
         ),
@@ -383,13 +496,19 @@ def test_a_machine_that_fails_to_heal_asks_another_one_and_does_not_count() -> N
         assert source is not None
         sources.add(source.name)
         assert names(decisions["a"].participants) == ("ab" if failed else "abc")
-        assert_compatible(reports, {name: dataclasses.replace(x, participants=()) for name, x in decisions.items()})
+        assert_compatible(
+            reports,
+            {name: dataclasses.replace(x, participants=()) for name, x in decisions.items()},
+        )
     assert sources == {"a", "b"}
 
 
 def test_who_is_left_out_is_told_why() -> None:
     decision = decide([report("a", unreachable=("b:1",)), new("b")], "b:1")
-    assert decision.reason == "b does not take part, because a cannot connect with b (b is at 10.0.0.1:98)"
+    assert (
+        decision.reason
+        == "b does not take part, because a cannot connect with b (b is at 10.0.0.1:98)"
+    )
 
 
 @pytest.mark.parametrize("local", ["127.0.0.1", "127.0.1.1", "[::1]"])
@@ -407,18 +526,29 @@ def test_a_loopback_address_is_refused_beside_another_host(local: str) -> None:
 def test_a_second_machine_of_the_same_name_waits() -> None:
     for id in ("a:0", "a:2"):
         twin = dataclasses.replace(new("b"), id=id)
-        assert decide([report("a"), twin], id).reason == "a waits for another machine of this name to end"
+        assert (
+            decide([report("a"), twin], id).reason
+            == "a waits for another machine of this name to end"
+        )
         assert names(decide([report("a"), twin], "a:1").participants) == "a"
         for number, action in ((10, Action.WAIT), (11, Action.REFUSED)):
             again = dataclasses.replace(twin, number=number)
             assert decide([report("a"), again], id).action is action
 
 
-# ---- what comes from outside -----------------------------------------------------------------------------------------
+# ---- what comes from outside
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_report_is_read_as_it_was_written() -> None:
-    own = report("a", signature={"hook": "x"}, unreachable=("b:1",), attempt="X", attempt_with=("a:1",), complete=True)
+    own = report(
+        "a",
+        signature={"hook": "x"},
+        unreachable=("b:1",),
+        attempt="X",
+        attempt_with=("a:1",),
+        complete=True,
+    )
     assert read("a:1", json.loads(json.dumps(own.to_json()))) == own
 
 
@@ -456,4 +586,7 @@ def test_another_version_is_refused_by_name() -> None:
     elder = read("a:1", {"commhooks": VERSION + 1, "participates": True, "new": [1]})
     decision = decide([elder, new("b", signature=signature)], "b:1")
     assert decision.action is Action.REFUSED
-    assert f"another protocol between machines than machine a ({VERSION} and {VERSION + 1})" in decision.reason
+    assert (
+        f"another protocol between machines than machine a ({VERSION} and {VERSION + 1})"
+        in decision.reason
+    )

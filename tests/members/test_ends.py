@@ -1,4 +1,6 @@
-"""How a machine ends: nothing native outlives the interpreter, and a machine whose torchrun is gone ends with it."""
+"""How a machine ends: nothing native outlives the interpreter, and a machine whose torchrun is gone
+ends with it.
+"""
 
 import os
 import subprocess
@@ -16,7 +18,8 @@ from tests.support.machines import lighthouse
 
 _JOB = """
 import atexit, threading, sys
-names = lambda: sorted(t.name for t in threading.enumerate() if t.name in ("commhooks heartbeat", "commhooks connect"))
+OURS = ("commhooks heartbeat", "commhooks connect")
+names = lambda: sorted(t.name for t in threading.enumerate() if t.name in OURS)
 atexit.register(lambda: print("at the end", names()))  # the last to be called
 import commhooks, torch
 model = torch.nn.Linear(2, 2)
@@ -45,7 +48,10 @@ def _heartbeats() -> Heartbeats:
 
 def test_a_machine_knows_when_its_torchrun_is_gone() -> None:
     for variables, orphaned in (({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)):
-        with mock.patch.dict(os.environ, variables), mock.patch("os.getppid", side_effect=[7, *[1] * 1000]):
+        with (
+            mock.patch.dict(os.environ, variables),
+            mock.patch("os.getppid", side_effect=[7, *[1] * 1000]),
+        ):
             if not variables:
                 os.environ.pop("TORCHELASTIC_RUN_ID", None)
             heartbeats = _heartbeats()

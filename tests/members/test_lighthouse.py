@@ -1,4 +1,6 @@
-"""What machines and a real lighthouse of torchft do together, in one process: quorums, leaving, hanging, strangers."""
+"""What machines and a real lighthouse of torchft do together, in one process: quorums, leaving,
+hanging, strangers.
+"""
 
 import contextlib
 import threading
@@ -104,7 +106,9 @@ def test_nobody_waits_for_a_machine_that_has_left(machine: Callable[..., Simulat
     assert time.monotonic() - began < 2.0 < DEAD_S
 
 
-def test_a_machine_that_has_left_is_forgotten_when_rounds_are_long(machine: Callable[..., Simulated]) -> None:
+def test_a_machine_that_has_left_is_forgotten_when_rounds_are_long(
+    machine: Callable[..., Simulated],
+) -> None:
     a, b = machine("a"), machine("b")
     time.sleep(0.7)
     together(a, b)
@@ -173,7 +177,9 @@ def _quorum_of(client: Any, id: str, ask: dict[str, Any]) -> None:
         client.quorum(id, timedelta(seconds=20), **ask)
 
 
-def connections(name: str, timeout_s: float = 20.0, status: Any = None) -> tuple[Connections, StateServer, Report]:
+def connections(
+    name: str, timeout_s: float = 20.0, status: Any = None
+) -> tuple[Connections, StateServer, Report]:
     import torch
 
     made = Connections(f"{name}:1", 0, torch.device("cpu"), timeout_s)
@@ -191,8 +197,9 @@ def connections(name: str, timeout_s: float = 20.0, status: Any = None) -> tuple
     ],
 )
 def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: str) -> None:
-    """A machine knows at once that another one will not connect, and waits for one that may only until the limit. No
-    thread stays behind in native code."""
+    """A machine knows at once that another one will not connect, and waits for one that may only
+    until the limit. No thread stays behind in native code.
+    """
     a, server, own = connections("a")
     _, other, report = connections("b", status=lambda: status)
     threads = set(threading.enumerate())
@@ -200,9 +207,13 @@ def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: s
     with pytest.raises(OSError, match=sentence):
         a.connect([own, report], "X", 1.0)
     assert time.monotonic() - began < 3.0
-    assert not {each for each in set(threading.enumerate()) - threads if "process_request" not in each.name}
+    assert not {
+        each for each in set(threading.enumerate()) - threads if "process_request" not in each.name
+    }
     answers = a.all_answer([own, report])
-    assert answers == ("c:1" not in status.values()) and (report.id in a.unreachable) == (not answers)
+    assert answers == ("c:1" not in status.values()) and (report.id in a.unreachable) == (
+        not answers
+    )
     for each in (server, other):
         each.close()
     a.close()

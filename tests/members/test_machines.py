@@ -1,4 +1,6 @@
-"""Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths everywhere."""
+"""Machines that come and go: a real lighthouse of torchft, a process per rank, and deaths
+everywhere.
+"""
 
 import copy
 import functools
@@ -34,7 +36,9 @@ SHARDED = {"world": 2, "shards": 2, "width": 7, "out": 1}
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
-    """Starts the machine `name`: every 2 steps, int4, 10,000 steps, unless `given` says otherwise."""
+    """Starts the machine `name`: every 2 steps, int4, 10,000 steps, unless `given` says
+    otherwise.
+    """
     started: list[Machine] = []
     with lighthouse() as address:
 
@@ -49,7 +53,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
 
 def assert_equal_weights(*machines: Machine) -> None:
-    """All machines have the same weights after each outer step that they have taken together, rank by rank."""
+    """All machines have the same weights after each outer step that they have taken together, rank
+    by rank.
+    """
     compared = 0
     for rank in machines[0].ranks:
         rounds = [each.rounds_of(rank) for each in machines]
@@ -65,10 +71,13 @@ def assert_equal_weights(*machines: Machine) -> None:
     ("wire", "others", "given"),
     [("int4", ["b"], {}), ("float32", [], {}), ("int4", [], SHARDED)],
 )
-def test_machines_come_and_go(start: Callable[..., Machine], wire: str, others: list[str], given: Any) -> None:
-    """Machine a, c that begins with other weights and is killed, and d that comes after it, beside `others`. No step of
-    a is lost, and all outer steps are those of an oracle in one process. (gloo adds three float32 in another order than
-    the oracle.)"""
+def test_machines_come_and_go(
+    start: Callable[..., Machine], wire: str, others: list[str], given: Any
+) -> None:
+    """Machine a, c that begins with other weights and is killed, and d that comes after it, beside
+    `others`. No step of a is lost, and all outer steps are those of an oracle in one process. (gloo
+    adds three float32 in another order than the oracle.)
+    """
     given = {"wire": wire, "options": {"outer_momentum": 0.5}} | given
     a = start("a", **given)
     a.round(2)
@@ -76,7 +85,9 @@ def test_machines_come_and_go(start: Callable[..., Machine], wire: str, others: 
     a.wait_for(lambda line: line.get("names") == ["a", *others, "c"])
     a.round(max(a.rounds) + 3)
     c.signal(signal.SIGKILL)
-    a.wait_for(lambda line: line.get("names") == ["a", *others] and line["step"] > max(c.rounds) + 2)
+    a.wait_for(
+        lambda line: line.get("names") == ["a", *others] and line["step"] > max(c.rounds) + 2
+    )
     d = start("d", seed=2, **given)
     a.wait_for(lambda line: line.get("names") == ["a", *others, "d"])
     a.round(max(a.rounds) + 3)
@@ -86,14 +97,20 @@ def test_machines_come_and_go(start: Callable[..., Machine], wire: str, others: 
     assert_equal_weights(a, *stay, c, d)
     # Every round of a is whole: it has lost no step.
     counts = [line["count"] for line in a.rounds.values()]
-    assert {later - before for before, later in zip(counts[1:], counts[2:], strict=False)} == {EVERY}
+    assert {later - before for before, later in zip(counts[1:], counts[2:], strict=False)} == {
+        EVERY
+    }
     compare_with_oracle([a, *stay, c, d], **given)
 
 
 class _Simulated:
-    """A machine in the process of the test. `source`: the machine whose state it takes. `count`: its steps so far."""
+    """A machine in the process of the test. `source`: the machine whose state it takes. `count`:
+    its steps so far.
+    """
 
-    def __init__(self, oracle: "_Oracle", name: str, source: "_Simulated | None" = None, count: int = 0) -> None:
+    def __init__(
+        self, oracle: "_Oracle", name: str, source: "_Simulated | None" = None, count: int = 0
+    ) -> None:
         self.name, self.count, self.model = name, count, oracle.new_model()
         self.optimizer, self._ranks = new_optimizer(self.model), range(oracle.world)
         self.states = []
@@ -105,7 +122,9 @@ class _Simulated:
                 )
             else:
                 for key in (ANCHOR.key, MOMENTUM.key):
-                    state[key].update({n: each.clone() for n, each in source.states[shard][key].items()})
+                    state[key].update(
+                        {n: each.clone() for n, each in source.states[shard][key].items()}
+                    )
             self.states.append(state)
         if source is not None:
             self.model.load_state_dict(source.model.state_dict())
@@ -123,7 +142,13 @@ class _Oracle:
     """Machines in the process of the test, with rounds of `EVERY` steps."""
 
     def __init__(
-        self, first: str, wire: str, options: Any = None, world: int = 1, shards: int = 1, **model: int
+        self,
+        first: str,
+        wire: str,
+        options: Any = None,
+        world: int = 1,
+        shards: int = 1,
+        **model: int,
     ) -> None:
         config = commhooks.DiLoCo(sync_every=EVERY, wire=wire, **options or {})
         self.new_compressor: Callable[[], Any] = lambda: DiLoCoCompressor(config)
@@ -132,14 +157,24 @@ class _Oracle:
         self.machines = {first: _Simulated(self, first)}
 
     def outer_step(self, names: list[str], counts: dict[str, int]) -> None:
-        """Train a round, and average. `counts`: the steps of machines after it. A machine that is new takes the state
-        from before the round. A machine that has made no step was not sure whether the outer step before was taken, and
-        has missed the round."""
+        """Train a round, and average. `counts`: the steps of machines after it. A machine that is
+        new takes the state from before the round. A machine that has made no step was not sure
+        whether the outer step before was taken, and has missed the round.
+        """
         source = self.machines[min(self.machines)]
         newcomers = [name for name in names if name not in self.machines]
-        new = {name: _Simulated(self, name, source, counts.get(name, EVERY + 1) - EVERY) for name in newcomers}
-        self.machines = {name: each for name, each in (self.machines | new).items() if name in names}
-        missed = [name for name, each in self.machines.items() if name not in new and counts.get(name) == each.count]
+        new = {
+            name: _Simulated(self, name, source, counts.get(name, EVERY + 1) - EVERY)
+            for name in newcomers
+        }
+        self.machines = {
+            name: each for name, each in (self.machines | new).items() if name in names
+        }
+        missed = [
+            name
+            for name, each in self.machines.items()
+            if name not in new and counts.get(name) == each.count
+        ]
         for name, each in self.machines.items():
             for _ in range(0 if name in missed else EVERY):
                 each.train()
@@ -152,16 +187,22 @@ class _Oracle:
         ranks = SimulatedRanks(self.new_compressor, len(machines), parts[0])
         ranks.states = [each.states[shard] for each in machines]
         for work, each in zip(ranks._works, machines, strict=True):
-            work.weight = 0.0 if each.name in missed else len(machines) / (len(machines) - len(missed))
+            work.weight = (
+                0.0 if each.name in missed else len(machines) / (len(machines) - len(missed))
+            )
         flats = [torch.cat([part.flatten() for part in own.values()]) for own in parts]
         assert ranks.step(flats)
         for own, flat in zip(parts, flats, strict=True):
-            for part, new in zip(own.values(), flat.split([part.numel() for part in own.values()]), strict=True):
+            for part, new in zip(
+                own.values(), flat.split([part.numel() for part in own.values()]), strict=True
+            ):
                 part.copy_(new.view_as(part))
 
 
 def compare_with_oracle(machines: list[Machine], wire: str, **given: Any) -> None:
-    """Play the rounds of all machines in one process, and compare the weights after each outer step, bit by bit."""
+    """Play the rounds of all machines in one process, and compare the weights after each outer
+    step, bit by bit.
+    """
     oracle, compared = _Oracle("a", wire, **given), 0
     for step in sorted({step for each in machines for step in each.rounds}):
         lines = {each.name: each.rounds[step] for each in machines if step in each.rounds}
@@ -183,22 +224,31 @@ def compare_with_oracle(machines: list[Machine], wire: str, **given: Any) -> Non
     assert compared > 20
 
 
-FAULTS = {"alone": ["before", "unsure", "unshared"], "sharded": ["unconnected", "exchanged", "agreed", "refused"]}
-"""One for each phase of an outer step. What follows from it is in test_decide.py, for every combination."""
+FAULTS = {
+    "alone": ["before", "unsure", "unshared"],
+    "sharded": ["unconnected", "exchanged", "agreed", "refused"],
+}
+"""One for each phase of an outer step. What follows from it is in test_decide.py, for every
+combination.
+"""
 
 
-@pytest.mark.parametrize(("ranks", "fault"), [(ranks, each) for ranks, faults in FAULTS.items() for each in faults])
+@pytest.mark.parametrize(
+    ("ranks", "fault"), [(ranks, each) for ranks, faults in FAULTS.items() for each in faults]
+)
 def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: str) -> None:
-    """A machine dies before the exchange or after it, or believes that the confirmation has failed: the others take the
-    same outer step again, or all take the one that has arrived; none loses a step, and the weights stay equal. Of a
-    machine of two ranks that happens to the second one."""
+    """A machine dies before the exchange or after it, or believes that the confirmation has failed:
+    the others take the same outer step again, or all take the one that has arrived; none loses a
+    step, and the weights stay equal. Of a machine of two ranks that happens to the second one.
+    """
     given: Any = SHARDED if ranks == "sharded" else {}
     start = functools.partial(start, timeout_s=3.0, **given)
     a = start("a")
     a.round(1)
     b = start("b")
     a.wait_for(lambda line: line.get("part") == ["a", "b"])
-    c = start("c", fault=[fault, 1 if fault == "unconnected" else 3])  # all of its exchanges are with both
+    # all of its exchanges are with both
+    c = start("c", fault=[fault, 1 if fault == "unconnected" else 3])
     a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
     a.round(max(a.rounds) + 8)
     for each in (a, b):
@@ -213,19 +263,31 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
         assert "failed, and the machines meet again" in c.log.read_text()
         # Only when it has come: nothing was lost.
         assert sum(line["what"] == "took" for line in c.lines) == len(c.ranks)
-    counts = {name: [line["count"] for line in each.rounds.values()] for name, each in {"a": a, "b": b}.items()}
+    counts = {
+        name: [line["count"] for line in each.rounds.values()]
+        for name, each in {"a": a, "b": b}.items()
+    }
     for name, each in counts.items():
-        assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {EVERY}, name
+        assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {
+            EVERY
+        }, name
     compare_with_oracle([a, b, c], "int4", **given)
 
 
-def test_a_machine_with_which_no_exchange_succeeds_ends_and_the_others_go_on(start: Callable[..., Machine]) -> None:
-    """Though all machines reach each other, as with a firewall that closes other ports. Its name sorts first."""
+def test_a_machine_with_which_no_exchange_succeeds_ends_and_the_others_go_on(
+    start: Callable[..., Machine],
+) -> None:
+    """Though all machines reach each other, as with a firewall that closes other ports. Its name
+    sorts first.
+    """
     b, c = start("b"), start("c")
     c.wait_for(lambda line: line.get("part") == ["b", "c"])
     a = start("a", fault=["blocked", 0])
     end = a.end()
-    assert end["type"] == "AttachError" and "but could not exchange 2 times in turn. Does a firewall" in end["text"]
+    assert (
+        end["type"] == "AttachError"
+        and "but could not exchange 2 times in turn. Does a firewall" in end["text"]
+    )
     step = max(b.rounds)
     b.wait_for(lambda line: line.get("part") == ["b", "c"] and line["step"] > step + 3)
     assert_equal_weights(b, c)
@@ -268,7 +330,9 @@ def test_a_machine_dies_while_another_one_takes_its_state(start: Callable[..., M
 
 
 def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
-    """It is left out, finds itself behind when it wakes, and goes on with the state of the others."""
+    """It is left out, finds itself behind when it wakes, and goes on with the state of the
+    others.
+    """
     a = start("a", timeout_s=60.0)
     a.round(1)
     b = start("b", timeout_s=60.0)
@@ -279,7 +343,9 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
     b.signal(signal.SIGCONT)
     woke, step = time.monotonic(), max(a.rounds)
     a.wait_for(lambda line: line.get("part") == ["a", "b"] and line["step"] > step)
-    assert time.monotonic() - woke < 12, "a waited until timeout_s for connections that b no longer had"
+    assert time.monotonic() - woke < 12, (
+        "a waited until timeout_s for connections that b no longer had"
+    )
     b.round(max(a.rounds) + 8)
     assert_equal_weights(a, b)
     missed = set(a.rounds) - set(b.rounds)
@@ -293,7 +359,9 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
 
 
 def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
-    """Training waits at the next outer step, and goes on when the lighthouse is back at its address."""
+    """Training waits at the next outer step, and goes on when the lighthouse is back at its
+    address.
+    """
     with lighthouse() as address:
         both = [Machine(JOB, address, tmp_path, name, **MACHINE) for name in "ab"]
         both[0].wait_for(lambda line: line.get("names") == ["a", "b"])
@@ -305,7 +373,9 @@ def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
         with lighthouse(address.removeprefix("http://")):
             for each in both:
                 each.round(before + 5)
-            met = both[0].wait_for(lambda line: line.get("names") == ["a", "b"] and line["step"] > before + 2)
+            met = both[0].wait_for(
+                lambda line: line.get("names") == ["a", "b"] and line["step"] > before + 2
+            )
             for each in both:
                 each.round(met["step"] + 3)
             assert_equal_weights(*both)
@@ -318,17 +388,28 @@ UNFIT: list[tuple[Any, dict[str, Any]]] = [
     (
         {},
         {
-            r"machine b has another model than machine a \(4 parameters, .* and 4 parameters, ": {"width": 9},
-            r"machine b has another hook than machine a \(diloco with .*'int8'.* and .*'int4'": {"wire": "int8"},
+            r"machine b has another model than machine a \(4 parameters, .* and 4 parameters, ": {
+                "width": 9
+            },
+            r"machine b has another hook than machine a \(diloco with .*'int8'.* and .*'int4'": {
+                "wire": "int8"
+            },
             r"two machines have the name a: give each a name of its own": {"name": "a"},
         },
     ),
     (
         SHARDED,
         {
-            r"machine b has another number of ranks than machine a \(1 and 2\)": {"world": 1, "shards": 1},
-            r"machine b has another sharding than machine a \(none and 2 shards, key ": {"shards": None},
-            r"machine b has another sharding than machine a \(2 shards, key .* and 2 shards": {"columns": True},
+            r"machine b has another number of ranks than machine a \(1 and 2\)": {
+                "world": 1,
+                "shards": 1,
+            },
+            r"machine b has another sharding than machine a \(none and 2 shards, key ": {
+                "shards": None
+            },
+            r"machine b has another sharding than machine a \(2 shards, key .* and 2 shards": {
+                "columns": True
+            },
         },
     ),
 ]
@@ -348,7 +429,11 @@ def test_machines_that_do_not_fit(
         unfit[sentence] = start(**({"name": "b", "folder": folder} | common | given))
     for sentence, machine in unfit.items():
         end = machine.end()
-        assert end["what"] == "error" and end["type"] == "AttachError" and re.search(sentence, end["text"]), end
+        assert (
+            end["what"] == "error"
+            and end["type"] == "AttachError"
+            and re.search(sentence, end["text"])
+        ), end
     a.round(max(a.rounds) + 3)
     assert {name for line in a.rounds.values() for name in line["names"]} == {"a"}
     assert all(len(line["names"]) == 1 for line in a.rounds.values())
@@ -376,8 +461,10 @@ def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
 
 @pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
 def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
-    """One machine of two waits for the other one, which has made as many outer steps, with another weight; in a sharded
-    model in the shard of the last rank. When it is alone again it can leave, within the time that it was given."""
+    """One machine of two waits for the other one, which has made as many outer steps, with another
+    weight; in a sharded model in the shard of the last rank. When it is alone again it can leave,
+    within the time that it was given.
+    """
     start = functools.partial(start, least=2, wait_s=4.0, every=4, sleep_s=0.1, **given)
     a = start("a")
     a.wait_for_text("members: 1 of min_machines=2 is here; waiting")
@@ -391,7 +478,10 @@ def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
     b.kill()
     a.signal(signal.SIGTERM)
     assert a.end()["sent"] is False
-    assert "leaves without its part of the round: members: the other machines did not come" in a.log.read_text()
+    assert (
+        "leaves without its part of the round: members: the other machines did not come"
+        in a.log.read_text()
+    )
 
 
 def state_in(machine: Machine, what: str) -> dict[str, Any]:
@@ -400,12 +490,18 @@ def state_in(machine: Machine, what: str) -> dict[str, Any]:
 
 
 def test_resume_with_other_machines(start: Callable[..., Machine]) -> None:
-    """From the checkpoint of one machine of two: as one machine, and as three. Of machines that begin with different
-    checkpoints, the one that is behind takes the state of the other."""
+    """From the checkpoint of one machine of two: as one machine, and as three. Of machines that
+    begin with different checkpoints, the one that is behind takes the state of the other.
+    """
     momentum = {"options": {"outer_momentum": 0.5}}
     a, b = (start(name, least=2, rounds=4, save=True, **momentum) for name in "ab")
     saved = state_in(a, "saved")
-    assert saved["step"] == 4 and saved["exact"] and saved["outer_momentum"][0] == 4 and saved["residual"][0] > 0
+    assert (
+        saved["step"] == 4
+        and saved["exact"]
+        and saved["outer_momentum"][0] == 4
+        and saved["residual"][0] > 0
+    )
     assert {key: value for key, value in state_in(b, "saved").items() if "residual" not in key} == {
         key: value for key, value in saved.items() if "residual" not in key
     }
@@ -421,7 +517,9 @@ def test_resume_with_other_machines(start: Callable[..., Machine]) -> None:
         assert not [line for line in each.lines if line["what"] == "took"]
     assert_equal_weights(*three)
     files = {"g": "a", "h": "c"}
-    behind, ahead = (start(name, load=file, least=2, rounds=13, **momentum) for name, file in files.items())
+    behind, ahead = (
+        start(name, load=file, least=2, rounds=13, **momentum) for name, file in files.items()
+    )
     assert behind.end()["step"] == ahead.end()["step"] == 13
     assert [line["of"] for line in behind.lines if line["what"] == "took"] == ["h"]
     assert_equal_weights(behind, ahead)
@@ -437,14 +535,19 @@ def test_resume_of_a_machine_of_two_ranks(start: Callable[..., Machine]) -> None
 
 
 def test_resume_of_sharded_machines(start: Callable[..., Machine]) -> None:
-    """By torch.distributed.checkpoint, as one machine and as two, with the momentum and the optimizer of each shard."""
+    """By torch.distributed.checkpoint, as one machine and as two, with the momentum and the
+    optimizer of each shard.
+    """
     given = SHARDED | {"options": {"outer_momentum": 0.5}}
     a, b = (start(name, least=2, rounds=4, save=True, **given) for name in "ab")
     for each in (a, b):
         assert each.end()["step"] == 4
 
     def states(machine: Machine, what: str) -> list[Any]:
-        lines = [machine.wait_for(lambda line, r=r: line["what"] == what and line["local_rank"] == r) for r in (0, 1)]
+        lines = [
+            machine.wait_for(lambda line, r=r: line["what"] == what and line["local_rank"] == r)
+            for r in (0, 1)
+        ]
         return [line["state"] for line in lines]
 
     saved = states(a, "saved")
@@ -460,9 +563,13 @@ def test_resume_of_sharded_machines(start: Callable[..., Machine]) -> None:
     assert states(alone, "loaded") == saved and alone.end()["step"] == 6
 
 
-@pytest.mark.parametrize("given", [{}, SHARDED, {"world": 4, "shards": 2}], ids=["", "sharded", "replicas"])
+@pytest.mark.parametrize(
+    "given", [{}, SHARDED, {"world": 4, "shards": 2}], ids=["", "sharded", "replicas"]
+)
 def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) -> None:
-    """In the last step of a round, in one shard of one machine: all ranks of all machines discard the round."""
+    """In the last step of a round, in one shard of one machine: all ranks of all machines discard
+    the round.
+    """
     a, b = start("a", least=2, **given), start("b", least=2, nan=5 * EVERY - 1, **given)
     for each in (a, b):
         each.wait_for(lambda line: line.get("nonfinite") == 1 and line["step"] > 8)
@@ -480,12 +587,19 @@ def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) 
         ("torchft", "int8_compress", "members with hook 'int8_compress', which averages gradients"),
         ("torchft", commhooks.DiLoCo(start_iter=5), "members with start_iter=5; expected 0"),
         ("torchft", commhooks.DiLoCo(sync_every=4, delay=1), "members with delay=1; expected 0"),
-        (commhooks.Torchft(lighthouse="http://host:x"), "diloco", "the lighthouse http://host:x cannot be found: Port"),
+        (
+            commhooks.Torchft(lighthouse="http://host:x"),
+            "diloco",
+            "the lighthouse http://host:x cannot be found: Port",
+        ),
         ("torchft", "diloco", "members without a lighthouse: set TORCHFT_LIGHTHOUSE="),
         (
             commhooks.Torchft(lighthouse="http://127.0.0.1:1", timeout_s=0.5),
             "diloco",
-            "the lighthouse at http://127.0.0.1:1 did not answer within 0.5 s; start it by `commhooks lighthouse`",
+            (
+                "the lighthouse at http://127.0.0.1:1 did not answer within 0.5 s; start it by"
+                " `commhooks lighthouse`"
+            ),
         ),
     ],
 )
@@ -496,18 +610,28 @@ def test_bad_input(members: Any, hook: Any, sentence: str) -> None:
 
 
 def _attach_over_two_machines() -> str:
-    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank())), pytest.raises(commhooks.AttachError) as caught:
+    with (
+        mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank())),
+        pytest.raises(commhooks.AttachError) as caught,
+    ):
         model = torch.nn.parallel.DistributedDataParallel(new_model(0))
-        commhooks.attach(model, "diloco", members=commhooks.Torchft(lighthouse="http://127.0.0.1:1"))
+        commhooks.attach(
+            model, "diloco", members=commhooks.Torchft(lighthouse="http://127.0.0.1:1")
+        )
     return str(caught.value)
 
 
 def test_a_model_over_two_machines_is_refused(run_ranks: Callable[..., list[str]]) -> None:
     for sentence in run_ranks(_attach_over_two_machines):
-        assert re.match(r"members with a model on 2 machines \(\S+ 0, \S+ 1\): each machine starts a job of", sentence)
+        assert re.match(
+            r"members with a model on 2 machines \(\S+ 0, \S+ 1\): each machine starts a job of",
+            sentence,
+        )
 
 
-@pytest.mark.parametrize("option, value", [("min_machines", 0), ("min_machines", 1.5), ("timeout_s", 0), ("name", "")])
+@pytest.mark.parametrize(
+    "option, value", [("min_machines", 0), ("min_machines", 1.5), ("timeout_s", 0), ("name", "")]
+)
 def test_bad_options(option: str, value: object) -> None:
     with pytest.raises(commhooks.HookConfigError, match=f"Torchft: {option}={value!r}; expected"):
         commhooks.Torchft(**{option: value})

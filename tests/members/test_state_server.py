@@ -1,4 +1,6 @@
-"""The state that a machine serves: who reads it, how long it stays, and what may go wrong. In one process."""
+"""The state that a machine serves: who reads it, how long it stays, and what may go wrong. In one
+process.
+"""
 
 import os
 import runpy
@@ -13,7 +15,15 @@ import pytest
 import torch
 
 from commhooks.members import state_server
-from commhooks.members.state_server import NETWORK_ERRORS, NoState, StateServer, ask, fetch, has_read, host_and_port
+from commhooks.members.state_server import (
+    NETWORK_ERRORS,
+    NoState,
+    StateServer,
+    ask,
+    fetch,
+    has_read,
+    host_and_port,
+)
 
 TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.zeros(0)]
 
@@ -39,7 +49,9 @@ def eventually(met: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_the_state_arrives_and_is_freed_when_all_have_read_it(server: Callable[..., StateServer], host: str) -> None:
+def test_the_state_arrives_and_is_freed_when_all_have_read_it(
+    server: Callable[..., StateServer], host: str
+) -> None:
     served = server(host=host)
     given = [tensor.clone() for tensor in TENSORS]
     served.serve(3, b"a form", given, ["b:1", "c d:2"])
@@ -61,10 +73,14 @@ def test_a_state_that_nobody_reads_is_freed(server: Callable[..., StateServer]) 
     eventually(lambda: not served.serving)
 
 
-def test_a_state_of_another_step_is_waited_for_until_the_limit(server: Callable[..., StateServer]) -> None:
+def test_a_state_of_another_step_is_waited_for_until_the_limit(
+    server: Callable[..., StateServer],
+) -> None:
     served = server()
     served.serve(3, b"", TENSORS, ["b:1"])
-    with pytest.raises(OSError, match="it has not served the state of outer step 4 within 0.2 s") as late:
+    with pytest.raises(
+        OSError, match="it has not served the state of outer step 4 within 0.2 s"
+    ) as late:
         fetch(served.address, 4, 0.2)
     assert not isinstance(late.value, NoState), "so that another machine is asked next"
     began = time.monotonic()
@@ -78,8 +94,11 @@ def test_a_state_of_another_step_is_waited_for_until_the_limit(server: Callable[
 def test_a_proxy_of_the_environment_is_not_used(server: Callable[..., StateServer]) -> None:
     served = server()
     served.serve(3, b"form", TENSORS, ["b:1"])
-    with mock.patch.dict(os.environ, http_proxy="http://127.0.0.1:1", HTTP_PROXY="http://127.0.0.1:1", no_proxy=""):
-        loaded = runpy.run_path(state_server.__file__)  # as in a process that starts with this environment
+    with mock.patch.dict(
+        os.environ, http_proxy="http://127.0.0.1:1", HTTP_PROXY="http://127.0.0.1:1", no_proxy=""
+    ):
+        # as in a process that starts with this environment
+        loaded = runpy.run_path(state_server.__file__)
         assert loaded["fetch"](served.address, 3, 1.0)[0] == b"form"
         assert loaded["ask"](served.address) == {"id": "a:1"}
 
@@ -93,7 +112,9 @@ def test_a_reader_that_gives_up_leaves_no_traceback(
         with socket.create_connection(host_and_port(served.address)) as reader:
             reader.sendall(b"GET /state/3/0 HTTP/1.0\r\n\r\n")
             reader.recv(10)
-    eventually(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))
+    eventually(
+        lambda: not any("process_request" in thread.name for thread in threading.enumerate())
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -105,7 +126,8 @@ def test_questions(server: Callable[..., StateServer]) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["", "/", "state", "state/3", "state/3/-1", "state/3/3", "state/x/form", "../etc/passwd"]
+    "path",
+    ["", "/", "state", "state/3", "state/3/-1", "state/3/3", "state/x/form", "../etc/passwd"],
 )
 def test_other_paths_are_not_found(server: Callable[..., StateServer], path: str) -> None:
     served = server()

@@ -1,5 +1,6 @@
-"""What a machine does with an exchange of which it does not know whether the others have committed it, without other
-machines: quorums, exchanges and commits are stand-ins."""
+"""What a machine does with an exchange of which it does not know whether the others have committed
+it, without other machines: quorums, exchanges and commits are stand-ins.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -12,24 +13,41 @@ from commhooks import HookRunError
 from commhooks.members.report import Report
 from commhooks.members.steps import MachineSteps
 
-OTHER = Report(id="b:1", step=5, anchor=7, participates=True, trained=True, exchanged=True, servers=("10.0.0.2:1",))
+OTHER = Report(
+    id="b:1",
+    step=5,
+    anchor=7,
+    participates=True,
+    trained=True,
+    exchanged=True,
+    servers=("10.0.0.2:1",),
+)
 
 
 class Machine:
-    """Machine a, with a `MachineSteps`. `failing`: how many confirmations fail after everything has arrived."""
+    """Machine a, with a `MachineSteps`. `failing`: how many confirmations fail after everything has
+    arrived.
+    """
 
     def __init__(self, failing: int) -> None:
         self.failing, self.committed, self.reports = failing, 0, list[Report]()
-        self.answers: list[Any] = []  # what each quorum adds to the own report; None: no quorum in time
-        ranks = SimpleNamespace(is_first=True, exchanges=True, all_agree=bool, key_of_shards=lambda key: key)
+        # what each quorum adds to the own report; None: no quorum in time
+        self.answers: list[Any] = []
+        ranks = SimpleNamespace(
+            is_first=True, exchanges=True, all_agree=bool, key_of_shards=lambda key: key
+        )
         connections = mock.Mock(name="connections", unreachable=(), group=None)
         connections.name = ""
         connections.confirm.side_effect = self._confirm
         connections.all_answer.return_value = True
         machine = SimpleNamespace(
-            id="a:1", options=SimpleNamespace(min_machines=1, timeout_s=1.0), servers=("10.0.0.1:1",)
+            id="a:1",
+            options=SimpleNamespace(min_machines=1, timeout_s=1.0),
+            servers=("10.0.0.1:1",),
         )
-        vars(machine).update(store="", ranks=ranks, connections=connections, lines=mock.Mock(), lighthouse=None)
+        vars(machine).update(
+            store="", ranks=ranks, connections=connections, lines=mock.Mock(), lighthouse=None
+        )
         self.steps = MachineSteps(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, participates=True)
         self.outer = mock.Mock(state=mock.MagicMock(step=5))
@@ -58,7 +76,9 @@ class Machine:
 
 
 def test_a_settled_commit_is_an_outer_step() -> None:
-    """The others have committed: this machine does, too, and counts as one with which exchanges succeed."""
+    """The others have committed: this machine does, too, and counts as one with which exchanges
+    succeed.
+    """
     machine = Machine(failing=1)
     machine.answers = [{}, {"step": 6}, {"step": 6, "trained": False}]
     assert machine.end_round() and machine.committed == 1
@@ -86,6 +106,8 @@ def test_a_machine_whose_exchanges_fail_five_times_ends_with_an_error() -> None:
     # The other one reports an incomplete exchange, so that all abandon it and begin another one.
     undecided = {"attempt": "x", "attempt_with": ("a:1", "b:1"), "unreachable": ()}
     machine.answers = [{}, undecided, {}, undecided, {}, undecided, {}, undecided, {}]
-    with pytest.raises(HookRunError, match="the outer step failed 5 times in turn: connection closed"):
+    with pytest.raises(
+        HookRunError, match="the outer step failed 5 times in turn: connection closed"
+    ):
         machine.end_round()
     assert machine.committed == 0

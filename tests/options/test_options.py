@@ -1,4 +1,6 @@
-"""The options of a hook: Python, YAML, the environment, flags and LightningCLI take and refuse the same values."""
+"""The options of a hook: Python, YAML, the environment, flags and LightningCLI take and refuse the
+same values.
+"""
 
 import contextlib
 import dataclasses
@@ -31,14 +33,21 @@ from tests.support import warm
 from tests.support.features import whole_numbers_in_config_classes
 from tests.support.lightning_support import Model, cli_config
 
-NUMBER_OF_STEPS, FRACTION = "a number of steps, 0 or more", "a fraction of the run strictly between 0 and 1"
+NUMBER_OF_STEPS, FRACTION = (
+    "a number of steps, 0 or more",
+    "a fraction of the run strictly between 0 and 1",
+)
 OK = ...
-# Option, what is given, what it becomes (OK: it stays what it is), or what the error says is expected.
+# Option, what is given, what it becomes (OK: it stays what it is), or what the error says is
+# expected.
 VALUES: list[tuple[str, Any, Any]] = [
     ("matrix_approximation_rank", 8, OK),
     ("matrix_approximation_rank", "4", 4),
     ("matrix_approximation_rank", 0, "at least 1"),
-    *(("matrix_approximation_rank", wrong, "int") for wrong in (1.5, 4.0, None, True, "four", "0.5", "", [4])),
+    *(
+        ("matrix_approximation_rank", wrong, "int")
+        for wrong in (1.5, 4.0, None, True, "four", "0.5", "", [4])
+    ),
     ("start_powerSGD_iter", 7, OK),
     ("start_powerSGD_iter", 0.25, OK),
     ("start_powerSGD_iter", None, OK),
@@ -48,7 +57,10 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("start_powerSGD_iter", -1, NUMBER_OF_STEPS),
     ("start_powerSGD_iter", 2**63, f"a number of steps, {2**62} at most"),
     *(("start_powerSGD_iter", wrong, FRACTION) for wrong in (1.0, 0.0, -0.5, float("inf"))),
-    *(("start_powerSGD_iter", wrong, "int or float or None") for wrong in ("soon", True, "true", "", [1], {"a": 1})),
+    *(
+        ("start_powerSGD_iter", wrong, "int or float or None")
+        for wrong in ("soon", True, "true", "", [1], {"a": 1})
+    ),
     ("min_compression_rate", 3, 3.0),
     ("min_compression_rate", "1e-1", 0.1),
     *(("min_compression_rate", wrong, "a positive number") for wrong in (0.0, -1.0, float("inf"))),
@@ -77,7 +89,9 @@ def _from_a_name(name: str, value: Any, folder: Path) -> Any:
 
 def _from_yaml(name: str, value: Any, folder: Path) -> Any:
     path = folder / "hook.yaml"
-    path.write_text(yaml.safe_dump({"hook": "powerSGD", "total_steps": 9, "hook_options": {name: value}}))
+    path.write_text(
+        yaml.safe_dump({"hook": "powerSGD", "total_steps": 9, "hook_options": {name: value}})
+    )
     return CommHookKwargs.from_config(path).request.config
 
 
@@ -92,20 +106,29 @@ def _from_a_flag(name: str, value: Any, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), VALUES)
-def test_all_channels_take_and_refuse_the_same(name: str, value: Any, expected: Any, tmp_path: Path) -> None:
+def test_all_channels_take_and_refuse_the_same(
+    name: str, value: Any, expected: Any, tmp_path: Path
+) -> None:
     channels: list[Callable[..., Any]] = [_from_python, _from_a_name, _from_yaml]
     if isinstance(value, str):
         channels += [_from_the_environment]
-        channels += [] if value in ("", "1", "*embed*") else [_from_a_flag]  # read as None, as 1, and not at all
+        # read as None, as 1, and not at all
+        channels += [] if value in ("", "1", "*embed*") else [_from_a_flag]
     for channel in channels:
         if isinstance(expected, str):
             with pytest.raises(HookConfigError) as raised:
                 channel(name, value, tmp_path)
-            assert f"PowerSGD: {name}=" in str(raised.value) and f"; expected {expected}" in str(raised.value)
+            assert f"PowerSGD: {name}=" in str(raised.value) and f"; expected {expected}" in str(
+                raised.value
+            )
         else:
             found = getattr(channel(name, value, tmp_path), name)
             wanted = value if expected is OK else expected
-            assert found == wanted and type(found) is type(wanted) and (found is not value or type(value) is not list)
+            assert (
+                found == wanted
+                and type(found) is type(wanted)
+                and (found is not value or type(value) is not list)
+            )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +144,9 @@ def test_all_channels_take_and_refuse_the_same(name: str, value: Any, expected: 
         ("matrix_approximation_rank", np.bool_(True), "int"),
     ],
 )
-def test_numbers_of_numpy_are_those_of_python(name: str, value: Any, expected: Any, tmp_path: Path) -> None:
+def test_numbers_of_numpy_are_those_of_python(
+    name: str, value: Any, expected: Any, tmp_path: Path
+) -> None:
     for channel in (_from_python, _from_a_name):
         if isinstance(expected, str):
             with pytest.raises(HookConfigError, match=f"expected {expected}"):
@@ -142,22 +167,39 @@ def test_arguments_of_all_front_ends_take_numbers_of_numpy() -> None:
     )
     found = (request.strict, request.total_steps, request.check_every, request.ranks_per_node)
     assert found == (False, 9, 4, 2) and [type(each) for each in found] == [bool, int, int, int]
-    handler = CommHookKwargs(hook="int8", total_steps=np.int64(9), hook_options={"block_size": np.int64(64)})
+    handler = CommHookKwargs(
+        hook="int8", total_steps=np.int64(9), hook_options={"block_size": np.int64(64)}
+    )
     assert handler.request.total_steps == 9 and handler.request.config.block_size == 64
     assert CommHookMonitor(every_n_steps=np.int64(5)).every_n_steps == 5
-    state = commhooks.PowerSGDState(None, np.int64(2), start_powerSGD_iter=np.int64(4), warm_start=np.bool_(False))
-    assert (state.matrix_approximation_rank, state.start_powerSGD_iter, state.warm_start) == (2, 4, False)
-    members = commhooks.Torchft(min_machines=np.int64(2), timeout_s=np.float32(8), leave_s=np.int64(3))
-    assert (members.min_machines, members.timeout_s, members.leave_s) == (2, 8.0, 3) and type(members.leave_s) is int
+    state = commhooks.PowerSGDState(
+        None, np.int64(2), start_powerSGD_iter=np.int64(4), warm_start=np.bool_(False)
+    )
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter, state.warm_start) == (
+        2,
+        4,
+        False,
+    )
+    members = commhooks.Torchft(
+        min_machines=np.int64(2), timeout_s=np.float32(8), leave_s=np.int64(3)
+    )
+    assert (members.min_machines, members.timeout_s, members.leave_s) == (2, 8.0, 3) and type(
+        members.leave_s
+    ) is int
 
 
 def test_every_option_is_in_the_table() -> None:
     names = {each.name for each in dataclasses.fields(PowerSGD)}
-    assert names - {name for name, *_ in VALUES} == {"use_error_feedback", "batch_tensors_with_same_shape"}  # as bools
+    # as bools
+    assert names - {name for name, *_ in VALUES} == {
+        "use_error_feedback",
+        "batch_tensors_with_same_shape",
+    }
 
 
 @pytest.mark.parametrize(
-    "config", [commhooks.AllReduce, commhooks.Noop, commhooks.PowerSGD, commhooks.DiLoCo, commhooks.Auto]
+    "config",
+    [commhooks.AllReduce, commhooks.Noop, commhooks.PowerSGD, commhooks.DiLoCo, commhooks.Auto],
 )
 def test_a_config_is_frozen_and_a_structured_config_of_omegaconf(config: Any) -> None:
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()
@@ -180,7 +222,8 @@ def test_the_defaults_are_those_of_torch_but_for_the_start() -> None:
         commhooks.PowerSGDState(None, matrix_approximation_rank=0)
 
 
-# ---- Hydra, which passes OmegaConf's containers to what it makes -----------------------------------------------------
+# ---- Hydra, which passes OmegaConf's containers to what it makes
+# -----------------------------------------------------
 
 YAML = """
 rank: 4
@@ -194,11 +237,20 @@ def test_containers_are_the_dicts_and_lists_that_they_stand_for() -> None:
     expected = PowerSGD(matrix_approximation_rank=4, exclude=["*embed*", "head.weight"])
     assert CommHookDDP("powerSGD", hook_options=given.options)._request.config == expected
     made = PowerSGD(**given.options)
-    assert made == expected and type(made.exclude) is list and pickle.loads(pickle.dumps(made)) == made
-    assert HookRequest.parse("powerSGD", hook_options={"exclude": ListConfig(["a"])}).config == PowerSGD(exclude=["a"])
-    with mock.patch.dict("commhooks.registry.FACTORIES", of_the_user=lambda options, group: (None, print)):
+    assert (
+        made == expected and type(made.exclude) is list and pickle.loads(pickle.dumps(made)) == made
+    )
+    assert HookRequest.parse(
+        "powerSGD", hook_options={"exclude": ListConfig(["a"])}
+    ).config == PowerSGD(exclude=["a"])
+    with mock.patch.dict(
+        "commhooks.registry.FACTORIES", of_the_user=lambda options, group: (None, print)
+    ):
         options = HookRequest.parse("of_the_user", hook_options=given.nested).options
-        assert type(HookRequest.parse("of_the_user", hook_options={"a": ListConfig([1])}).options["a"]) is list
+        assert (
+            type(HookRequest.parse("of_the_user", hook_options={"a": ListConfig([1])}).options["a"])
+            is list
+        )
     assert options == {"sizes": [1, {"b": 4}]} and PowerSGD(exclude=("a",)).exclude == ["a"]  # type: ignore[arg-type]
     assert type(options["sizes"]) is list and type(options["sizes"][1]) is dict
 
@@ -212,10 +264,16 @@ def test_a_value_that_is_not_there_is_an_error_with_its_name(text: str) -> None:
         PowerSGD(exclude=ListConfig([text]))
 
 
-# ---- LightningCLI ----------------------------------------------------------------------------------------------------
+# ---- LightningCLI
+# --------------------------------------------------------------------------------------------------
 
 CLI_CASES: list[dict[str, Any]] = [
-    {"matrix_approximation_rank": 4, "start_powerSGD_iter": 7, "min_compression_rate": 2, "exclude": ["*embed*"]},
+    {
+        "matrix_approximation_rank": 4,
+        "start_powerSGD_iter": 7,
+        "min_compression_rate": 2,
+        "exclude": ["*embed*"],
+    },
     {"start_powerSGD_iter": 0.25, "warm_start": False},
     {"matrix_approximation_rank": 0},
 ]
@@ -228,9 +286,16 @@ def _cli(hook: Any, **init_args: Any) -> str:
         with mock.patch.object(sys, "argv", ["program"]):
             try:
                 cli = LightningCLI(
-                    Model, args=["--config", path], run=False, save_config_callback=None, seed_everything_default=False
+                    Model,
+                    args=["--config", path],
+                    run=False,
+                    save_config_callback=None,
+                    seed_everything_default=False,
                 )
-            except (SystemExit, ValueError) as error:  # jsonargparse's own, with our sentence or its own in it
+            except (
+                SystemExit,
+                ValueError,
+            ) as error:  # jsonargparse's own, with our sentence or its own in it
                 assert "matrix_approximation_rank" in text.getvalue() + str(error)
                 return "refused"
     return repr(cli.trainer.strategy._request.config)
@@ -239,7 +304,10 @@ def _cli(hook: Any, **init_args: Any) -> str:
 def print_cli_outcomes() -> None:
     """Per case: the options of a config class, and those of a hook by name."""
     found = [
-        [_cli({"class_path": "commhooks.PowerSGD", "init_args": each}), _cli("powerSGD", hook_options=each)]
+        [
+            _cli({"class_path": "commhooks.PowerSGD", "init_args": each}),
+            _cli("powerSGD", hook_options=each),
+        ]
         for each in CLI_CASES
     ]
     print(json.dumps(found))
@@ -247,8 +315,9 @@ def print_cli_outcomes() -> None:
 
 @whole_numbers_in_config_classes
 def test_lightning_cli() -> None:
-    """In a process of its own, as a command line is: after many other tests of one process jsonargparse has been seen
-    to read the step 7 as 7.0, which is refused."""
+    """In a process of its own, as a command line is: after many other tests of one process
+    jsonargparse has been seen to read the step 7 as 7.0, which is refused.
+    """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     python = warm.python("lightning.pytorch", "accelerate")
     done = subprocess.run([python, __file__], env=env, capture_output=True, text=True, timeout=280)

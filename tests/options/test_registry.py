@@ -1,4 +1,6 @@
-"""`register_compressor`: which classes and which names it takes. Its other refusals are in test_author_errors.py."""
+"""`register_compressor`: which classes and which names it takes. Its other refusals are in
+test_author_errors.py.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +54,9 @@ def test_a_registered_one_is_known_by_its_names() -> None:
         registry.compressor_of(made.Config())
 
 
-@pytest.mark.parametrize("name", ["power_sgd", "FP16", "my_own", "mine", "factory", "off", "", "two words", "a:b", 3])
+@pytest.mark.parametrize(
+    "name", ["power_sgd", "FP16", "my_own", "mine", "factory", "off", "", "two words", "a:b", 3]
+)
 def test_a_name_that_is_taken_or_none_is_refused(name: Any) -> None:
     commhooks.register_compressor(_new("my_own", short=("mine",)))
     commhooks.register_hook("factory", lambda options, group: (None, commhooks.allreduce_hook))
@@ -60,7 +64,9 @@ def test_a_name_that_is_taken_or_none_is_refused(name: Any) -> None:
     others = [_new(name, "elsewhere")]
     others += [_new("free", "elsewhere", (name,))] if registry.canonical_name(str(name)) else []
     for other in others:
-        with pytest.raises(HookConfigError, match="is taken by|expected a word|has no hook_name|means training w"):
+        with pytest.raises(
+            HookConfigError, match="is taken by|expected a word|has no hook_name|means training w"
+        ):
             commhooks.register_compressor(other)
     assert before == registry.COMPRESSORS
 

@@ -1,10 +1,11 @@
-"""Run one of Accelerate's own test scripts (`accelerate.test_utils.scripts`) with a hook of ours in every Accelerator.
+"""Run one of Accelerate's own test scripts (`accelerate.test_utils.scripts`) with a hook of ours in
+every Accelerator.
 
     torchrun --nproc_per_node 2 tests/peers/accelerate_peer.py test_sync
 
-The scripts make accelerators without arguments, so the class that they import is replaced by one that adds a
-`CommHookKwargs`. Where a script asks for one of torch's hooks, it gets ours of the same name. Without
-COMMHOOKS_PEERS_HOOK nothing of this happens.
+The scripts make accelerators without arguments, so the class that they import is replaced by one
+that adds a `CommHookKwargs`. Where a script asks for one of torch's hooks, it gets ours of the same
+name. Without COMMHOOKS_PEERS_HOOK nothing of this happens.
 """
 
 import dataclasses
@@ -33,8 +34,9 @@ LEFT_OUT = {
         "test_stateful_dataloader_save_state",
     ]
 }
-"""Parts that hang or fail here with a hook and without: Accelerate 1.15 joins uneven inputs on GPUs only, and the
-stateful loaders, which know nothing of hooks, need torchdata."""
+"""Parts that hang or fail here with a hook and without: Accelerate 1.15 joins uneven inputs on GPUs
+only, and the stateful loaders, which know nothing of hooks, need torchdata.
+"""
 
 
 class _Recorded(CommHookKwargs):
@@ -56,9 +58,14 @@ class HookedAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 def _ours(handler: Any) -> Any:
     """Our handler with the fields of a stock one that asks for a hook; anything else as it is."""
-    if type(handler) is not DistributedDataParallelKwargs or handler.comm_hook == DDPCommunicationHookType.NO:
+    if (
+        type(handler) is not DistributedDataParallelKwargs
+        or handler.comm_hook == DDPCommunicationHookType.NO
+    ):
         return handler
-    return _Recorded(**{field.name: getattr(handler, field.name) for field in dataclasses.fields(handler)})
+    return _Recorded(
+        **{field.name: getattr(handler, field.name) for field in dataclasses.fields(handler)}
+    )
 
 
 class CPUModel(DistributedDataParallel):
@@ -76,7 +83,9 @@ def main(script: str) -> None:
         torch.nn.parallel.DistributedDataParallel = CPUModel  # type: ignore[misc]
     state = accelerate.PartialState(cpu=True)
     if (state.distributed_type, state.num_processes) != (DistributedType.MULTI_CPU, 2):
-        raise SystemExit(f"expected two CPU ranks, found {state.num_processes} and {state.distributed_type}")
+        raise SystemExit(
+            f"expected two CPU ranks, found {state.num_processes} and {state.distributed_type}"
+        )
     peer = importlib.import_module(f"accelerate.test_utils.scripts.{script}")
     for name in LEFT_OUT.get(script, ()):
         setattr(peer, name, lambda *_: None)

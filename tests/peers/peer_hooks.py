@@ -9,7 +9,9 @@ CONFIGS: dict[str, HookConfig] = {
     "allreduce": AllReduce(),
     "fp16_compress": FP16Compress(),
     # The models are so small that no rank saves anything: the smallest rank, even so.
-    "powerSGD": PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1),
+    "powerSGD": PowerSGD(
+        matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    ),
 }
 HOOK, RECORD = "COMMHOOKS_PEERS_HOOK", "COMMHOOKS_PEERS_RECORD"
 
@@ -20,7 +22,9 @@ _hooks: list[CommHook] = []
 
 
 def keep(hook: CommHook) -> None:
-    """Count the backward passes of `hook`. When this process ends, the sum becomes a line of the file RECORD."""
+    """Count the backward passes of `hook`. When this process ends, the sum becomes a line of the
+    file RECORD.
+    """
     if not _hooks:
         Finalize(None, _write_record, exitpriority=0)  # atexit does nothing in forked processes
     _hooks.append(hook)

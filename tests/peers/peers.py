@@ -1,10 +1,13 @@
-"""Runs tests that ship inside installed packages with our hooks in place, each beside the same test without us.
+"""Runs tests that ship inside installed packages with our hooks in place, each beside the same test
+without us.
 
-    python tests/peers/peers.py [WORD ...]      # make test-peers ARGS="accelerate"; words of the cases' names
+    # make test-peers ARGS="accelerate"; words of the cases' names
+    python tests/peers/peers.py [WORD ...]
 
-From Accelerate: scripts of `accelerate.test_utils.scripts`, on two CPU ranks. From torch: the DDP cases of
-`torch.testing._internal.distributed.distributed_test` that CPU ranks with gloo can run. Nothing of either is copied or
-changed. Ends with 1 if a case fails with a hook and passes without, unless EXPLAINED says why; or if no hook ran.
+From Accelerate: scripts of `accelerate.test_utils.scripts`, on two CPU ranks. From torch: the DDP
+cases of `torch.testing._internal.distributed.distributed_test` that CPU ranks with gloo can run.
+Nothing of either is copied or changed. Ends with 1 if a case fails with a hook and passes without,
+unless EXPLAINED says why; or if no hook ran.
 """
 
 import contextlib
@@ -28,8 +31,9 @@ import clean_env  # noqa: E402
 from peer_hooks import CONFIGS, HOOK, RECORD  # noqa: E402
 
 SCRIPT_LIMIT_S = 240
-"""Of one script of Accelerate: they take 10 to 60 s on a busy machine, and a rank that waits would end after 30 minutes
-only."""
+"""Of one script of Accelerate: they take 10 to 60 s on a busy machine, and a rank that waits would
+end after 30 minutes only.
+"""
 CASE_LIMIT_S = 60
 """Of one case of torch: they take some 2 s."""
 
@@ -47,27 +51,38 @@ TORCH = (
     "test_grads_same_across_ranks_with_no_sync",
 )
 
-# Where a case fails with a hook and passes without, and why it must. docs/reliability.md has it for readers. With torch
-# 2.13.0 and Accelerate 1.15.0.
+# Where a case fails with a hook and passes without, and why it must. docs/reliability.md has it for
+# readers. With torch 2.13.0 and Accelerate 1.15.0.
 _ROUNDED = ("test_script", "test_sync", *TORCH[:2], *TORCH[3:5])
-EXPLAINED = {(case, "fp16_compress"): "float16 rounds, by more than the case allows" for case in _ROUNDED}
-EXPLAINED |= {(case, "powerSGD"): "it expects the exact mean, and this hook approximates" for case in TORCH[:2]}
+EXPLAINED = {
+    (case, "fp16_compress"): "float16 rounds, by more than the case allows" for case in _ROUNDED
+}
+EXPLAINED |= {
+    (case, "powerSGD"): "it expects the exact mean, and this hook approximates"
+    for case in TORCH[:2]
+}
 
 Outcome = tuple[str, str]
 """What became of a case: "passed", "failed", "skipped" or "timed out"; and the output."""
 
 
 def run(cases: Sequence[str], hook: str) -> tuple[dict[str, Outcome], int]:
-    """Run the cases; return what became of each, and the backward passes of hooks on all ranks together."""
+    """Run the cases; return what became of each, and the backward passes of hooks on all ranks
+    together.
+    """
     found: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         for script in (case for case in cases if case in ACCELERATE):
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-            status, output = _run([*torchrun, f"{HERE}/accelerate_peer.py", script], folder, hook, SCRIPT_LIMIT_S)
+            status, output = _run(
+                [*torchrun, f"{HERE}/accelerate_peer.py", script], folder, hook, SCRIPT_LIMIT_S
+            )
             found[script] = {0: "passed", None: "timed out"}.get(status, "failed"), output
         if of_torch := [case for case in cases if case in TORCH]:
             file, limit_s = Path(folder, "outcomes.json"), 60 + CASE_LIMIT_S * len(of_torch)
-            status, output = _run([f"{HERE}/torch_peer.py", str(file), *of_torch], folder, hook, limit_s)
+            status, output = _run(
+                [f"{HERE}/torch_peer.py", str(file), *of_torch], folder, hook, limit_s
+            )
             known = json.loads(file.read_text()) if status == 0 else {}
             lost = ("timed out" if status is None else "failed", output)
             found |= {case: tuple(known.get(case, lost)) for case in of_torch}
@@ -106,7 +121,9 @@ def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[in
 
 
 def compare(found: dict[str, tuple[dict[str, Outcome], int]], console: Console) -> list[str]:
-    """Print a table of `found[hook]`, which `run` returned, and the outputs of what is wrong; return what is wrong."""
+    """Print a table of `found[hook]`, which `run` returned, and the outputs of what is wrong;
+    return what is wrong.
+    """
     plain, _ = found[""]
     hooks = [hook for hook in found if hook]
     table, problems = Table("case", "without us", *hooks), []
@@ -132,7 +149,12 @@ def compare(found: dict[str, tuple[dict[str, Outcome], int]], console: Console) 
 def main(words: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     kinds = {"accelerate": ACCELERATE, "torch": TORCH}
-    cases = [case for kind in kinds for case in kinds[kind] if not words or not {kind, case}.isdisjoint(words)]
+    cases = [
+        case
+        for kind in kinds
+        for case in kinds[kind]
+        if not words or not {kind, case}.isdisjoint(words)
+    ]
     if not cases:
         print(f"no case is named {' or '.join(words)}: {', '.join((*kinds, *ACCELERATE, *TORCH))}")
         return 2

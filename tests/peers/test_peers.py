@@ -1,4 +1,6 @@
-"""`make test-peers` compares what it should: one small case of torch, and the verdicts on made-up outcomes."""
+"""`make test-peers` compares what it should: one small case of torch, and the verdicts on made-up
+outcomes.
+"""
 
 import io
 import sys
@@ -26,14 +28,22 @@ def test_a_case_of_torch_runs_with_a_hook_and_without(monkeypatch: pytest.Monkey
     [
         ("test_x", "passed", 1, []),
         ("test_x", "passed", 0, ["fp16_compress: no hook ran"]),
-        *(("test_x", outcome, 1, [f"test_x with fp16_compress: {outcome}"]) for outcome in ("failed", "skipped")),
+        *(
+            ("test_x", outcome, 1, [f"test_x with fp16_compress: {outcome}"])
+            for outcome in ("failed", "skipped")
+        ),
         ("test_sync", "failed", 1, []),  # explained
         ("test_sync", "timed out", 1, ["test_sync with fp16_compress: timed out"]),
     ],
 )
-def test_what_passes_only_without_us_is_wrong(case: str, ours: str, passes: int, problems: list[str]) -> None:
+def test_what_passes_only_without_us_is_wrong(
+    case: str, ours: str, passes: int, problems: list[str]
+) -> None:
     printed = io.StringIO()
-    found = {"": ({case: ("passed", "")}, 0), "fp16_compress": ({case: (ours, "the output")}, passes)}
+    found = {
+        "": ({case: ("passed", "")}, 0),
+        "fp16_compress": ({case: (ours, "the output")}, passes),
+    }
     assert peers.compare(found, Console(file=printed, width=200)) == problems
     assert ("the output" in printed.getvalue()) == any(ours in problem for problem in problems)
 

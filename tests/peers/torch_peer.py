@@ -1,10 +1,12 @@
-"""The DDP cases of torch's own distributed tests that CPU ranks with gloo can run, with a hook of ours on every model.
+"""The DDP cases of torch's own distributed tests that CPU ranks with gloo can run, with a hook of
+ours on every model.
 
-    BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty python tests/peers/torch_peer.py outcomes.json test_ddp_create_graph
+    BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty python tests/peers/torch_peer.py outcomes.json
+    test_ddp_create_graph
 
-Every case forks its ranks. The JSON file has the outcome and the output of each case afterwards. A hook that a case
-brings along is attached with `commhooks.attach`, and the modules with torch's hooks are those of
-`commhooks.ddp_comm_hooks`. Without COMMHOOKS_PEERS_HOOK nothing of this happens.
+Every case forks its ranks. The JSON file has the outcome and the output of each case afterwards. A
+hook that a case brings along is attached with `commhooks.attach`, and the modules with torch's
+hooks are those of `commhooks.ddp_comm_hooks`. Without COMMHOOKS_PEERS_HOOK nothing of this happens.
 """
 
 import json
@@ -23,7 +25,9 @@ from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 
 class HookedDDP(DistributedDataParallel):
-    """DDP with the hook that is tried, attached at the first forward unless the case registers one of its own."""
+    """DDP with the hook that is tried, attached at the first forward unless the case registers one
+    of its own.
+    """
 
     hooked = False
 

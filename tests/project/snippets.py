@@ -2,31 +2,38 @@
 
     python   executed on two ranks
     diff     its old and its new version, both as python; they must differ
-    yaml     with `trainer:` parsed by LightningCLI, which must end up with a CommHookDDP; else read by CommHookKwargs
-    bash     every command must exist, with its files, targets, extras and flags
+    yaml     with `trainer:` parsed by LightningCLI, which must end up with a CommHookDDP; else read
+    by CommHookKwargs bash     every command must exist, with its files, targets, extras and flags
     text     not looked at
 
-A comment above a fence, which no page shows, says what is there when it runs. python and diff must have one:
+A comment above a fence, which no page shows, says what is there when it runs. python and diff must
+have one:
 
     <!-- snippet: alone -->       nothing: the snippet imports what it uses
-    <!-- snippet: torchrun -->    nothing: a script of its own that torchrun starts, without a process group
-    <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process group
+    <!-- snippet: torchrun -->    nothing: a script of its own that torchrun starts, without a
+    process group <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process
+    group
     <!-- snippet: members -->     as for `ddp`, with a lighthouse of torchft
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
-    <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
-    <!-- snippet: accelerate sharded --> the same on four ranks, where FSDP2 of Accelerate works
-    <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
-    <!-- snippet: transformers sharded --> `model`, `train_dataset` and `TrainingArguments`, on such four ranks
-    <!-- snippet: continued -->   whatever the python snippet above it left
-    <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
-                                  (of a diff the new version; the old one as below)
-    <!-- snippet: lightning ranks --> the same in processes as torchrun starts them, which is much faster
-    <!-- snippet: fabric ranks --> the same with Fabric
-    <!-- snippet: lightning notebook --> a script as above that forks, so that nothing of its training is left in it
+    <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate
+    launch` starts them <!-- snippet: accelerate sharded --> the same on four ranks, where FSDP2 of
+    Accelerate works <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a
+    Trainer; in processes of torchrun <!-- snippet: transformers sharded --> `model`,
+    `train_dataset` and `TrainingArguments`, on such four ranks <!-- snippet: continued -->
+    whatever the python snippet above it left
+    <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own,
+                                  started from a shell (of a diff the new version; the old one as
+                                  below)
+    <!-- snippet: lightning ranks --> the same in processes as torchrun starts them, which is much
+    faster <!-- snippet: fabric ranks --> the same with Fabric
+    <!-- snippet: lightning notebook --> a script as above that forks, so that nothing of its
+    training is left in it
 
-    <!-- snippet: output -->      of the script above: each line of this `text` must be in what its first run prints
+    <!-- snippet: output -->      of the script above: each line of this `text` must be in what
+    its first run prints
 
-A script with `ckpt_path="last"` is started twice: the second run must continue where the first has ended.
+A script with `ckpt_path="last"` is started twice: the second run must continue where the first has
+ended.
 """
 
 import contextlib
@@ -62,7 +69,17 @@ RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
 _ACCELERATE_NEEDS = ("accelerate", "accelerate sharded")
 _OTHER_NEEDS = ("transformers", "transformers sharded", "continued", "output", "fabric ranks")
-NEEDS = ("", "alone", "torchrun", "ddp", "members", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
+NEEDS = (
+    "",
+    "alone",
+    "torchrun",
+    "ddp",
+    "members",
+    "attached",
+    *_ACCELERATE_NEEDS,
+    *_OTHER_NEEDS,
+    *_LIGHTNING_NEEDS,
+)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
 _FENCE = re.compile(r"^(\s*)(```+|~~~+)\s*(\S*)")
@@ -99,8 +116,11 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
         if opening is None:
             if lines[number][:1].strip():
                 in_list = re.match(r"[-*] |\d+\. ", lines[number]) is not None
-            if re.match(r"    +(?!options: )\S", lines[number]) and not in_list:  # "options" of mkdocstrings
-                raise WrongSnippet(f"{page}:{number + 1}: code without a fence, which nothing checks")
+            # "options" of mkdocstrings
+            if re.match(r"    +(?!options: )\S", lines[number]) and not in_list:
+                raise WrongSnippet(
+                    f"{page}:{number + 1}: code without a fence, which nothing checks"
+                )
             number += 1
             continue
         end = number + 1
@@ -112,11 +132,16 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
         if end == len(lines):
             raise WrongSnippet(f"{where}: the fence is never closed")
         if opening[3] not in LANGUAGES:
-            raise WrongSnippet(f"{where}: language {opening[3]!r}; expected one of {', '.join(LANGUAGES)}")
+            raise WrongSnippet(
+                f"{where}: language {opening[3]!r}; expected one of {', '.join(LANGUAGES)}"
+            )
         if needs not in NEEDS:
             raise WrongSnippet(f"{where}: unknown comment 'snippet: {needs}'")
         if not needs and opening[3] in ("python", "diff"):
-            raise WrongSnippet(f"{where}: no comment says what is there when it runs, such as <!-- snippet: alone -->")
+            raise WrongSnippet(
+                f"{where}: no comment says what is there when it runs, such as <!-- snippet:"
+                " alone -->"
+            )
         text = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
         if needs == "output":
             if not snippets or snippets[-1].needs not in RUN_AS_SCRIPTS:
@@ -134,7 +159,9 @@ def old_and_new(diff: str) -> tuple[str, str]:
     old, new = [], []
     for line in diff.splitlines():
         if line[:1] not in ("-", "+", " ", ""):
-            raise WrongSnippet(f"a line of a diff begins with '+', '-' or a space, this one does not: {line!r}")
+            raise WrongSnippet(
+                f"a line of a diff begins with '+', '-' or a space, this one does not: {line!r}"
+            )
         if line[:1] != "+":
             old.append(line[1:])
         if line[:1] != "-":
@@ -159,7 +186,9 @@ def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -
                 _compare(snippet, run_script(version, place, ""))
             elif snippet.needs == "lightning" and version == new:
                 _compare(snippet, run_script(version, place))
-                if 'ckpt_path="last"' in version and "resumed at step" not in run_script(version, place):
+                if 'ckpt_path="last"' in version and "resumed at step" not in run_script(
+                    version, place
+                ):
                     raise WrongSnippet(f"{snippet}: the second run does not continue\n{version}")
             else:
                 chain = [*_chain_above(snippet), (str(snippet), version)]
@@ -168,7 +197,9 @@ def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -
                     run_with_torchrun("\n".join(text for _, text in chain), place)
                     continue
                 if needs.startswith("transformers"):
-                    pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+                    pytest.importorskip(
+                        "transformers", reason="transformers needs Python 3.11 or newer"
+                    )
                 ranks = 4 if needs.endswith(" sharded") else 2
                 run_ranks(execute, chain, needs, str(place), world_size=ranks, timeout_s=90)
     elif snippet.language == "yaml":
@@ -199,7 +230,8 @@ def _chain_above(snippet: Snippet) -> list[tuple[str, str]]:
     return [*_chain_above(snippet.above), (str(snippet.above), versions(snippet.above)[-1])]
 
 
-# ---- Python ----------------------------------------------------------------------------------------------------------
+# ---- Python
+# --------------------------------------------------------------------------------------------------
 
 
 SCRIPT_LIMIT_S = 150
@@ -235,7 +267,8 @@ for batch in batches:
     optimizer.step()
     optimizer.zero_grad()
 if hasattr(accelerator.ddp_handler, "attached"):
-    assert accelerator.ddp_handler.attached.stats()["backward_passes"] >= len(batches), "the hook was not called"
+    calls = accelerator.ddp_handler.attached.stats()["backward_passes"]
+    assert calls >= len(batches), "the hook was not called"
 """
 
 _TRANSFORMERS = """
@@ -248,13 +281,13 @@ model = make_model(width=16)
 pieces = torch.arange(256).view(16, 16)
 train_dataset = [{"input_ids": piece, "labels": piece} for piece in pieces]
 args = TrainingArguments(
-    "trainer", use_cpu=True, max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to="none",
-    disable_tqdm=True, dataloader_pin_memory=False,
+    "trainer", use_cpu=True, max_steps=4, save_steps=2, per_device_train_batch_size=2,
+    report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
 )
 """
 _SHARDED = """
-settings = {"use_cpu": True, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "report_to": "none"}
-settings |= {"disable_tqdm": True, "dataloader_pin_memory": False}
+settings = {"use_cpu": True, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2}
+settings |= {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
 
 
 def TrainingArguments(*args, given=TrainingArguments, **kwargs):
@@ -268,18 +301,26 @@ if hasattr(trainer, "comm_hook"):
 
 
 def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
-    """On every rank: what the snippets need, the snippets, and three training steps if there is a DDP model.
+    """On every rank: what the snippets need, the snippets, and three training steps if there is a
+    DDP model.
 
     `chain` holds where each snippet stands and its text.
     """
     outside = {}
     if needs in ("lightning ranks", "fabric ranks"):
-        outside = {"TORCHELASTIC_RUN_ID": "snippets", "GROUP_RANK": "0"}  # as Lightning 2.6 knows torchrun
+        # as Lightning 2.6 knows torchrun
+        outside = {
+            "TORCHELASTIC_RUN_ID": "snippets",
+            "GROUP_RANK": "0",
+        }
     sharded = needs.endswith(" sharded")
     needs = needs.removesuffix(" sharded")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     if needs != "alone":
-        exec(_DDP if needs in ("ddp", "members", "attached", "accelerate") else "import torch", namespace)
+        exec(
+            _DDP if needs in ("ddp", "members", "attached", "accelerate") else "import torch",
+            namespace,
+        )
     lighthouse = None if needs != "members" else _lighthouse()
     if needs == "attached":
         exec(_ATTACHED + _STEPS, namespace)
@@ -292,7 +333,8 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             undo.enter_context(mock.patch.dict(os.environ, TORCHFT_LIGHTHOUSE=lighthouse[0]))
         undo.enter_context(_logging_as_before())
         undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
-        undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
+        # a name that a snippet gives is free again afterwards
+        undo.enter_context(mock.patch.dict(registry.FACTORIES))
         if needs in ("accelerate", "transformers", "lightning ranks", "fabric ranks"):
             from tests.support.accelerators import accelerate_launched, pretend_to_have_accelerators
 
@@ -304,7 +346,13 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
         if needs == "transformers":
             exec(_TRANSFORMERS + (_SHARDED if sharded else ""), namespace)
         for name, text in chain:
-            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
+            # for tracebacks
+            linecache.cache[name] = (
+                len(text),
+                None,
+                text.splitlines(keepends=True),
+                name,
+            )
             exec(compile(text, name, "exec"), namespace)
             dist.barrier()  # what one rank has written, another may read
         if "ddp_model" in namespace:
@@ -312,7 +360,9 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             for parameter in namespace["ddp_model"].parameters():
                 everywhere = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
                 dist.all_gather(everywhere, parameter.detach())
-                assert all(torch.equal(parameter, other) for other in everywhere), "the replicas differ"
+                assert all(torch.equal(parameter, other) for other in everywhere), (
+                    "the replicas differ"
+                )
         if needs == "accelerate":
             exec(_ACCELERATE_STEPS, namespace)
         if needs == "transformers":
@@ -320,7 +370,9 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
         if needs == "lightning ranks":
             exec(_TRAINED, namespace)
         if needs == "fabric ranks":
-            assert namespace["fabric"].strategy.comm_hook.stats()["compressed_steps"] > 0, "nothing was compressed"
+            assert namespace["fabric"].strategy.comm_hook.stats()["compressed_steps"] > 0, (
+                "nothing was compressed"
+            )
 
 
 def _lighthouse() -> tuple[str, Any]:
@@ -361,13 +413,16 @@ if hasattr(trainer.strategy, "comm_hook"):
 
 
 def run_script(text: str, folder: Path, check: str = _TRAINED) -> str:
-    """As a user would: a file, started once; Lightning starts the other processes. `check`: code at its end. Returns
-    what it printed."""
+    """As a user would: a file, started once; Lightning starts the other processes. `check`: code at
+    its end. Returns what it printed.
+    """
     script = folder / "snippet.py"
     script.write_text(_LIGHTNING + text + check)
     env = clean_env.cleaned(os.environ, str(folder)) | {"PYTHONPATH": str(REPOSITORY)}
     command = [warm.python("lightning.pytorch"), str(script)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S
+    )
     if done.returncode != 0:
         raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
@@ -377,14 +432,24 @@ def run_with_torchrun(text: str, folder: Path) -> None:
     script = folder / "snippet.py"
     script.write_text(text)
     env = clean_env.cleaned(os.environ, str(folder)) | {"PYTHONPATH": str(REPOSITORY)}
-    torchrun = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun = [
+        warm.python(),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     command = [*torchrun, "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S
+    )
     if done.returncode != 0:
         raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")
 
 
-# ---- YAML ------------------------------------------------------------------------------------------------------------
+# ---- YAML
+# --------------------------------------------------------------------------------------------------
 
 
 def check_yaml(text: str, folder: Path) -> None:
@@ -395,7 +460,9 @@ def check_yaml(text: str, folder: Path) -> None:
 
 
 def _check_accelerate_yaml(text: str, folder: Path) -> None:
-    """Settings for `CommHookKwargs`; where they are a section, the rest must be a configuration of Accelerate."""
+    """Settings for `CommHookKwargs`; where they are a section, the rest must be a configuration of
+    Accelerate.
+    """
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -424,27 +491,45 @@ def _check_lightning_yaml(text: str, folder: Path) -> None:
 
     path = folder / "config.yaml"
     path.write_text(text)
-    command_line = ["main.py", "--config", str(path), "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    command_line = [
+        "main.py",
+        "--config",
+        str(path),
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.logger",
+        "false",
+    ]
     try:
         with mock.patch.object(sys, "argv", command_line):
-            cli = LightningCLI(BoringModel, run=False, save_config_callback=None, seed_everything_default=False)
+            cli = LightningCLI(
+                BoringModel, run=False, save_config_callback=None, seed_everything_default=False
+            )
     except SystemExit as error:  # jsonargparse has written to stderr what it does not like
         raise WrongSnippet(f"LightningCLI refuses\n{text}") from error
     if not isinstance(cli.trainer.strategy, CommHookDDP):
-        raise WrongSnippet(f"the strategy is a {type(cli.trainer.strategy).__name__}, not a CommHookDDP, with\n{text}")
+        raise WrongSnippet(
+            f"the strategy is a {type(cli.trainer.strategy).__name__}, not a CommHookDDP,"
+            f" with\n{text}"
+        )
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
+# ---- commands
+# --------------------------------------------------------------------------------------------------
 
 
 def commands(text: str) -> list[list[str]]:
     """The commands of a snippet as lists of words; comments are left out."""
     lines = text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+    return [
+        words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))
+    ]
 
 
 def check_command(words: list[str]) -> None:
-    """Whether a command line would work in a clone of the repository: as far as can be told without running it."""
+    """Whether a command line would work in a clone of the repository: as far as can be told without
+    running it.
+    """
     if words[0] == "export":
         words = words[1:]
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -465,7 +550,8 @@ def check_command(words: list[str]) -> None:
     elif program == "commhooks":
         from commhooks.tools.cli import COMMANDS, main
 
-        if rest[1:] == [] and rest[0] in COMMANDS and rest != ["hooks"]:  # the text speaks of the command
+        # the text speaks of the command
+        if rest[1:] == [] and rest[0] in COMMANDS and rest != ["hooks"]:
             return
         try:
             status = main(rest)
@@ -539,8 +625,11 @@ def _check_torchrun(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    if "-m" not in words and not any(word.endswith(".py") for word in words):  # the text speaks of its flags
-        unknown = [word for word in words if word.partition("=")[0] not in parser._option_string_actions]
+    # the text speaks of its flags
+    if "-m" not in words and not any(word.endswith(".py") for word in words):
+        unknown = [
+            word for word in words if word.partition("=")[0] not in parser._option_string_actions
+        ]
         if unknown:
             raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take {unknown[0]}")
         return
@@ -564,11 +653,15 @@ def _check_commhooks(words: list[str]) -> None:
 def _check_pip(words: list[str]) -> None:
     if words[:1] != ["install"]:
         raise WrongSnippet(f"pip {shlex.join(words)}: expected 'pip install'")
-    optional = (REPOSITORY / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    optional = (
+        (REPOSITORY / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    )
     for word in words[1:]:
         package, _, extras = word.rstrip("]").partition("[")
         if package not in (".", "-e", "--editable"):
-            raise WrongSnippet(f"pip install {word}: only this repository, '.', is installed by its own pages")
+            raise WrongSnippet(
+                f"pip install {word}: only this repository, '.', is installed by its own pages"
+            )
         for extra in filter(None, extras.split(",")):
             if not re.search(rf"^{re.escape(extra)} = \[", optional, re.MULTILINE):
                 raise WrongSnippet(f"pip install {word}: there is no extra {extra!r}")

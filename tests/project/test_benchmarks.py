@@ -1,4 +1,6 @@
-"""Each benchmark runs in its shortest form and writes rows, and where it runs. No figure is judged."""
+"""Each benchmark runs in its shortest form and writes rows, and where it runs. No figure is
+judged.
+"""
 
 import json
 import os
@@ -14,7 +16,11 @@ from tests.support.repository import REPOSITORY
 
 
 def _can_limit_a_link() -> bool:
-    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+    if (
+        not sys.platform.startswith("linux")
+        or os.geteuid() != 0
+        or not all(map(shutil.which, ("ip", "tc")))
+    ):
         return False
     # A container's root may not be allowed to.
     name = f"commhooks-test-{os.getpid()}"
@@ -52,12 +58,18 @@ needs_a_link = pytest.mark.skipif(not _can_limit_a_link(), reason="needs Linux, 
 )
 def test_it_runs(tmp_path: Path, name: str, options: str) -> None:
     file = tmp_path / "figures.json"
-    command = [warm.python("matplotlib.figure", "sklearn.datasets"), str(REPOSITORY / "benchmarks" / f"{name}.py")]
+    command = [
+        warm.python("matplotlib.figure", "sklearn.datasets"),
+        str(REPOSITORY / "benchmarks" / f"{name}.py"),
+    ]
     command += ["--quick", "--json", str(file), *options.split()]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(file.read_text())
     assert content["benchmark"] == name and content["rows"]
-    assert content["machine"]["torch"] in done.stdout  # under the table, so that nobody quotes figures without it
+    # under the table, so that nobody quotes figures without it
+    assert content["machine"]["torch"] in done.stdout
     assert (tmp_path / "figures.png").exists() == ("--plot" in options)

@@ -25,18 +25,32 @@ def keep_signal_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-# ----------------------------------------------------------------------------------------------------------- verdict
+# --------------------------------------------------------------------------------------------------
+# verdict
 
 
 def _outcome(**changes: object) -> demo.Outcome:
-    """What a good run leaves; `changes` are keys of `result.json` of DiLoCo, or fields of the outcome."""
-    allreduce = {"test_accuracy": 0.98, "seconds": 50.0, "slow_connections": 2, "stats": {"bytes_sent": 220_000_000}}
+    """What a good run leaves; `changes` are keys of `result.json` of DiLoCo, or fields of the
+    outcome.
+    """
+    allreduce = {
+        "test_accuracy": 0.98,
+        "seconds": 50.0,
+        "slow_connections": 2,
+        "stats": {"bytes_sent": 220_000_000},
+    }
     auto = {"test_accuracy": 0.98, "seconds": 20.0, "stats": {"bytes_sent": 60_000_000}}
     diloco = {"test_accuracy": 0.98, "seconds": 7.0, "stats": {"bytes_sent": 3_000_000}}
     resumed = {"global_step": 345, "stats": {"backward_passes": 184}}
     for name in changes.keys() & diloco.keys():
         diloco[name] = changes.pop(name)
-    fields = {"saved_steps": 161, "different_weights": [], "auto": auto, "resumed": resumed, **changes}
+    fields = {
+        "saved_steps": 161,
+        "different_weights": [],
+        "auto": auto,
+        "resumed": resumed,
+        **changes,
+    }
     return demo.Outcome(allreduce=allreduce, diloco=diloco, **fields)
 
 
@@ -47,7 +61,10 @@ def _outcome(**changes: object) -> demo.Outcome:
         ({"test_accuracy": float("nan")}, "diloco is nan points below all-reduce, more than 2"),
         ({"stats": {"bytes_sent": 22_000_000}}, "diloco sent 10.0 times less, not 20 times"),
         ({"seconds": 50.1}, "diloco took longer than all-reduce"),
-        ({"different_weights": ["layers.0.weight"]}, "the weights differ after the kill: layers.0.weight"),
+        (
+            {"different_weights": ["layers.0.weight"]},
+            "the weights differ after the kill: layers.0.weight",
+        ),
         (
             {"resumed": {"global_step": 345, "stats": {"backward_passes": 345}}},
             "it did not resume: after the kill it trained 345 steps, where 184 were missing",
@@ -63,13 +80,25 @@ def test_a_failure_is_the_exit_status(monkeypatch, capsys, tmp_path):
     for found, status in (([], 0), (["diloco took longer than all-reduce"], 1)):
         monkeypatch.setattr(demo, "run_demo", lambda args, folder, env, found=found: found)
         assert demo.main([]) == status
-        assert ("FAILED: diloco took longer than all-reduce" in capsys.readouterr().out) == bool(found)
-        assert len(list(tmp_path.glob("commhooks-demo-*"))) == status  # kept for a look at what failed
+        assert ("FAILED: diloco took longer than all-reduce" in capsys.readouterr().out) == bool(
+            found
+        )
+        # kept for a look at what failed
+        assert len(list(tmp_path.glob("commhooks-demo-*"))) == status
 
 
 def test_different_weights_compares_bits(tmp_path):
-    weights = {"same": torch.ones(3), "sign": torch.zeros(2), "type": torch.ones(2), "gone": torch.ones(1)}
-    changed = {"same": torch.ones(3), "sign": -torch.zeros(2), "type": torch.ones(2, dtype=torch.float64)}
+    weights = {
+        "same": torch.ones(3),
+        "sign": torch.zeros(2),
+        "type": torch.ones(2),
+        "gone": torch.ones(1),
+    }
+    changed = {
+        "same": torch.ones(3),
+        "sign": -torch.zeros(2),
+        "type": torch.ones(2, dtype=torch.float64),
+    }
     for name, state in (("a", weights), ("b", changed)):
         (tmp_path / name).mkdir()
         torch.save({"state_dict": state}, tmp_path / name / "last.ckpt")
@@ -78,7 +107,8 @@ def test_different_weights_compares_bits(tmp_path):
     assert demo.different_weights(tmp_path / "b", tmp_path / "a") == ["gone", "sign", "type"]
 
 
-# ------------------------------------------------------------------------------------------- the example of Accelerate
+# ------------------------------------------------------------------------------------------- the
+# example of Accelerate
 
 
 class Killed(Exception):
@@ -110,18 +140,33 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     assert accelerate_digits.newest_checkpoint(tmp_path) == tmp_path / "epoch_1"
     accelerate_digits.save(FakeAccelerator(False), tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
-    assert sorted(path.name for path in (tmp_path / "epoch_2").iterdir()) == ["model.safetensors", "optimizer.bin"]
+    assert sorted(path.name for path in (tmp_path / "epoch_2").iterdir()) == [
+        "model.safetensors",
+        "optimizer.bin",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------ all of it
+# --------------------------------------------------------------------------------------------------
+# all of it
 
 
 @pytest.fixture
 def hostile_environment(tmp_path: Path) -> dict[str, str]:
-    """A shell inside a SLURM job, with leftovers of a launcher and a broken default Accelerate configuration."""
+    """A shell inside a SLURM job, with leftovers of a launcher and a broken default Accelerate
+    configuration.
+    """
     (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text("comm_hook_config: {hook: powerSGD}\n: [broken\n")
-    slurm = {"JOB_ID": "4711", "JOB_NAME": "train", "NTASKS": "4", "NNODES": "2", "PROCID": "0", "LOCALID": "0"}
+    (tmp_path / "accelerate" / "default_config.yaml").write_text(
+        "comm_hook_config: {hook: powerSGD}\n: [broken\n"
+    )
+    slurm = {
+        "JOB_ID": "4711",
+        "JOB_NAME": "train",
+        "NTASKS": "4",
+        "NNODES": "2",
+        "PROCID": "0",
+        "LOCALID": "0",
+    }
     return {
         **os.environ,
         **{f"SLURM_{name}": value for name, value in slurm.items()},
@@ -137,9 +182,16 @@ def hostile_environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(400)
-def test_short_demo_in_a_hostile_environment(hostile_environment: dict[str, str], tmp_path: Path) -> None:
-    command = [warm.python("lightning.pytorch", "sklearn.datasets"), "examples/clean_env.py", "examples/demo.py"]
-    # Two epochs are too few for a comparison of accuracy, so that limit is lifted; the others are kept.
+def test_short_demo_in_a_hostile_environment(
+    hostile_environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [
+        warm.python("lightning.pytorch", "sklearn.datasets"),
+        "examples/clean_env.py",
+        "examples/demo.py",
+    ]
+    # Two epochs are too few for a comparison of accuracy, so that limit is lifted; the others are
+    # kept.
     command += ["--epochs=2", "--max-loss-points=100", "--mbit=20"]
     process = subprocess.Popen(
         command,
@@ -152,10 +204,20 @@ def test_short_demo_in_a_hostile_environment(hostile_environment: dict[str, str]
     try:
         output, _ = process.communicate(timeout=360)
     except BaseException:
-        process.terminate()  # the demo ends its trainings on SIGTERM; a SIGKILL would leave them behind
+        # the demo ends its trainings on SIGTERM; a SIGKILL would leave them behind
+        process.terminate()
         process.communicate()
         raise
     assert process.returncode == 0, output
-    lines = ["| plain all-reduce ", "| diloco, every 10 steps |", "in epoch 2.", "It trained the last 23 of 46 steps."]
-    assert [line for line in [*lines, "bit-equal to those of the uninterrupted run: yes"] if line not in output] == []
+    lines = [
+        "| plain all-reduce ",
+        "| diloco, every 10 steps |",
+        "in epoch 2.",
+        "It trained the last 23 of 46 steps.",
+    ]
+    assert [
+        line
+        for line in [*lines, "bit-equal to those of the uninterrupted run: yes"]
+        if line not in output
+    ] == []
     assert [path.name for path in tmp_path.glob("commhooks-*")] == []

@@ -1,4 +1,6 @@
-"""Every snippet of README, CONTRIBUTING and docs/ works, every link leads somewhere, and every quoted error exists."""
+"""Every snippet of README, CONTRIBUTING and docs/ works, every link leads somewhere, and every
+quoted error exists.
+"""
 
 import ast
 import dataclasses
@@ -21,15 +23,20 @@ from tests.support.workers import RanksFailed
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = {
-    page: page.read_text(encoding="utf-8") for page in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS)
+    page: page.read_text(encoding="utf-8")
+    for page in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS)
 }
 SNIPPETS = [
-    snippet for page, text in PAGES.items() for snippet in find_snippets(page.relative_to(REPOSITORY).as_posix(), text)
+    snippet
+    for page, text in PAGES.items()
+    for snippet in find_snippets(page.relative_to(REPOSITORY).as_posix(), text)
 ]
 CONTINUED = {snippet.above for snippet in SNIPPETS}
 """They run with the snippet that continues them."""
 COMMAND = r"(?<!`)`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`"
-INLINE_COMMANDS = [(page.name, code) for page, text in PAGES.items() for code in re.findall(COMMAND, text)]
+INLINE_COMMANDS = [
+    (page.name, code) for page, text in PAGES.items() for code in re.findall(COMMAND, text)
+]
 
 
 def _marked(snippet: Snippet) -> Any:
@@ -38,7 +45,9 @@ def _marked(snippet: Snippet) -> Any:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("snippet", [_marked(snippet) for snippet in SNIPPETS if snippet not in CONTINUED])
+@pytest.mark.parametrize(
+    "snippet", [_marked(snippet) for snippet in SNIPPETS if snippet not in CONTINUED]
+)
 def test_snippet(snippet, run_ranks, tmp_path):
     check(snippet, run_ranks, tmp_path)
 
@@ -52,7 +61,9 @@ def test_command_in_the_text(page, code, run_ranks, tmp_path):
 def test_long_commands_stand_alone(page):
     """To be copied from a fence, not read in the middle of a sentence."""
     sentences = re.sub(r"^\|.*$", "", _without_code(PAGES[page]), flags=re.MULTILINE)
-    commands = re.findall(r"(?<!`)`((?:sudo |make |pip |python |torchrun |commhooks |accelerate)[^`]+)`", sentences)
+    commands = re.findall(
+        r"(?<!`)`((?:sudo |make |pip |python |torchrun |commhooks |accelerate)[^`]+)`", sentences
+    )
     assert [command for command in commands if len(command) > 60] == []
 
 
@@ -80,14 +91,27 @@ def test_names_of_links_are_defined(page):
 
 def test_the_first_page_of_the_site_defines_the_links_of_readme():
     """It includes README, whose links begin in another folder."""
-    readme, first = (_definitions(PAGES[REPOSITORY / page]) for page in ("README.md", "docs/index.md"))
-    assert readme and {name: target.removeprefix("docs/") for name, target in readme.items()} == first
-    (included,) = re.findall(r'^--8<-- "README.md:(\w+)"$', PAGES[REPOSITORY / "docs/index.md"], re.MULTILINE)
-    text = PAGES[REPOSITORY / "README.md"].partition(f"[start:{included}]")[2].partition(f"[end:{included}]")[0]
-    assert text.count("\n## ") > 3 and "](" not in text, "a link that is not by name leads nowhere in the site"
+    readme, first = (
+        _definitions(PAGES[REPOSITORY / page]) for page in ("README.md", "docs/index.md")
+    )
+    assert (
+        readme and {name: target.removeprefix("docs/") for name, target in readme.items()} == first
+    )
+    (included,) = re.findall(
+        r'^--8<-- "README.md:(\w+)"$', PAGES[REPOSITORY / "docs/index.md"], re.MULTILINE
+    )
+    text = (
+        PAGES[REPOSITORY / "README.md"]
+        .partition(f"[start:{included}]")[2]
+        .partition(f"[end:{included}]")[0]
+    )
+    assert text.count("\n## ") > 3 and "](" not in text, (
+        "a link that is not by name leads nowhere in the site"
+    )
 
 
-# ------------------------------------------------------------------------------------------------- pages as a whole
+# -------------------------------------------------------------------------------------------------
+# pages as a whole
 
 
 def _without_code(markdown: str) -> str:
@@ -97,7 +121,10 @@ def _without_code(markdown: str) -> str:
 def _anchors(page: Path) -> list[str]:
     """As Python-Markdown and GitHub make them of the headings."""
     headings = re.findall(r"^#+ (.+)$", _without_code(PAGES[page]), re.MULTILINE)
-    return [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings]
+    return [
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -106,7 +133,9 @@ def test_links_lead_to_headings(page):
         file, _, anchor = target.partition("#")
         there = page.parent / file if file else page
         if anchor and "://" not in target:
-            assert anchor in _anchors(there), f"{page.name} links to {target}; there are {_anchors(there)}"
+            assert anchor in _anchors(there), (
+                f"{page.name} links to {target}; there are {_anchors(there)}"
+            )
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
@@ -115,7 +144,12 @@ def test_pages_link_to_pages_only(page):
     for link in _targets(_without_code(PAGES[page])):
         target = link.partition("#")[0] or page.name
         figure = re.fullmatch(r"figures/[a-z_]+\.png", target)
-        assert "://" in target or figure or (page.parent / target).suffix == ".md" and "/" not in target, target
+        assert (
+            "://" in target
+            or figure
+            or (page.parent / target).suffix == ".md"
+            and "/" not in target
+        ), target
 
 
 def _texts_of_the_code() -> list[list[str]]:
@@ -133,7 +167,9 @@ def _texts_of_the_code() -> list[list[str]]:
 def _quotes(markdown: str) -> list[str]:
     """The first column of the tables that begin with "it says", where it is code."""
     tables = re.findall(r"^\| it says \|.*\n\|[-| ]+\n((?:\|.*\n)+)", markdown, re.MULTILINE)
-    return [quote for table in tables for quote in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)]
+    return [
+        quote for table in tables for quote in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    ]
 
 
 def _is_said(quote: str, texts: list[list[str]]) -> bool:
@@ -167,7 +203,9 @@ def _page(name: str) -> str:
 def test_the_counters_are_explained():
     rows = re.findall(r"^\| (`.+?) \|", _page("working"), re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
-    counted = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE))
+    counted = set(
+        re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE)
+    )
     assert counted and counted <= explained
 
 
@@ -182,7 +220,11 @@ def test_the_threshold_of_auto_is_the_one_on_the_page():
     ids=lambda kind: kind.__name__,
 )
 def test_the_fields_are_explained(kind):
-    (rows,) = re.findall(rf"^\| `{kind.__name__}` \| \|\n\|---\|---\|\n((?:\|.+\n)+)", _page("own_hook"), re.MULTILINE)
+    (rows,) = re.findall(
+        rf"^\| `{kind.__name__}` \| \|\n\|---\|---\|\n((?:\|.+\n)+)",
+        _page("own_hook"),
+        re.MULTILINE,
+    )
     explained = re.findall(r"`(\w+)`", " ".join(row.split(" | ")[0] for row in rows.splitlines()))
     fields = [field.name for field in dataclasses.fields(kind)]
     assert sorted(explained) == sorted(fields)
@@ -196,15 +238,21 @@ def test_the_reference_has_every_public_name():
             pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
         found = getattr(importlib.import_module(module), name)
         # A type alias has its docstring in the source only, below it.
-        assert isinstance(found, types.GenericAlias) or (found.__doc__ or "").strip(), f"{path} has no docstring"
+        assert isinstance(found, types.GenericAlias) or (found.__doc__ or "").strip(), (
+            f"{path} has no docstring"
+        )
     for package in PACKAGES:
         for name in importlib.import_module(package).__all__:
-            assert name == "ddp_comm_hooks" or f"\n::: {package}.{name}\n" in page, f"{package}.{name}"
+            assert name == "ddp_comm_hooks" or f"\n::: {package}.{name}\n" in page, (
+                f"{package}.{name}"
+            )
 
 
 def test_the_pages_show_each_kind():
     """An empty list of snippets would pass too."""
-    kinds = {page: set() for page in ("README.md", "docs/index.md", "docs/ddp.md", "docs/migrating.md")}
+    kinds = {
+        page: set() for page in ("README.md", "docs/index.md", "docs/ddp.md", "docs/migrating.md")
+    }
     for snippet in SNIPPETS:
         kinds.setdefault(snippet.page, set()).add((snippet.language, snippet.needs))
     fronts = ("lightning ranks", "accelerate", "transformers", "ddp")
@@ -212,11 +260,14 @@ def test_the_pages_show_each_kind():
     assert {("python", "lightning"), ("text", "output")} <= kinds["docs/index.md"]
     assert {("python", "attached"), ("python", "continued")} <= kinds["docs/ddp.md"]
     assert ("yaml", "") in kinds["docs/lightning.md"]
-    assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds["docs/migrating.md"]
+    assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds[
+        "docs/migrating.md"
+    ]
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 
 
-# ---------------------------------------------------------------------------------------- a wrong snippet is found
+# ---------------------------------------------------------------------------------------- a wrong
+# snippet is found
 
 
 @pytest.mark.timeout(200)
@@ -229,27 +280,46 @@ def test_the_pages_show_each_kind():
         ),
         ("<!-- snippet: alone -->\n```python\ntorch\n```", "name 'torch' is not defined"),
         (
-            "<!-- snippet: torchrun -->\n```python\nimport torch\ntorch.distributed.get_world_size()\n```",
+            (
+                "<!-- snippet: torchrun -->\n```python\nimport"
+                " torch\ntorch.distributed.get_world_size()\n```"
+            ),
             "Default process group has not been initialized",
         ),
         (
-            "<!-- snippet: attached -->\n```python\nif dist.get_rank(): model[0].bias.data.add_(1)\n```",
+            (
+                "<!-- snippet: attached -->\n```python\nif dist.get_rank():"
+                " model[0].bias.data.add_(1)\n```"
+            ),
             "replicas differ",
         ),
         (
-            "<!-- snippet: lightning -->\n```python\nfrom lightning.pytorch import Trainer\n"
-            "Trainer(strategy='ddp_power')\n```",
+            (
+                "<!-- snippet: lightning -->\n```python\nfrom lightning.pytorch import Trainer\n"
+                "Trainer(strategy='ddp_power')\n```"
+            ),
             "ddp_power",
         ),
         (
-            "<!-- snippet: lightning notebook -->\n```python\nprint('one')\n```\n"
-            "<!-- snippet: output -->\n```text\none\ntwo\n```",
+            (
+                "<!-- snippet: lightning notebook -->\n```python\nprint('one')\n```\n"
+                "<!-- snippet: output -->\n```text\none\ntwo\n```"
+            ),
             "does not print 'two'",
         ),
-        ("```yaml\ntrainer:\n  strategy:\n    class_path: lightning_commhooks.NoSuchStrategy\n```", "NoSuchStrategy"),
+        (
+            (
+                "```yaml\ntrainer:\n  strategy:\n    class_path:"
+                " lightning_commhooks.NoSuchStrategy\n```"
+            ),
+            "NoSuchStrategy",
+        ),
         ("```yaml\nhook: powerSDG\n```", "did you mean 'powerSGD'"),
         ("```bash\nmake dmeo\n```", "no such target"),
-        ("```bash\npython examples/lightning_digits.py --hooks powerSGD\n```", "does not take these arguments"),
+        (
+            "```bash\npython examples/lightning_digits.py --hooks powerSGD\n```",
+            "does not take these arguments",
+        ),
         ("```bash\ncommhooks hoks\n```", "exits with status 2"),
         ("```bash\nconda install torch\n```", "does not know 'conda'"),
     ],
@@ -266,7 +336,10 @@ def test_it_is_found(markdown, text, run_ranks, tmp_path):
         ("```pythn\nx\n```", "language 'pythn'"),
         ("```python\nx\n", "never closed"),
         ("```python\nx\n```", "no comment says what is there when it runs"),
-        ("A list:\n\n- x\n\n    more of it\n\nAn end:\n\n    x = 1\n", "page.md:9: code without a fence"),
+        (
+            "A list:\n\n- x\n\n    more of it\n\nAn end:\n\n    x = 1\n",
+            "page.md:9: code without a fence",
+        ),
         ("<!-- snippet: dpd -->\n```python\nx\n```", "unknown comment"),
     ],
 )

@@ -1,5 +1,6 @@
-"""`examples/elastic_training.py` under torchrun with `--nnodes 1:2`: one of two launchers is killed, and the other one
-goes on alone, with the hook's state."""
+"""`examples/elastic_training.py` under torchrun with `--nnodes 1:2`: one of two launchers is
+killed, and the other one goes on alone, with the hook's state.
+"""
 
 import os
 import subprocess
@@ -19,8 +20,17 @@ SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
 
 
 def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
-    """The rendezvous's store is the test's, so that neither launcher waits for the other one's and each can be lost."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run"]
+    """The rendezvous's store is the test's, so that neither launcher waits for the other one's and
+    each can be lost.
+    """
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-id",
+        "run",
+    ]
     rendezvous += ["--local-addr", "127.0.0.1"]
     rendezvous += ["--rdzv-conf", "is_host=false,last_call_timeout=3,keep_alive_interval=2"]
     elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
@@ -33,12 +43,19 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     }
     with (folder / log).open("w") as output:
         return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """As if its machine were lost: with torchrun its ranks end, which are in sessions of their own."""
+    """As if its machine were lost: with torchrun its ranks end, which are in sessions of their
+    own.
+    """
     for process in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children()]:
         process.kill()
     launcher.wait()
@@ -70,6 +87,9 @@ def test_two_launchers_become_one(tmp_path: Path) -> None:
     began_together = int(after.partition(",")[0])
     alone = [line for line in after.splitlines() if line.startswith("rank 0 of 1: begins")]
     # Where the latest file was written by two ranks.
-    expected = [f"rank 0 of 1: begins at step {step}, hook at {step}" for step in range(began_together + 10, 60, 10)]
+    expected = [
+        f"rank 0 of 1: begins at step {step}, hook at {step}"
+        for step in range(began_together + 10, 60, 10)
+    ]
     assert alone and alone[0] in expected, log.read_text()
     assert "rank 0 of 1: ends at step 60, hook at 60" in after

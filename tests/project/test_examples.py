@@ -1,4 +1,6 @@
-"""Examples, started twice as a user does: the second run goes on where the first has ended, with the hook's state."""
+"""Examples, started twice as a user does: the second run goes on where the first has ended, with
+the hook's state.
+"""
 
 import json
 import os
@@ -20,11 +22,15 @@ from tests.support.features import fully_shard_on_gloo
 from tests.support.repository import REPOSITORY
 
 
-def _run(folder: Path, python: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    folder: Path, python: str, script: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     environ = clean_env.cleaned(os.environ, str(folder))
     environ |= {"PYTHONPATH": str(REPOSITORY), "RAY_USAGE_STATS_ENABLED": "0"}
     command = [python, str(REPOSITORY / "examples" / script), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -33,7 +39,8 @@ def test_fabric(tmp_path: Path) -> None:
     first, second = (
         done.stdout + done.stderr
         for done in (
-            _run(tmp_path, warm.python("lightning.pytorch"), "fabric_training.py", "--epochs=1") for _ in range(2)
+            _run(tmp_path, warm.python("lightning.pytorch"), "fabric_training.py", "--epochs=1")
+            for _ in range(2)
         )
     )
     assert "epoch 0: loss" in first and "step 16, " in first
@@ -46,7 +53,9 @@ def test_ray(tmp_path: Path) -> None:
     """Skipped where Ray is not installed, which `make venv` does not do."""
     pytest.importorskip("ray.train")
     (tmp_path / "results").mkdir()
-    runs = (_run(tmp_path, sys.executable, "ray_train.py", str(tmp_path / "results")) for _ in range(2))
+    runs = (
+        _run(tmp_path, sys.executable, "ray_train.py", str(tmp_path / "results")) for _ in range(2)
+    )
     first, second = (json.loads(done.stdout.strip().splitlines()[-1]) for done in runs)
     assert first == {"epoch": 1, "hook_step": 8, "compressed": 4}
     assert second == {"epoch": 3, "hook_step": 16, "compressed": 8}  # counted since the resume
@@ -55,11 +64,17 @@ def test_ray(tmp_path: Path) -> None:
 @launched
 def _accelerate_fsdp2(folder: str) -> None:
     train, test = accelerate_fsdp2.digits()
-    few = torch.utils.data.Subset(train, range(len(train) // 4)), torch.utils.data.Subset(test, range(90))
+    few = (
+        torch.utils.data.Subset(train, range(len(train) // 4)),
+        torch.utils.data.Subset(test, range(90)),
+    )
     for epochs in ("1", "2"):
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process
         arguments = ["accelerate_fsdp2.py", "--folder", folder, "--epochs", epochs]
-        with mock.patch.object(sys, "argv", arguments), mock.patch.object(accelerate_fsdp2, "digits", lambda: few):
+        with (
+            mock.patch.object(sys, "argv", arguments),
+            mock.patch.object(accelerate_fsdp2, "digits", lambda: few),
+        ):
             accelerate_fsdp2.main()
 
 

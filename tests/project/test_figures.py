@@ -24,9 +24,16 @@ NOT_PRINTED = {"figures", "gpu", "size"}  # gpu was not run yet; size is for rev
 
 def _options(script: Path) -> set[str]:
     files = [script, REPOSITORY / "benchmarks" / "common.py"]
-    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    calls = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    ]
     names = [
-        call.args[0] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+        call.args[0]
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
     ]
     return {name.value for name in names if isinstance(name, ast.Constant)}
 
@@ -36,7 +43,9 @@ def test_a_command_would_run(name: str, command: str) -> None:
     first, *words = shlex.split(command)
     script = REPOSITORY / (f"{words.pop(0).replace('.', '/')}.py" if first == "-m" else first)
     assert {word for word in words if word.startswith("--")} <= _options(script)
-    assert [word for word in words if word.startswith("docs/") and not (REPOSITORY / word).is_file()] == []
+    assert [
+        word for word in words if word.startswith("docs/") and not (REPOSITORY / word).is_file()
+    ] == []
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
@@ -46,7 +55,9 @@ def test_a_figure_is_printed_where_it_says(name: str) -> None:
 
 
 def test_pictures_have_twice_the_pixels_of_a_page() -> None:
-    """So that they are sharp on a screen with small pixels; a page shows at most 1000 of its own in a line."""
+    """So that they are sharp on a screen with small pixels; a page shows at most 1000 of its own in
+    a line.
+    """
     for path in figures.PICTURES.glob("*.png"):
         width = int.from_bytes(path.read_bytes()[16:20], "big")
         assert width >= 2000
@@ -58,7 +69,11 @@ def test_every_picture_and_benchmark_is_known() -> None:
     drawn = {name for _, command in COMMANDS for name in re.findall(r"FOLDER/(\w+\.png)", command)}
     assert drawn == known
     run = {Path(shlex.split(command)[0]).stem for _, command in COMMANDS}
-    programs = {path.stem for path in REPOSITORY.glob("benchmarks/*.py") if "import report" in _imports(path)}
+    programs = {
+        path.stem
+        for path in REPOSITORY.glob("benchmarks/*.py")
+        if "import report" in _imports(path)
+    }
     assert programs - NOT_PRINTED - run == set()
 
 
@@ -70,7 +85,10 @@ def test_measured_stands_beside_printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     place = "docs/performance.md#classifying-digits"
-    known = {"good": figures.Figure("-c print(700+7)", 1, (place,)), "bad": figures.Figure("-c 1/0", 1, (place,))}
+    known = {
+        "good": figures.Figure("-c print(700+7)", 1, (place,)),
+        "bad": figures.Figure("-c 1/0", 1, (place,)),
+    }
     monkeypatch.setattr(figures, "FIGURES", known)
     said = {}
     for names, status in (("", 0), ("good", 0), ("good bad", 1)):
@@ -78,5 +96,7 @@ def test_measured_stands_beside_printed(
         assert figures.main() == status
         said[names] = capfd.readouterr().out
     assert "good" in said[""] and place in said[""] and "707" not in said[""]
-    assert re.search(rf"measured\n.*707.*printed in {place}\n\n## Classifying digits\n", said["good"], re.DOTALL)
+    assert re.search(
+        rf"measured\n.*707.*printed in {place}\n\n## Classifying digits\n", said["good"], re.DOTALL
+    )
     assert "FAILED: bad" in said["good bad"] and "FAILED" not in said["good"]

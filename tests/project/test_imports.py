@@ -1,4 +1,6 @@
-"""An import of a front end runs what every hook needs, and nothing that only some hooks or commands need."""
+"""An import of a front end runs what every hook needs, and nothing that only some hooks or commands
+need.
+"""
 
 import json
 import subprocess
@@ -9,7 +11,8 @@ import pytest
 from tests.support import warm
 from tests.support.repository import PACKAGES
 
-# The process may have imported commhooks before it was forked. What the framework itself imports does not count.
+# The process may have imported commhooks before it was forked. What the framework itself imports
+# does not count.
 IMPORTED_BY = """
 import json, sys
 for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
@@ -49,4 +52,8 @@ def test_an_import_runs_no_hook_command_membership_or_kernel(statement: str) -> 
     assert done.returncode == 0, done.stderr
     names: list[Any] = json.loads(done.stdout)
     assert "commhooks" in names
-    assert [name for name in names if name.startswith(NOT_NEEDED) and name != "commhooks.members.options"] == []
+    assert [
+        name
+        for name in names
+        if name.startswith(NOT_NEEDED) and name != "commhooks.members.options"
+    ] == []

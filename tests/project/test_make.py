@@ -13,13 +13,17 @@ from tests.support.repository import REPOSITORY, make
 def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
     python = tmp_path / "python-without-ensurepip"
     code = "import sys; sys.modules['ensurepip'] = None; exec(sys.argv[1])"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 97\nexec "{sys.executable}" -c "{code}" "$2"\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] || exit 97\nexec "{sys.executable}" -c "{code}" "$2"\n'
+    )
     python.chmod(0o755)
     venv = tmp_path / "venv"
     done = make("venv", f"PYTHON={python}", f"VENV={venv}")
     assert done.returncode != 0 and not venv.exists()
     sentence, *rest = done.stderr.splitlines()
-    assert sentence.startswith(f"'{python}' cannot create virtual environments: install its venv package")
+    assert sentence.startswith(
+        f"'{python}' cannot create virtual environments: install its venv package"
+    )
     assert all(line.startswith("make: ***") for line in rest) and "Setting up" not in done.stdout
 
 

@@ -12,9 +12,12 @@ from tests.support.repository import REPOSITORY, TESTS
 def _run(lines: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     """A program that has imported the runner as `run`."""
     code = (
-        f"import sys; sys.path[:0] = [{str(TESTS / 'cuda')!r}, {str(REPOSITORY / 'benchmarks')!r}]; import run\n{lines}"
+        f"import sys; sys.path[:0] = [{str(TESTS / 'cuda')!r}, {str(REPOSITORY / 'benchmarks')!r}];"
+        f" import run\n{lines}"
     )
-    return subprocess.run([warm.python(), "-c", code], cwd=cwd, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [warm.python(), "-c", code], cwd=cwd, capture_output=True, text=True, timeout=280
+    )
 
 
 FILES = {
@@ -30,7 +33,11 @@ FILES = {
     ("names", "verdict", "row"),
     [
         (["passed", "skipped"], "", "`test_0.py::test_it` | passed |"),
-        (["passed", "failed"], "1 of 2 tests failed: see above.", "`test_1.py::test_it` | failed |"),
+        (
+            ["passed", "failed"],
+            "1 of 2 tests failed: see above.",
+            "`test_1.py::test_it` | failed |",
+        ),
         (
             ["skipped"],
             "No test has run: 1 were chosen, and all of them skipped.",
@@ -41,22 +48,29 @@ FILES = {
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, list) else None,
 )
-def test_its_table_and_its_verdict(tmp_path: Path, names: list[str], verdict: str, row: str) -> None:
+def test_its_table_and_its_verdict(
+    tmp_path: Path, names: list[str], verdict: str, row: str
+) -> None:
     for number, name in enumerate(names):
         (tmp_path / f"test_{number}.py").write_text(FILES[name] + "\n")
     done = _run(
-        f"run.ROOT = run.Path({str(tmp_path)!r}); (run.ROOT / 'pyproject.toml').write_text('')\n"
-        "results = run.run_tests([str(run.ROOT)]); print(results.table()); print('verdict:', results.verdict())"
+        f"run.ROOT = run.Path({str(tmp_path)!r}); (run.ROOT /"
+        " 'pyproject.toml').write_text('')\nresults = run.run_tests([str(run.ROOT)]);"
+        " print(results.table()); print('verdict:', results.verdict())"
     )
     assert f"verdict: {verdict}\n" in done.stdout, done.stdout + done.stderr
     assert row in done.stdout
 
 
 def test_all_that_needs_a_gpu_is_where_make_looks_for_it() -> None:
-    """`make test-cuda` collects one folder: the others import what a machine with a GPU may lack."""
+    """`make test-cuda` collects one folder: the others import what a machine with a GPU may
+    lack.
+    """
     elsewhere = [
         path.relative_to(TESTS)
         for path in TESTS.rglob("test_*.py")
-        if path.parent != TESTS / "cuda" and "mark.cuda" in path.read_text() and path != Path(__file__)
+        if path.parent != TESTS / "cuda"
+        and "mark.cuda" in path.read_text()
+        and path != Path(__file__)
     ]
     assert elsewhere == []

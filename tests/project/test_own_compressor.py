@@ -1,4 +1,6 @@
-"""A compressor of a user's own in every front end: the example works everywhere without any other change."""
+"""A compressor of a user's own in every front end: the example works everywhere without any other
+change.
+"""
 
 import json
 import subprocess
@@ -38,13 +40,19 @@ def registered_here_only(worker_pool: WorkerPool) -> Iterator[None]:
     worker_pool.close()  # those that come after them know no more than the built-in ones
 
 
-# ---- Lightning -------------------------------------------------------------------------------------------------------
+# ---- Lightning
+# --------------------------------------------------------------------------------------------------
 
 
 def test_lightning_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     through = run_ranks(fit, str(tmp_path), save=True, save_residual="per_rank", **EVERYWHERE)
     resumed = run_ranks(
-        fit, str(tmp_path), ckpt_path=path_at(tmp_path, 8), seed=9, save_residual="per_rank", **EVERYWHERE
+        fit,
+        str(tmp_path),
+        ckpt_path=path_at(tmp_path, 8),
+        seed=9,
+        save_residual="per_rank",
+        **EVERYWHERE,
     )
     for run, again in zip(through, resumed, strict=True):
         assert_equal(run["final"], again["final"])
@@ -58,11 +66,15 @@ def test_lightning_cli_reads_it() -> None:
     parser.add_subclass_arguments(CommHookDDP, "strategy")
     for hook in (PATH, "random_k"):
         init_args = {"hook": hook, "hook_options": OPTIONS}
-        content = {"strategy": {"class_path": "lightning_commhooks.CommHookDDP", "init_args": init_args}}
+        content = {
+            "strategy": {"class_path": "lightning_commhooks.CommHookDDP", "init_args": init_args}
+        }
         made = parser.instantiate(parser.parse_string(yaml.safe_dump(content)))
         request = made.strategy._request
         assert request.name == "random_k" and request.config.share == 0.2
-    with pytest.raises(HookConfigError, match=r"hook 'random_k' has no option 'shares' \(did you mean 'share'\?\)"):
+    with pytest.raises(
+        HookConfigError, match=r"hook 'random_k' has no option 'shares' \(did you mean 'share'\?\)"
+    ):
         CommHookDDP(hook="random_k", hook_options={"shares": 0.2})
 
 
@@ -77,19 +89,25 @@ config = {"class_path": "examples.random_k.RandomK", "init_args": {"share": 0.3}
 strategy = {"class_path": "lightning_commhooks.CommHookDDP", "init_args": {"hook": config}}
 made = parser.parse_object({"strategy": strategy})
 assert parser.instantiate(made).strategy._request.config.share == 0.3
-parser.parse_args(["--strategy=lightning_commhooks.CommHookDDP", "--strategy.hook.help=examples.random_k.RandomK"])
+ours = "--strategy=lightning_commhooks.CommHookDDP"
+parser.parse_args([ours, "--strategy.hook.help=examples.random_k.RandomK"])
 """
 
 
 def test_help_explains_it_once_it_is_registered() -> None:
-    """LightningCLI takes its config class where the module was imported before `lightning_commhooks`."""
+    """LightningCLI takes its config class where the module was imported before
+    `lightning_commhooks`.
+    """
     command = [warm.python("lightning.pytorch"), "-c", HELP]
     said = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
     assert said.returncode == 0, said.stderr
-    assert "of the elements of each parameter that travel in a step" in " ".join(said.stdout.split())
+    assert "of the elements of each parameter that travel in a step" in " ".join(
+        said.stdout.split()
+    )
 
 
-# ---- Accelerate ------------------------------------------------------------------------------------------------------
+# ---- Accelerate
+# --------------------------------------------------------------------------------------------------
 
 
 @launched
@@ -100,7 +118,9 @@ def _accelerate(folder: Path, file: Path) -> dict[str, Any]:
         "whole": run.train(4).weights(),
         "resumed": again.train(4).weights(),
         "stats": again.hook.stats(),
-        "residuals": sum(float(each.norm()) for each in session_of(again.hook).state["residual"].values()),
+        "residuals": sum(
+            float(each.norm()) for each in session_of(again.hook).state["residual"].values()
+        ),
     }
 
 
@@ -109,14 +129,27 @@ def test_accelerate_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(EVERYWHERE | {"bucket_cap_mb": 0.001}))
     for rank in run_ranks(_accelerate, tmp_path / "state", file):
         assert torch.equal(rank["whole"], rank["resumed"])
-        assert rank["stats"]["hook"] == "random_k" and rank["stats"]["compressed_steps"] == 4 and rank["residuals"] > 0
+        assert (
+            rank["stats"]["hook"] == "random_k"
+            and rank["stats"]["compressed_steps"] == 4
+            and rank["residuals"] > 0
+        )
 
 
-# ---- commands ------------------------------------------------------------------------------------------------------
+# ---- commands
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "tests.support.plan_models:build_mlp", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
+    plan = [
+        "plan",
+        "tests.support.plan_models:build_mlp",
+        "--hook",
+        PATH,
+        "--options",
+        "share=0.05",
+        "start_iter=0",
+    ]
     assert main([*plan, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10

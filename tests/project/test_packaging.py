@@ -1,5 +1,6 @@
-"""What a user gets from `pip install`: the source distribution, the wheel that is built from it, and what the wheel
-does in an environment of its own, outside of the repository."""
+"""What a user gets from `pip install`: the source distribution, the wheel that is built from it,
+and what the wheel does in an environment of its own, outside of the repository.
+"""
 
 import json
 import os
@@ -26,8 +27,8 @@ from tests.support.repository import PACKAGES, REPOSITORY, sources
 
 OUTSIDE = Path(__file__).with_name("outside")  # programs of users
 
-# Put before a snippet: makes the frameworks unimportable, as if they were not installed. The process that it is forked
-# from may have some.
+# Put before a snippet: makes the frameworks unimportable, as if they were not installed. The
+# process that it is forked from may have some.
 BLOCK_FRAMEWORKS = """
 import sys
 FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers"}
@@ -48,14 +49,21 @@ def _run(command: list[str], cwd: Path, **environ: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both. Built from a copy: no old `build` folder gets into them, no new one into the repository."""
+    """The folder with both. Built from a copy: no old `build` folder gets into them, no new one
+    into the repository.
+    """
     source = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
-        shutil.copytree(REPOSITORY / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    # The wheel is built from the unpacked source distribution, so that nothing may be missing there.
-    done = _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."], cwd=source)
+    # The wheel is built from the unpacked source distribution, so that nothing may be missing
+    # there.
+    done = _run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."], cwd=source
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return source / "dist"
 
@@ -68,8 +76,10 @@ def wheel(distributions: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel. It sees what the running one has installed, but not the repository, which
-    is there by a .pth file only: those of a folder that a .pth file names are not read."""
+    """A virtual environment with the wheel. It sees what the running one has installed, but not the
+    repository, which is there by a .pth file only: those of a folder that a .pth file names are not
+    read.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True, with_pip=False)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
@@ -142,9 +152,12 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
     assert {name for name in names if name.endswith(".py")} == sources().keys()
-    in_c = {path for ending in ("c", "h") for path in (REPOSITORY / "commhooks").rglob(f"*.{ending}")}
+    in_c = {
+        path for ending in ("c", "h") for path in (REPOSITORY / "commhooks").rglob(f"*.{ending}")
+    }
     assert {path.parent.name for path in in_c} == {"native"}
-    assert {path.relative_to(REPOSITORY).as_posix() for path in in_c} <= set(names)  # compiled where they are used
+    # compiled where they are used
+    assert {path.relative_to(REPOSITORY).as_posix() for path in in_c} <= set(names)
 
 
 def test_wheel_metadata(wheel, imported):
@@ -174,8 +187,15 @@ RELEASE = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "release.yml").
 
 def _step_of_release(start: str, tag: str, cwd: Path) -> int:
     """Run the step of the job `build` whose name starts so, as GitHub does for that tag."""
-    (command,) = (step["run"] for step in RELEASE["build"]["steps"] if step.get("name", "").startswith(start))
-    done = _run(["bash", "-e", "-c", command], cwd, GITHUB_REF_NAME=tag, GITHUB_REPOSITORY="someone/commhooks")
+    (command,) = (
+        step["run"] for step in RELEASE["build"]["steps"] if step.get("name", "").startswith(start)
+    )
+    done = _run(
+        ["bash", "-e", "-c", command],
+        cwd,
+        GITHUB_REF_NAME=tag,
+        GITHUB_REPOSITORY="someone/commhooks",
+    )
     return done.returncode
 
 
@@ -189,10 +209,14 @@ def test_the_links_of_a_released_readme_name_their_site(tmp_path):
     shutil.copy(REPOSITORY / "README.md", tmp_path)
     assert _step_of_release("Links", "v1.2.3", tmp_path) == 0
     readme = (tmp_path / "README.md").read_text()
-    links = re.findall(r"\]\(([^)]+)\)", readme) + re.findall(r"^\[[\w-]+\]: (\S+)$", readme, re.MULTILINE)
+    links = re.findall(r"\]\(([^)]+)\)", readme) + re.findall(
+        r"^\[[\w-]+\]: (\S+)$", readme, re.MULTILINE
+    )
     pages = "https://github.com/someone/commhooks/blob/v1.2.3/"
     figures = "https://raw.githubusercontent.com/someone/commhooks/v1.2.3/docs/figures/"
-    assert len(links) > 10 and [link for link in links if not link.startswith((pages, figures))] == []
+    assert (
+        len(links) > 10 and [link for link in links if not link.startswith((pages, figures))] == []
+    )
 
 
 def test_a_release_is_tested_with_every_front_end():
@@ -221,7 +245,9 @@ def test_installed_command(environment, python, imported, command):
     """
     done = _run([python, "-c", textwrap.dedent(run)], cwd=environment)
     assert done.returncode == 0, done.stderr
-    assert f"usage: {command} " in done.stdout.lower() and done.stdout.endswith(f"\ncommhooks {imported[0]}\n")
+    assert f"usage: {command} " in done.stdout.lower() and done.stdout.endswith(
+        f"\ncommhooks {imported[0]}\n"
+    )
 
 
 def test_two_ranks_train_without_a_warning(environment, tmp_path):
@@ -229,7 +255,11 @@ def test_two_ranks_train_without_a_warning(environment, tmp_path):
     command = [warm.python("lightning.pytorch", "accelerate"), str(OUTSIDE / "two_ranks.py")]
     path = {"PYTHONPATH": str(_site_of(environment))}
     other = subprocess.Popen(
-        [*command, "1", str(tmp_path)], cwd=tmp_path, env={**os.environ, **path}, stderr=subprocess.PIPE, text=True
+        [*command, "1", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, **path},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         done = _run([*command, "0", str(tmp_path)], cwd=tmp_path, **path)
@@ -240,7 +270,8 @@ def test_two_ranks_train_without_a_warning(environment, tmp_path):
     # torch 2.8's gloo says before that who is connected.
     file, compressed_steps, kernel = json.loads(done.stdout.splitlines()[-1])
     assert Path(file).is_relative_to(environment) and compressed_steps == 2
-    assert kernel == ("native" if HAS_COMPILER else "torch")  # native: compiled from the C sources in the wheel
+    # native: compiled from the C sources in the wheel
+    assert kernel == ("native" if HAS_COMPILER else "torch")
 
 
 def test_pyright_knows_the_types(python, tmp_path):
@@ -256,7 +287,10 @@ def test_pyright_knows_the_types(python, tmp_path):
 
 
 def test_core_imports_without_the_frameworks(without_frameworks):
-    assert [without_frameworks[name] for name in ("commhooks", "commhooks.tools.cli")] == [None, None]
+    assert [without_frameworks[name] for name in ("commhooks", "commhooks.tools.cli")] == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -267,12 +301,16 @@ def test_core_imports_without_the_frameworks(without_frameworks):
     ],
 )
 def test_plugin_without_its_framework_says_what_to_install(without_frameworks, plugin, sentence):
-    """Proves too that the test above can fail: under the same blocker an import that needs a framework does."""
+    """Proves too that the test above can fail: under the same blocker an import that needs a
+    framework does.
+    """
     assert without_frameworks[plugin] == f"ImportError: {sentence}"
 
 
 def test_core_import_is_light(imported):
-    """The configuration and the tables are for those who use them: a bare import pays for neither."""
+    """The configuration and the tables are for those who use them: a bare import pays for
+    neither.
+    """
     heavy = {
         "torch",
         "omegaconf",

@@ -26,7 +26,14 @@ from tests.support.repository import PACKAGES, REPOSITORY, nodes
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)
-OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.", "FSDPModule.", "FSDPState.")
+OF_TORCH = (
+    "torch.",
+    "DistributedDataParallel.",
+    "Parameter.",
+    "OptimizedModule.",
+    "FSDPModule.",
+    "FSDPState.",
+)
 
 
 def _last(name: str) -> str:
@@ -62,22 +69,41 @@ def _used() -> Iterator[tuple[str, str]]:
                 of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
                 if node.attr not in own or node.attr in listed and not of_self:
                     yield file, node.attr
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "_needed"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "getattr",
+                "hasattr",
+                "setattr",
+                "_needed",
+            ):
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-                if _is_private(name) or name is not None and ast.unparse(node.args[0]) == "torch._C":
+                if (
+                    _is_private(name)
+                    or name is not None
+                    and ast.unparse(node.args[0]) == "torch._C"
+                ):
                     yield file, name
             elif isinstance(node, ast.arg) and _is_private(node.arg):
                 yield file, node.arg
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(PACKAGES):
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and not node.module.startswith(PACKAGES)
+            ):
                 yield from ((file, name.name) for name in node.names if _is_private(name.name))
 
 
 def test_the_code_uses_what_is_listed():
-    found = {(file, name) for file, name in _used() if (file, name) != ("accelerate_commhooks/handler.py", "_getframe")}
+    found = {
+        (file, name)
+        for file, name in _used()
+        if (file, name) != ("accelerate_commhooks/handler.py", "_getframe")
+    }
     assert {name for _, name in found} == {_last(name) for name in LISTED}
     assert len(LISTED) == len(set(LISTED)) == len({_last(name) for name in LISTED})
     of_torch = {_last(name) for name in LISTED if name.startswith(OF_TORCH)}
-    assert {file for file, name in found if name in of_torch} == {"commhooks/gradients/torch_private.py"}
+    assert {file for file, name in found if name in of_torch} == {
+        "commhooks/gradients/torch_private.py"
+    }
 
 
 def _ddp() -> DistributedDataParallel:
@@ -156,7 +182,10 @@ def test_what_is_listed_exists(name):
 
 def test_a_torch_that_lacks_a_needed_name_is_told_on_import():
     with pytest.raises(
-        ImportError, match=rf"torch\._C\._no_such, a private name that torch {re.escape(torch.__version__)} lacks"
+        ImportError,
+        match=(
+            rf"torch\._C\._no_such, a private name that torch {re.escape(torch.__version__)} lacks"
+        ),
     ):
         torch_private._needed(torch._C, "_no_such")
     needed = set(re.findall(r"_needed\([\w.]+, \"(\w+)\"", inspect.getsource(torch_private)))

@@ -1,5 +1,6 @@
-"""What README promises is held by tests: each row of its tables and each refusal has one, or is a number that is
-compared here with the measurements of docs/performance.md."""
+"""What README promises is held by tests: each row of its tables and each refusal has one, or is a
+number that is compared here with the measurements of docs/performance.md.
+"""
 
 import ast
 import re
@@ -11,8 +12,8 @@ from tests.support.repository import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
-# By words of the claim, so that its sentence can change. What a claim says about every hook or front end has a test of
-# one of them here; the others are its neighbours.
+# By words of the claim, so that its sentence can change. What a claim says about every hook or
+# front end has a test of one of them here; the others are its neighbours.
 SURVIVES = {
     "a rank is killed": (
         "tests/stress/test_stragglers.py::test_a_killed_rank_is_named",
@@ -23,11 +24,15 @@ SURVIVES = {
         "tests/project/test_elastic_example.py::test_two_launchers_become_one",
     ),
     "inf or NaN": (
-        "tests/compressors/test_every_compressor.py::"
-        "test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal",
+        (
+            "tests/compressors/test_every_compressor.py::"
+            "test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal"
+        ),
         "tests/hook/test_nonfinite.py::test_a_grad_scaler_that_skips_needs_no_warning",
-        "tests/with_lightning/test_lightning_training.py::"
-        "test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step",
+        (
+            "tests/with_lightning/test_lightning_training.py::"
+            "test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step"
+        ),
     ),
     "full disk": (
         "tests/checkpoint/test_files.py::test_a_full_disk_leaves_the_checkpoint_before",
@@ -44,20 +49,37 @@ FIRST_SENTENCES = {
     "one line": ("tests/project/test_docs.py::test_snippet",),
     "resumes? bit for bit": (
         "tests/checkpoint/test_resume.py::test_a_resumed_run_is_bit_equal",
-        "tests/with_accelerate/test_accelerate_data_order.py::"
-        "test_a_resumed_run_is_bit_equal_with_a_seedable_sampler_and_set_epoch",
+        (
+            "tests/with_accelerate/test_accelerate_data_order.py::"
+            "test_a_resumed_run_is_bit_equal_with_a_seedable_sampler_and_set_epoch"
+        ),
     ),
     "another number of machines": SURVIVES["another number of ranks"],
     "when a machine dies": SURVIVES["machine is gone"],
 }
 REFUSED = {
     "mixed_precision": ("tests/engine/test_ddp_options.py::test_mixed_precision_is_refused",),
-    "ddp_comm_hook": ("tests/with_lightning/test_lightning_config.py::test_refused_at_construction",),
-    "optimizers in backward": ("tests/engine/test_ddp_options.py::test_an_optimizer_in_backward_is_refused",),
-    "CUDA graphs": ("tests/gradients/test_cuda_graphs.py::test_a_captured_backward_pass_is_refused",),
-    "torchcomms": ("tests/comm/test_groups.py::test_torchcomms_without_futures_is_refused_in_one_sentence",),
+    "ddp_comm_hook": (
+        "tests/with_lightning/test_lightning_config.py::test_refused_at_construction",
+    ),
+    "optimizers in backward": (
+        "tests/engine/test_ddp_options.py::test_an_optimizer_in_backward_is_refused",
+    ),
+    "CUDA graphs": (
+        "tests/gradients/test_cuda_graphs.py::test_a_captured_backward_pass_is_refused",
+    ),
+    "torchcomms": (
+        "tests/comm/test_groups.py::test_torchcomms_without_futures_is_refused_in_one_sentence",
+    ),
 }
-TESTS = sorted({test for claims in (SURVIVES, FIRST_SENTENCES, REFUSED) for tests in claims.values() for test in tests})
+TESTS = sorted(
+    {
+        test
+        for claims in (SURVIVES, FIRST_SENTENCES, REFUSED)
+        for tests in claims.values()
+        for test in tests
+    }
+)
 
 
 def _rows(heading: str) -> list[list[str]]:
@@ -86,7 +108,9 @@ def test_every_promise_of_the_first_sentences_has_a_test() -> None:
 
 
 def test_every_refusal_has_a_test() -> None:
-    (refused,) = re.findall(r"^- Refused with an error: (.+?)\. Not supported", README, re.MULTILINE | re.DOTALL)
+    (refused,) = re.findall(
+        r"^- Refused with an error: (.+?)\. Not supported", README, re.MULTILINE | re.DOTALL
+    )
     named = re.split(r",\s", refused)
     assert [what for what in named if not _claims_in(what, REFUSED)] == []
 
@@ -98,7 +122,8 @@ def test_a_test_that_is_named_here_exists(test: str) -> None:
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
+# --------------------------------------------------------------------------------------------------
+# numbers
 
 PERFORMANCE = (REPOSITORY / "docs/performance.md").read_text(encoding="utf-8")
 SAME = {
@@ -110,13 +135,18 @@ SAME = {
 }
 """The first columns of the two tables, README's without what follows the name."""
 SOONER = {"100 Mbit/s": (1, 5), "1 Gbit/s": (6, 7), "unlimited": (8, 9)}
-"""The columns of docs/performance.md with the seconds, behind which the choice of `auto` stands, and how many times
-sooner the loss was reached."""
+"""The columns of docs/performance.md with the seconds, behind which the choice of `auto` stands,
+and how many times sooner the loss was reached.
+"""
 
 
 def _measured() -> dict[str, list[str]]:
     table = PERFORMANCE.partition("\n## Time to loss\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line[:1] == "|"
+    ]
     return {row[0]: row for row in rows}
 
 
@@ -144,7 +174,11 @@ def test_times_to_the_same_loss_are_those_of_performance(row: list[str]) -> None
 def test_how_much_less_is_sent() -> None:
     """By int8, and by DiLoCo every ten steps, in the trainings of the table."""
     least, most = re.findall(r"sends (\d+) to (\d+) times less", README)[0]
-    sent = {hook: float(row[2].replace(",", "")) for hook, row in _measured().items() if row[2][:1].isdigit()}
+    sent = {
+        hook: float(row[2].replace(",", ""))
+        for hook, row in _measured().items()
+        if row[2][:1].isdigit()
+    }
     assert round(sent["plain DDP"] / sent["int8"]) == int(least)
     assert round(sent["plain DDP"] / sent[SAME["`diloco`"]]) == int(most)
 

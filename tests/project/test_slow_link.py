@@ -1,4 +1,6 @@
-"""`examples/slow_link.py` slows connections down, leaves the rest alone, and keeps no descriptor."""
+"""`examples/slow_link.py` slows connections down, leaves the rest alone, and keeps no
+descriptor.
+"""
 
 import os
 import socket
@@ -26,11 +28,15 @@ def _seconds(sender: socket.socket, receiver: socket.socket) -> float:
 
 def test_a_connection_is_slow_in_both_directions(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, (tmp_path / "a file").open("w"):
-        with socket.create_connection(listening.getsockname()) as one, listening.accept()[0] as other:
+        with (
+            socket.create_connection(listening.getsockname()) as one,
+            listening.accept()[0] as other,
+        ):
             before = len(os.listdir("/proc/self/fd"))
             assert [slow_link.limit(8) for _ in range(100)][-1] >= 2
             assert len(os.listdir("/proc/self/fd")) == before
-            assert _seconds(one, other) > 0.7 * BYTES * 8 / 8e6  # the first packets are not held back
+            # the first packets are not held back
+            assert _seconds(one, other) > 0.7 * BYTES * 8 / 8e6
             assert _seconds(other, one) > 0.7 * BYTES * 8 / 8e6
             slow_link.limit(1e6)
             assert _seconds(one, other) < 0.5 * BYTES * 8 / 8e6

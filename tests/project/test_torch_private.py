@@ -1,4 +1,6 @@
-"""The private things of torch that the package touches: these tests fail when torch changes one of them."""
+"""The private things of torch that the package touches: these tests fail when torch changes one of
+them.
+"""
 
 from collections.abc import Iterator
 
@@ -45,14 +47,18 @@ def test_the_engine_runs_callbacks_at_the_end_of_backward_only():
     with pytest.raises(RuntimeError, match="during backward pass"):
         engine.queue_callback(lambda: None)
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    second.register_post_accumulate_grad_hook(lambda _: engine.queue_callback(lambda: calls.append("end")))
+    second.register_post_accumulate_grad_hook(
+        lambda _: engine.queue_callback(lambda: calls.append("end"))
+    )
     first.register_post_accumulate_grad_hook(lambda _: calls.append("first"))
     (first * (second * 2).sin()).sum().backward()
     assert calls == ["first", "end"]
 
 
 def test_a_pass_within_a_pass_is_recognised():
-    """By `torch._C._current_autograd_node`: what is queued in the inner pass is dropped, in the outer one it runs."""
+    """By `torch._C._current_autograd_node`: what is queued in the inner pass is dropped, in the
+    outer one it runs.
+    """
     calls: list[str] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for name, layer in (("outer", model[0]), ("inner", model[1])):
@@ -67,7 +73,9 @@ def test_a_pass_within_a_pass_is_recognised():
 
 
 def test_a_parameter_shows_the_hooks_that_users_have_put_on_it():
-    """Why `attach` can refuse sharded models that have some: FSDP's buffers would no longer be in order."""
+    """Why `attach` can refuse sharded models that have some: FSDP's buffers would no longer be in
+    order.
+    """
     parameter = nn.Parameter(torch.ones(1))
     assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)

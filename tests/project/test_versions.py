@@ -17,7 +17,9 @@ from tests.versions import version_sets as sets
 
 DOCS = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-BOUNDS = re.findall(r'"(torchft|torch|omegaconf|lightning|accelerate|transformers)>=([\d.]+)', PYPROJECT)
+BOUNDS = re.findall(
+    r'"(torchft|torch|omegaconf|lightning|accelerate|transformers)>=([\d.]+)', PYPROJECT
+)
 IN_THE_TABLE = ("torch", "lightning", "accelerate", "transformers")
 
 
@@ -32,15 +34,23 @@ def test_the_bounds_are_the_oldest_versions_that_were_run():
         "torchft",
     }
     assert all(version == oldest[package] for package, version in BOUNDS)
-    assert {package.replace("_", "-"): version for package, version in OLDEST.items()}.items() <= oldest.items()
-    reasons = dict(re.findall(r"^\| (\w+)[^|]* \| ([\d.]+) \|", DOCS.partition("## Why not older")[2], re.MULTILINE))
+    assert {
+        package.replace("_", "-"): version for package, version in OLDEST.items()
+    }.items() <= oldest.items()
+    reasons = dict(
+        re.findall(
+            r"^\| (\w+)[^|]* \| ([\d.]+) \|", DOCS.partition("## Why not older")[2], re.MULTILINE
+        )
+    )
     assert {package.lower(): version for package, version in reasons.items()} == dict(BOUNDS)
 
 
 def test_the_table_has_every_set():
     rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| 20", DOCS, re.MULTILINE)
     pinned = sets.pinned()
-    assert set(rows) == {tuple(each[package] for package in IN_THE_TABLE) for each in sets.SETS.values()}
+    assert set(rows) == {
+        tuple(each[package] for package in IN_THE_TABLE) for each in sets.SETS.values()
+    }
     newest = sets.SETS[sets.NEWEST]
     assert all(newest[package] == pinned[package] for package in IN_THE_TABLE[1:])
     assert run.HEAD in DOCS
@@ -60,7 +70,8 @@ def test_an_older_framework_is_told_which_one_to_install(name):
         check_version(framework)
     for framework.__version__ in ("0.9", "1.9.9.post1"):
         with pytest.raises(
-            ImportError, match=rf"commhooks needs {name} {OLDEST[name]} or newer, and {framework.__version__}"
+            ImportError,
+            match=rf"commhooks needs {name} {OLDEST[name]} or newer, and {framework.__version__}",
         ):
             check_version(framework)
 
@@ -79,24 +90,32 @@ def test_an_old_framework_of_others_is_left_alone(tmp_path):
         "except ImportError as error:\n    print(error)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{sets.ROOT}"}
-    done = subprocess.run([warm.python(), script], env=environment, capture_output=True, text=True, timeout=280)
-    assert done.stdout.startswith("commhooks needs pytorch_lightning 2.6.0 or newer, and 2.5.0"), done.stderr
+    done = subprocess.run(
+        [warm.python(), script], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout.startswith("commhooks needs pytorch_lightning 2.6.0 or newer, and 2.5.0"), (
+        done.stderr
+    )
 
 
 def test_the_report_of_pytest_is_counted(tmp_path):
     report = tmp_path / "results.xml"
     cases = "<failure/>", "<error/>", "<failure/><error/>", "<skipped/>", "", "<system-out/>"
-    report.write_text(
-        f"<testsuites><testsuite>{''.join(f'<testcase>{c}</testcase>' for c in cases)}</testsuite></testsuites>"
-    )
+    elements = "".join(f"<testcase>{case}</testcase>" for case in cases)
+    report.write_text(f"<testsuites><testsuite>{elements}</testsuite></testsuites>")
     assert run.counts(report) == run.Counts(passed=2, skipped=1, failed=3)
-    assert run.row("2.8", "all", run.counts(report)).startswith("| 2.8.0 | 2.6.0 | 1.10.0 | 5.3.0 | 20")
+    assert run.row("2.8", "all", run.counts(report)).startswith(
+        "| 2.8.0 | 2.6.0 | 1.10.0 | 5.3.0 | 20"
+    )
 
 
 def test_the_pinned_versions_lack_nothing():
     """Else `make test` would leave out what only other versions lack."""
     pinned = sets.pinned()
-    here = {package: importlib.metadata.version(package).partition("+")[0] for package in (*IN_THE_TABLE, "omegaconf")}
+    here = {
+        package: importlib.metadata.version(package).partition("+")[0]
+        for package in (*IN_THE_TABLE, "omegaconf")
+    }
     if here != {package: pinned[package] for package in here} or torch.version.cuda is not None:
         pytest.skip("these are not the pinned versions")
     marks = [mark for mark in vars(features).values() if isinstance(mark, pytest.MarkDecorator)]
@@ -106,4 +125,7 @@ def test_the_pinned_versions_lack_nothing():
 def test_an_unknown_set_is_refused(capsys):
     with pytest.raises(SystemExit):
         run.main(["2.8", "1.0"])
-    assert "1.0 is none of the sets of tests/versions/version_sets.py: 2.8, 2.11, 2.15" in capsys.readouterr().err
+    assert (
+        "1.0 is none of the sets of tests/versions/version_sets.py: 2.8, 2.11, 2.15"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""No failure of a rank, or of a program that `make` starts, is lost: every other test relies on it."""
+"""No failure of a rank, or of a program that `make` starts, is lost: every other test relies on
+it.
+"""
 
 import os
 import signal
@@ -84,7 +86,17 @@ def test_arguments_that_a_rank_cannot_read_fail_the_test(run_ranks):
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
 def test_clean_env_keeps_the_arguments_and_the_exit_status(tmp_path, end, status):
     script = tmp_path / "script.py"
-    script.write_text(f"import os, sys\nprint(sys.argv[1:], 'WORLD_SIZE' in os.environ, flush=True)\n{end}\n")
-    command = [sys.executable, str(REPOSITORY / "examples" / "clean_env.py"), str(script), "--flag", "value"]
-    done = subprocess.run(command, env=dict(os.environ, WORLD_SIZE="8"), capture_output=True, text=True, timeout=280)
+    script.write_text(
+        f"import os, sys\nprint(sys.argv[1:], 'WORLD_SIZE' in os.environ, flush=True)\n{end}\n"
+    )
+    command = [
+        sys.executable,
+        str(REPOSITORY / "examples" / "clean_env.py"),
+        str(script),
+        "--flag",
+        "value",
+    ]
+    done = subprocess.run(
+        command, env=dict(os.environ, WORLD_SIZE="8"), capture_output=True, text=True, timeout=280
+    )
     assert (done.stdout, done.returncode) == ("['--flag', 'value'] False\n", status), done.stderr

@@ -1,16 +1,20 @@
 """Trainings die again and again: do they go on, to the same weights?
 
-    python examples/clean_env.py -m tests.stress.chaos [--runs 100] [--seed N]           # what `make chaos` runs
+    # what `make chaos` runs
+    python examples/clean_env.py -m tests.stress.chaos [--runs 100] [--seed N]
 
-Each run draws a front end, a topology, a hook and a death from chaos_cases.py, trains under `torchrun`, dies, goes on
-from its newest complete checkpoint, and must end with the weights of a training that was left alone, bit for bit. The
-exit status is 1 if a run hung, did not resume, went back further than its last checkpoint, or ended in other weights.
+Each run draws a front end, a topology, a hook and a death from chaos_cases.py, trains under
+`torchrun`, dies, goes on from its newest complete checkpoint, and must end with the weights of a
+training that was left alone, bit for bit. The exit status is 1 if a run hung, did not resume, went
+back further than its last checkpoint, or ended in other weights.
 
-A campaign in parts, with one report over all of them: the same command again until no runs are left.
+A campaign in parts, with one report over all of them: the same command again until no runs are
+left.
 
     ... chaos --seed 7 --results seed-7.jsonl --seconds 240
 
-`--topologies members`: 20 trainings with live membership, in which machines die and come back; see chaos_members.py.
+`--topologies members`: 20 trainings with live membership, in which machines die and come back; see
+chaos_members.py.
 """
 
 import argparse
@@ -48,7 +52,8 @@ from tests.support.workers import WorkerPool
 PRELOADED = ("lightning.pytorch", "accelerate", "transformers.trainer")
 
 
-# -------------------------------------------------------------------------------------------------------------- report
+# --------------------------------------------------------------------------------------------------
+# report
 
 
 def summary(number: int, outcome: Outcome) -> dict[str, Any]:
@@ -67,7 +72,9 @@ def summary(number: int, outcome: Outcome) -> dict[str, Any]:
         "said": outcome.said,
         "difference": outcome.difference,
         "seconds": round(outcome.seconds, 1),
-        "survivors": [f"{each['type']} after {each['seconds']:.1f} s" for each in outcome.survivors],
+        "survivors": [
+            f"{each['type']} after {each['seconds']:.1f} s" for each in outcome.survivors
+        ],
         "failures": outcome.failures,
     }
 
@@ -88,7 +95,10 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             )
         console.print(table)
     console.print(f"died in: {dict(Counter(row['died_in'] or '-' for row in rows))}")
-    console.print(f"started from a damaged checkpoint: {dict(Counter(row['said'] for row in rows if row['said']))}")
+    console.print(
+        "started from a damaged checkpoint:"
+        f" {dict(Counter(row['said'] for row in rows if row['said']))}"
+    )
     slowest = max((each for row in rows for each in row["survivors"]), key=_seconds, default="-")
     console.print(f"the last of the other ranks to end: {slowest}")
 
@@ -97,13 +107,20 @@ def _seconds(survivor: str) -> float:
     return float(survivor.split()[-2])
 
 
-# -------------------------------------------------------------------------------------------------------- the campaign
+# --------------------------------------------------------------------------------------------------
+# the campaign
 
 
 def campaign(
-    cases: dict[int, Case], folder: Path, console: Console, keep: Callable[[dict[str, Any]], None], end: float
+    cases: dict[int, Case],
+    folder: Path,
+    console: Console,
+    keep: Callable[[dict[str, Any]], None],
+    end: float,
 ) -> None:
-    """Runs the numbered cases, unless it is `end` on the monotonic clock, and hands a summary of each to `keep`."""
+    """Runs the numbered cases, unless it is `end` on the monotonic clock, and hands a summary of
+    each to `keep`.
+    """
     pool = WorkerPool()
     pool.import_first(*PRELOADED)
     twins, python = Twins(pool.run), warm.python(*PRELOADED)
@@ -118,11 +135,16 @@ def campaign(
             except AssertionError as error:  # RanksFailed is one
                 outcome.failures.append(f"the training that was left alone failed: {error}")
             keep(summary(number, outcome))
-            how = f"died in {outcome.died_in} at step {outcome.died_at}, resumed at {outcome.resumed_at}"
+            how = (
+                f"died in {outcome.died_in} at step {outcome.died_at}, resumed at"
+                f" {outcome.resumed_at}"
+            )
             console.print(f"{number}: {case}: {how}, {outcome.seconds:.0f} s {outcome.said}")
             if outcome.failures:
                 (where / "output.txt").write_text(outcome.output)
-                console.print(f"  FAILED: {'; '.join(outcome.failures)}; see {where}", style="bold red")
+                console.print(
+                    f"  FAILED: {'; '.join(outcome.failures)}; see {where}", style="bold red"
+                )
             else:
                 shutil.rmtree(where)
     finally:
@@ -132,13 +154,21 @@ def campaign(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, help="default: 100; 20 of members")
-    parser.add_argument("--seed", type=int, default=None, help="of all that is drawn (default: a new one)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of all that is drawn (default: a new one)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no run after so many"
+    )
     parser.add_argument("--fronts", nargs="+", choices=FRONTS, default=FRONTS)
-    parser.add_argument("--topologies", nargs="+", choices=[*TOPOLOGIES, "members"], default=list(TOPOLOGIES))
+    parser.add_argument(
+        "--topologies", nargs="+", choices=[*TOPOLOGIES, "members"], default=list(TOPOLOGIES)
+    )
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=HOOKS)
     parser.add_argument("--deaths", nargs="+", choices=DEATHS, default=list(DEATHS))
-    parser.add_argument("--results", type=Path, help="a line per run is added; runs that are in it are not repeated")
+    parser.add_argument(
+        "--results", type=Path, help="a line per run is added; runs that are in it are not repeated"
+    )
     args = parser.parse_args()
     seed = random.randrange(10**6) if args.seed is None else args.seed
     console = Console(width=150, highlight=False)
@@ -148,7 +178,10 @@ def main() -> int:
         return 1 if chaos_members.campaign(args.runs or 20, seed, console) else 0
     if not combinations(args.fronts, args.topologies, args.hooks):
         parser.error("none of these combinations exists; see left_out in chaos_cases.py")
-    console.print(f"seed {seed}: the same runs again with ARGS='--seed {seed}' and otherwise the same arguments")
+    console.print(
+        f"seed {seed}: the same runs again with ARGS='--seed {seed}' and otherwise the same"
+        " arguments"
+    )
     rows: list[dict[str, Any]] = []
     if args.results is not None and args.results.exists():
         rows = [json.loads(line) for line in args.results.read_text().splitlines()]
@@ -160,7 +193,11 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
 
     done = {row["run"] for row in rows}
-    cases = dict(enumerate(draw(args.runs or 100, seed, args.fronts, args.topologies, args.hooks, args.deaths)))
+    cases = dict(
+        enumerate(
+            draw(args.runs or 100, seed, args.fronts, args.topologies, args.hooks, args.deaths)
+        )
+    )
     left = {number: case for number, case in cases.items() if number not in done}
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
     campaign(left, folder, console, keep, started + args.seconds)
@@ -168,7 +205,9 @@ def main() -> int:
     failed = sum(bool(row["failures"]) for row in rows)
     waiting = left.keys() - {row["run"] for row in rows}
     rest = f", {len(waiting)} are left" if waiting else ""
-    console.print(f"seed {seed}: {len(rows)} runs, {failed} failed{rest}; {time.monotonic() - started:.0f} s")
+    console.print(
+        f"seed {seed}: {len(rows)} runs, {failed} failed{rest}; {time.monotonic() - started:.0f} s"
+    )
     if failed:
         console.print(f"Notes, checkpoints and outputs are in {folder}")
     return 1 if failed or waiting else 0

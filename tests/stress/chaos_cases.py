@@ -1,4 +1,6 @@
-"""What `make chaos` draws from: front ends, topologies, hooks and kinds of death; and what is left out, and why."""
+"""What `make chaos` draws from: front ends, topologies, hooks and kinds of death; and what is left
+out, and why.
+"""
 
 import math
 import random
@@ -11,8 +13,9 @@ SAVE_EVERY = 5
 GROUP_TIMEOUT_S = 20  # of the process group; ranks that start on a busy machine need some of it
 
 HOOKS = ("powerSGD", "int8", "int4", "auto", "diloco", "random_k")
-"""`auto` with prescribed times, so that its choice is the same every time; `diloco` with fragments and a delay;
-`random_k` is a user's compressor. chaos_training.py builds them."""
+"""`auto` with prescribed times, so that its choice is the same every time; `diloco` with fragments
+and a delay; `random_k` is a user's compressor. chaos_training.py builds them.
+"""
 
 TOPOLOGIES = {"ddp": 2, "nodes": 4, "fsdp2": 4}
 """Ranks: DDP; DDP with `ranks_per_node=2`; two replicas of two shards."""
@@ -29,7 +32,9 @@ DEATHS = {
     "truncated": "SIGKILL of all, and a file of the newest checkpoint is cut off",
 }
 COMMAND_AGAIN = ("all", "sigterm", "truncated")
-"""Where torchrun ends too: the same command is given again. After the others, torchrun restarts the ranks."""
+"""Where torchrun ends too: the same command is given again. After the others, torchrun restarts the
+ranks.
+"""
 
 MOMENTS = {
     "one": ("anytime", "anytime", "backward", "between", "start"),
@@ -39,8 +44,10 @@ MOMENTS = {
     "full": ("saving",),
     "truncated": ("between",),
 }
-"""`start`: before the ranks have met. `backward`: between the hook calls of two buckets. `between`: two steps.
-`saving`: in a file, wherever its size reaches a limit. `anytime`: a random time after the beginning of a step."""
+"""`start`: before the ranks have met. `backward`: between the hook calls of two buckets. `between`:
+two steps. `saving`: in a file, wherever its size reaches a limit. `anytime`: a random time after
+the beginning of a step.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,18 +83,24 @@ class Death:
     step: int
     """It is the first step at which that moment comes."""
     rank: int = 0
-    """That comes to this moment. With `one` and `save` it is the one that dies; `full` is for all ranks."""
+    """That comes to this moment. With `one` and `save` it is the one that dies; `full` is for all
+    ranks.
+    """
     delay_s: float = 0.0
     """`anytime`: so long after the step has begun."""
     file_bytes: int = 0
     """`saving`: a file that grows beyond it ends the rank, or meets the error of a full disk."""
     pick: int = 0
-    """`truncated`: of the files of the checkpoint that hold the hook's state, this one (modulo their number)."""
+    """`truncated`: of the files of the checkpoint that hold the hook's state, this one (modulo
+    their number).
+    """
     issued: str = ""
     """Not before this message has been sent, where a thread of the hook sends."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.moment}" + ("" if self.moment == "start" else f" at step {self.step}")
+        return f"{self.kind} {self.moment}" + (
+            "" if self.moment == "start" else f" at step {self.step}"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,15 @@ class Case:
         return f"{self.combination}: {self.death}"
 
 
-def combinations(fronts: Collection[str], topologies: Collection[str], hooks: Collection[str]) -> list[Combination]:
-    made = (Combination(front, topology, hook) for front in fronts for topology in topologies for hook in hooks)
+def combinations(
+    fronts: Collection[str], topologies: Collection[str], hooks: Collection[str]
+) -> list[Combination]:
+    made = (
+        Combination(front, topology, hook)
+        for front in fronts
+        for topology in topologies
+        for hook in hooks
+    )
     return [each for each in made if not left_out(each)]
 
 
@@ -112,8 +132,9 @@ def draw(
     hooks: Collection[str],
     deaths: Collection[str],
 ) -> list[Case]:
-    """The same cases for the same arguments. Rare combinations are as likely as others within their front end and
-    topology."""
+    """The same cases for the same arguments. Rare combinations are as likely as others within their
+    front end and topology.
+    """
     generator, possible = random.Random(seed), combinations(fronts, topologies, hooks)
     cases = []
     for _ in range(runs):
@@ -143,18 +164,23 @@ def _death(kind: str, combination: Combination, generator: random.Random) -> Dea
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a training from which it can go on, oldest first: files, or folders.
 
-    Most front ends give a checkpoint its name when it is complete. Two write into its folder from the beginning:
-    transformers' Trainer, whose last file is `trainer_state.json`, and Lightning's strategy for FSDP2, where the hook
-    comes last, and of it `.metadata`.
+    Most front ends give a checkpoint its name when it is complete. Two write into its folder from
+    the beginning: transformers' Trainer, whose last file is `trainer_state.json`, and Lightning's
+    strategy for FSDP2, where the hook comes last, and of it `.metadata`.
     """
     found = [*folder.glob("step_??"), *folder.glob("step_??.pt"), *folder.glob("step=??.ckpt")]
-    found = [path for path in found if path.is_file() or path.suffix == "" or (path / HOOK_METADATA).exists()]
+    found = [
+        path
+        for path in found
+        if path.is_file() or path.suffix == "" or (path / HOOK_METADATA).exists()
+    ]
     found += [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
     return sorted(found, key=step_of)
 
@@ -167,9 +193,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def files_with_the_hook(checkpoint: Path) -> list[Path]:
-    """Those that hold something of the hook's state: all of them where the script has put it beside the model."""
+    """Those that hold something of the hook's state: all of them where the script has put it beside
+    the model.
+    """
     if checkpoint.is_file():
         return [checkpoint]
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size > 1)
+    files = sorted(
+        path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size > 1
+    )
     of_hook = [path for path in files if "hook" in str(path.relative_to(checkpoint))]
     return of_hook or files

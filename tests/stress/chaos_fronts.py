@@ -1,8 +1,9 @@
-"""The front ends whose training loop is the user's: plain torch, Fabric, Accelerate. Those that bring one:
-chaos_trainers.py.
+"""The front ends whose training loop is the user's: plain torch, Fabric, Accelerate. Those that
+bring one: chaos_trainers.py.
 
-Each builds a training with a given topology and hook, which saves at every `SAVE_EVERY` steps, so that only what is
-complete counts as a checkpoint (`complete_checkpoints`), and goes on from the newest one.
+Each builds a training with a given topology and hook, which saves at every `SAVE_EVERY` steps, so
+that only what is complete counts as a checkpoint (`complete_checkpoints`), and goes on from the
+newest one.
 """
 
 import os
@@ -98,7 +99,8 @@ def _renamed_when_complete(write: Callable[[Path], Any]) -> Callable[[Path, int]
     return save
 
 
-# --------------------------------------------------------------------------------------------------------- plain torch
+# --------------------------------------------------------------------------------------------------
+# plain torch
 
 
 def plain(job: Job, watch: Watch) -> Trained:
@@ -123,7 +125,12 @@ def _plain_ddp(job: Job) -> ByHand:
             temporary = path.with_suffix(".tmp")
             with open(temporary, "wb") as file:
                 torch.save(
-                    {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "hook": state}, file
+                    {
+                        "model": model.module.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "hook": state,
+                    },
+                    file,
                 )
                 file.flush()
                 os.fsync(file.fileno())
@@ -157,14 +164,21 @@ def _plain_sharded(job: Job) -> ByHand:
     def load(path: Path) -> None:
         saved = content()
         dcp.load(saved, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
 
     return ByHand(
-        model, optimizer, hook, _renamed_when_complete(lambda path: dcp.save(content(), checkpoint_id=path)), load
+        model,
+        optimizer,
+        hook,
+        _renamed_when_complete(lambda path: dcp.save(content(), checkpoint_id=path)),
+        load,
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- Fabric
+# --------------------------------------------------------------------------------------------------
+# Fabric
 
 
 def fabric(job: Job, watch: Watch) -> Trained:
@@ -172,7 +186,9 @@ def fabric(job: Job, watch: Watch) -> Trained:
 
     from lightning_commhooks.fabric import CommHookDDP
 
-    strategy = CommHookDDP(job.config, bucket_cap_mb=SEVERAL_BUCKETS_MB, timeout=TIMEOUT, **job.nodes)
+    strategy = CommHookDDP(
+        job.config, bucket_cap_mb=SEVERAL_BUCKETS_MB, timeout=TIMEOUT, **job.nodes
+    )
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
     fabric.launch()
     model, optimizer = fabric.setup(*_new())
@@ -189,7 +205,8 @@ def fabric(job: Job, watch: Watch) -> Trained:
     return made.train(job, watch)
 
 
-# ---------------------------------------------------------------------------------------------------------- Accelerate
+# --------------------------------------------------------------------------------------------------
+# Accelerate
 
 
 def accelerate(job: Job, watch: Watch) -> Trained:

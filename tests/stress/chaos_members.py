@@ -1,10 +1,10 @@
-"""Trainings of three machines with live membership, of which one dies every few rounds and comes back: the part
-`members` of `make chaos`.
+"""Trainings of three machines with live membership, of which one dies every few rounds and comes
+back: the part `members` of `make chaos`.
 
     python examples/clean_env.py -m tests.stress.chaos --topologies members [--runs 20] [--seed N]
 
-Each run must come to its end in time; after each outer step its machines must have the same weights; and its loss at
-the end must be within 1 % of that of a run which was left alone.
+Each run must come to its end in time; after each outer step its machines must have the same
+weights; and its loss at the end must be within 1 % of that of a run which was left alone.
 """
 
 import hashlib
@@ -31,12 +31,19 @@ LIMIT_S = 240.0
 LARGEST_DIFFERENCE = 0.01
 
 
-# ---- one run ---------------------------------------------------------------------------------------------------------
+# ---- one run
+# --------------------------------------------------------------------------------------------------
 
 
 def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[str, Any]:
-    """Train, with deaths at random times (None: without). Returns what became of it; the loss is not judged yet."""
-    started, lives, row = time.monotonic(), dict.fromkeys(NAMES, 0), {"deaths": 0, "came": 0, "failures": []}
+    """Train, with deaths at random times (None: without). Returns what became of it; the loss is
+    not judged yet.
+    """
+    started, lives, row = (
+        time.monotonic(),
+        dict.fromkeys(NAMES, 0),
+        {"deaths": 0, "came": 0, "failures": []},
+    )
     # A machine that is slow, because the host is busy, is waited for.
     with lighthouse(wait_s=60.0, dead_s=3.0) as address:
 
@@ -49,7 +56,8 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
         everyone = [start(name) for name in NAMES]
         for each in everyone:
             each.wait_for(lambda line: line["what"] == "ready")
-        (folder / "go").touch()  # all begin together; a machine that is started later takes the state of the others
+        # all begin together; a machine that is started later takes the state of the others
+        (folder / "go").touch()
         began = time.monotonic()
         running = {each.name: each for each in everyone}
         away: dict[str, float] = {}  # name -> when it comes back
@@ -98,7 +106,9 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
     ends = [end for each in machines if (end := _end(each)) is not None]
     if not ends:
         failures.append(
-            f"no machine came to the end in {LIMIT_S:g} s" if not failures else "no machine came to the end"
+            f"no machine came to the end in {LIMIT_S:g} s"
+            if not failures
+            else "no machine came to the end"
         )
     by_step: dict[int, set[str]] = {}
     together = 0
@@ -117,14 +127,17 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
     return {"rounds": len(by_step), "loss": ends[0]["loss"] if ends else float("nan")}
 
 
-# ---- the campaign ----------------------------------------------------------------------------------------------------
+# ---- the campaign
+# --------------------------------------------------------------------------------------------------
 
 
 def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
     """Run and print all. Returns how many failed."""
     folder = Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
     alone = run(folder / "alone", None, steps)
-    console.print(f"left alone: loss {alone['loss']:.5f}, {alone['seconds']} s {'; '.join(alone['failures'])}")
+    console.print(
+        f"left alone: loss {alone['loss']:.5f}, {alone['seconds']} s {'; '.join(alone['failures'])}"
+    )
     table = Table("run", "deaths", "came back", "rounds", "s", "loss", "difference", "failures")
     rows = []
     for number in range(runs):
@@ -137,24 +150,36 @@ def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
         rows.append(row | {"difference": difference})
         shown = (row[name] for name in ("deaths", "came", "rounds", "seconds"))
         failures = "; ".join(row["failures"]) or "-"
-        table.add_row(str(number), *map(str, shown), f"{row['loss']:.5f}", f"{difference:+.3%}", failures)
-        console.print(f"{number}: {row['deaths']} deaths, {row['seconds']} s, {difference:+.3%} {failures}")
+        table.add_row(
+            str(number), *map(str, shown), f"{row['loss']:.5f}", f"{difference:+.3%}", failures
+        )
+        console.print(
+            f"{number}: {row['deaths']} deaths, {row['seconds']} s, {difference:+.3%} {failures}"
+        )
     console.print(table)
     failed = sum(bool(row["failures"]) for row in rows) + bool(alone["failures"])
-    deaths, largest = sum(row["deaths"] for row in rows), max(abs(row["difference"]) for row in rows)
-    console.print(f"seed {seed}: {runs} runs, {deaths} deaths, largest difference {largest:.3%}, {failed} failed")
+    deaths, largest = (
+        sum(row["deaths"] for row in rows),
+        max(abs(row["difference"]) for row in rows),
+    )
+    console.print(
+        f"seed {seed}: {runs} runs, {deaths} deaths, largest difference {largest:.3%}, {failed}"
+        " failed"
+    )
     if failed:
         console.print(f"Outputs are in {folder}")
     return failed
 
 
-# ---- a machine -------------------------------------------------------------------------------------------------------
+# ---- a machine
+# --------------------------------------------------------------------------------------------------
 
 
 def job(given: dict[str, Any]) -> None:
-    """Learn to classify, from independent samples on each machine. The problem is convex, so that the loss at the end
-    depends little on how many machines have trained (measured: 0.2 % between one and three), and so ill-conditioned
-    that half of the training costs 6 %."""
+    """Learn to classify, from independent samples on each machine. The problem is convex, so that
+    the loss at the end depends little on how many machines have trained (measured: 0.2 % between
+    one and three), and so ill-conditioned that half of the training costs 6 %.
+    """
     torch.manual_seed(0)
     model, inputs = nn.Linear(16, 5), torch.randn(4096, 16) * torch.logspace(0, -1, 16)
     targets = torch.distributions.Categorical(logits=inputs @ torch.randn(16, 5) * 2).sample()
@@ -192,7 +217,9 @@ def _say(what: str, **more: Any) -> None:
 
 
 def _hash(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    ).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""One training that dies and goes on, from outside: it is started, killed, started again, and judged."""
+"""One training that dies and goes on, from outside: it is started, killed, started again, and
+judged.
+"""
 
 import json
 import os
@@ -27,9 +29,12 @@ from tests.stress.chaos_cases import (
 from tests.support.repository import PYTHONPATH
 
 SCRIPT = Path(__file__).resolve().with_name("chaos_training.py")
-COMMAND_LIMIT_S = 120  # starting Python and the framework twice on a busy machine, and the group's timeout
+COMMAND_LIMIT_S = (
+    120  # starting Python and the framework twice on a busy machine, and the group's timeout
+)
 
-FULL = "File too large"  # the reason that the operating system gives where files may not grow; see chaos_watch.py
+# the reason that the operating system gives where files may not grow; see chaos_watch.py
+FULL = "File too large"
 NO_RESIDUALS = "all ranks start from residuals of zero"
 UNREADABLE = ("is cut off", "cannot be read", "counts as missing")
 REFUSED, WITHOUT_RESIDUALS = "refused", "without residuals"
@@ -52,7 +57,9 @@ class Outcome:
     survivors: list[dict[str, Any]] = field(default_factory=list)
     """The errors that ended other ranks in the first attempt, with `seconds` after the death."""
     said: str = ""
-    """`truncated`: how a start from the damaged checkpoint ended: one of the two above; "" if nothing was said."""
+    """`truncated`: how a start from the damaged checkpoint ended: one of the two above; "" if
+    nothing was said.
+    """
     difference: float = 0.0
     """From the weights of the twin, relative."""
     failures: list[str] = field(default_factory=list)
@@ -68,8 +75,9 @@ class Outcome:
 
 
 def run(case: Case, folder: Path, python: str = sys.executable) -> Outcome:
-    """The training of `case` to its end: killed once, and started again by torchrun or by giving the command again.
-    `judge` has not been called yet."""
+    """The training of `case` to its end: killed once, and started again by torchrun or by giving
+    the command again. `judge` has not been called yet.
+    """
     folder.mkdir(parents=True)
     outcome, death, started = Outcome(case), case.death, time.monotonic()
     command = Command(case, folder, python)
@@ -100,7 +108,14 @@ class Command:
     def __init__(self, case: Case, folder: Path, python: str) -> None:
         self.folder, self.outputs = folder, list[str]()
         combination = case.combination
-        self._words = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        self._words = [
+            python,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+        ]
         self._words += [f"--nproc-per-node={combination.ranks}", "--monitor-interval=0.1"]
         self._script = [str(SCRIPT), combination.front, combination.topology, combination.hook]
         self._script += [str(combination.steps), str(folder)]
@@ -112,8 +127,9 @@ class Command:
             "ACCELERATE_USE_CPU": "true",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": PYTHONPATH,
-            # torch 2.13's torchrun lets all attempts share one store, where gloo finds the addresses of ranks that are
-            # dead ("connectFullMesh failed ... Connection refused"), with a hook or without.
+            # torch 2.13's torchrun lets all attempts share one store, where gloo finds the
+            # addresses of ranks that are dead ("connectFullMesh failed ... Connection refused"),
+            # with a hook or without.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         if death is not None:
@@ -173,10 +189,13 @@ _ACTS: dict[str, Callable[[subprocess.Popen[Any]], None]] = {
     "truncated": kill_all,
     "sigterm": lambda process: process.send_signal(signal.SIGTERM),
 }
-"""What is done to torchrun when the ranks have noted that it is time. Other deaths a rank brings about itself."""
+"""What is done to torchrun when the ranks have noted that it is time. Other deaths a rank brings
+about itself.
+"""
 
 
-# ------------------------------------------------------------------------------------------------ a damaged checkpoint
+# ------------------------------------------------------------------------------------------------ a
+# damaged checkpoint
 
 
 def _truncate_newest(folder: Path, death: Death) -> Path:
@@ -187,13 +206,18 @@ def _truncate_newest(folder: Path, death: Death) -> Path:
 
 
 def _what_it_said(status: int | None, output: str, case: Case, damaged: Path) -> str:
-    """How a start from a checkpoint with a damaged file ended; "" if nothing was said of it, or another thing."""
+    """How a start from a checkpoint with a damaged file ended; "" if nothing was said of it, or
+    another thing.
+    """
     named = damaged.name in output or damaged.parent.name in output
     if status == 0:
         return WITHOUT_RESIDUALS if named and NO_RESIDUALS in output else ""
     # In plain torch the script reads the file by itself: the error is torch's.
     return (
-        "refused" if case.combination.front == "plain" or (named and any(each in output for each in UNREADABLE)) else ""
+        "refused"
+        if case.combination.front == "plain"
+        or (named and any(each in output for each in UNREADABLE))
+        else ""
     )
 
 
@@ -202,7 +226,8 @@ def _remove(checkpoint: Path) -> None:
     checkpoint.rename(checkpoint.with_name(f"damaged {checkpoint.name}"))
 
 
-# ------------------------------------------------------------------------------------------------------------- judging
+# --------------------------------------------------------------------------------------------------
+# judging
 
 
 def _read_notes(outcome: Outcome, folder: Path) -> None:
@@ -213,14 +238,22 @@ def _read_notes(outcome: Outcome, folder: Path) -> None:
     note = read("death.json")
     if note is None:
         return
-    outcome.died_in, outcome.died_at, outcome.last_issued = note["phase"], note["step"], note["last_issued"]
+    outcome.died_in, outcome.died_at, outcome.last_issued = (
+        note["phase"],
+        note["step"],
+        note["last_issued"],
+    )
     for later in (1, 2):
         if (start := read(f"start-{later}-0.json")) is not None:
             outcome.resumed_at = start["step"]
     for rank in range(outcome.case.combination.ranks):
         if (error := read(f"error-0-{rank}.json")) is not None and rank != outcome.case.death.rank:
             outcome.survivors.append(
-                {"type": error["type"], "text": error["text"], "seconds": error["time"] - note["time"]}
+                {
+                    "type": error["type"],
+                    "text": error["text"],
+                    "seconds": error["time"] - note["time"],
+                }
             )
 
 
@@ -241,14 +274,19 @@ def _wrong_notes(outcome: Outcome) -> list[str]:
     allowed = SAVE_EVERY * (2 if death.kind == "truncated" and outcome.said == REFUSED else 1)
     if outcome.steps_again > allowed:
         wrong.append(
-            f"died at step {outcome.died_at}, resumed at {outcome.resumed_at}: further back than the last checkpoint"
+            f"died at step {outcome.died_at}, resumed at {outcome.resumed_at}: further back than"
+            " the last checkpoint"
         )
     if death.kind == "truncated" and not outcome.said:
         wrong.append("nothing was said of the damaged file")
     if death.kind == "full" and FULL not in outcome.output:
         wrong.append("the reason, a full disk, was not given")
     # With other front ends torchrun is faster.
-    if death.kind == "one" and combination.front == "plain" and outcome.died_in not in ("start", "end"):
+    if (
+        death.kind == "one"
+        and combination.front == "plain"
+        and outcome.died_in not in ("start", "end")
+    ):
         if not outcome.survivors:
             wrong.append("no other rank ended by itself")
         slowest = max((each["seconds"] for each in outcome.survivors), default=0.0)

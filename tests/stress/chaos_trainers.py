@@ -1,4 +1,6 @@
-"""The front ends that bring the training loop: Lightning and the Trainer of transformers. See chaos_fronts.py."""
+"""The front ends that bring the training loop: Lightning and the Trainer of transformers. See
+chaos_fronts.py.
+"""
 
 import os
 from typing import Any
@@ -12,8 +14,12 @@ from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
 
 def _epoch(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of `SAVE_EVERY` steps: a loader begins every epoch anew, so an epoch is what is saved."""
-    images, labels = zip(*(batch(step, rank) for step in range(SAVE_EVERY) for rank in range(ranks)), strict=True)
+    """The samples of `SAVE_EVERY` steps: a loader begins every epoch anew, so an epoch is what is
+    saved.
+    """
+    images, labels = zip(
+        *(batch(step, rank) for step in range(SAVE_EVERY) for rank in range(ranks)), strict=True
+    )
     return torch.cat(images), torch.cat(labels)
 
 
@@ -32,7 +38,9 @@ def lightning(job: Job, watch: Watch) -> Trained:
             self.net = make_model()
 
         def configure_model(self) -> None:
-            if job.topology != "fsdp2" or any(isinstance(each, DTensor) for each in self.parameters()):
+            if job.topology != "fsdp2" or any(
+                isinstance(each, DTensor) for each in self.parameters()
+            ):
                 return
             shard(self.net, self.trainer.strategy.device_mesh["shard"])
 
@@ -44,7 +52,9 @@ def lightning(job: Job, watch: Watch) -> Trained:
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
         def on_train_start(self) -> None:
-            watch.begins(self.trainer.global_step, self.net, lambda: self.trainer.strategy.comm_hook)
+            watch.begins(
+                self.trainer.global_step, self.net, lambda: self.trainer.strategy.comm_hook
+            )
 
         def on_save_checkpoint(self, checkpoint: Any) -> None:
             watch.at("saving", self.trainer.global_step)
@@ -53,7 +63,9 @@ def lightning(job: Job, watch: Watch) -> Trained:
     if job.topology == "fsdp2":
         strategy: Any = CommHookFSDP2(job.config, replicate_size=2, timeout=TIMEOUT)
     else:
-        strategy = CommHookDDP(job.config, bucket_cap_mb=SEVERAL_BUCKETS_MB, timeout=TIMEOUT, **job.nodes)
+        strategy = CommHookDDP(
+            job.config, bucket_cap_mb=SEVERAL_BUCKETS_MB, timeout=TIMEOUT, **job.nodes
+        )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -103,7 +115,11 @@ def trainer(job: Job, watch: Watch) -> Trained:
     if job.topology == "fsdp2":
         sharded = {
             "fsdp": True,
-            "fsdp_config": {"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500},
+            "fsdp_config": {
+                "version": 2,
+                "auto_wrap_policy": "SIZE_BASED_WRAP",
+                "min_num_params": 500,
+            },
             "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
         }
     arguments = TrainingArguments(
@@ -123,10 +139,16 @@ def trainer(job: Job, watch: Watch) -> Trained:
     if job.topology == "fsdp2":
         pretend_to_have_accelerators()
     dataset = [
-        {"images": image, "labels": label} for image, label in zip(*_epoch(int(os.environ["WORLD_SIZE"])), strict=True)
+        {"images": image, "labels": label}
+        for image, label in zip(*_epoch(int(os.environ["WORLD_SIZE"])), strict=True)
     ]
     made = CommHookTrainer(
-        Model(), arguments, train_dataset=dataset, callbacks=[Watching()], hook=job.config, **job.nodes
+        Model(),
+        arguments,
+        train_dataset=dataset,
+        callbacks=[Watching()],
+        hook=job.config,
+        **job.nodes,
     )
     complete = complete_checkpoints(job.folder)
     made.train(resume_from_checkpoint=str(complete[-1]) if complete else None)

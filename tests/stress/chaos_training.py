@@ -1,4 +1,5 @@
-"""A training that dies: chaos_training.py FRONT TOPOLOGY HOOK STEPS FOLDER, under torchrun; started by chaos_runs.py.
+"""A training that dies: chaos_training.py FRONT TOPOLOGY HOOK STEPS FOLDER, under torchrun; started
+by chaos_runs.py.
 
 It writes final-RANK.pt, the weights and statistics of the hook, beside the notes of chaos_watch.py.
 """
@@ -33,7 +34,8 @@ def _auto() -> commhooks.HookConfig:
 def _random_k() -> commhooks.HookConfig:
     from examples.random_k import RandomK, RandomKCompressor
 
-    register_compressor(RandomKCompressor)  # again, in workers that forget what a test has registered
+    # again, in workers that forget what a test has registered
+    register_compressor(RandomKCompressor)
     return RandomK(share=0.2, start_iter=START)
 
 

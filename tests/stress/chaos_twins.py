@@ -31,13 +31,18 @@ class Twins:
         self._weights: dict[tuple[Combination, int | None], torch.Tensor] = {}
 
     def of(self, outcome: Outcome) -> torch.Tensor:
-        """The weights that a training must have. Where it has said that it goes on without residuals: those of one that
-        lost them at that step."""
+        """The weights that a training must have. Where it has said that it goes on without
+        residuals: those of one that lost them at that step.
+        """
         combination = outcome.case.combination
         key = combination, outcome.resumed_at if outcome.said == WITHOUT_RESIDUALS else None
         if key not in self._weights:
             with tempfile.TemporaryDirectory(prefix="commhooks-chaos-twin-") as folder:
-                first, *others = self._run_ranks(left_alone, combination, folder, key[1], world_size=combination.ranks)
-            assert all(torch.equal(first, other) for other in others), f"{combination}: the ranks differ"
+                first, *others = self._run_ranks(
+                    left_alone, combination, folder, key[1], world_size=combination.ranks
+                )
+            assert all(torch.equal(first, other) for other in others), (
+                f"{combination}: the ranks differ"
+            )
             self._weights[key] = first
         return self._weights[key]

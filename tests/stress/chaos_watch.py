@@ -1,7 +1,9 @@
-"""Inside a rank that is to die: it watches where the training is, brings the death about, and leaves notes.
+"""Inside a rank that is to die: it watches where the training is, brings the death about, and
+leaves notes.
 
-In the folder of the training: start-ATTEMPT-RANK.json when an attempt begins to train, death.json at the moment of the
-death, error-ATTEMPT-RANK.json with the error that ended a rank, end-ATTEMPT-RANK.json.
+In the folder of the training: start-ATTEMPT-RANK.json when an attempt begins to train, death.json
+at the moment of the death, error-ATTEMPT-RANK.json with the error that ended a rank,
+end-ATTEMPT-RANK.json.
 """
 
 import json
@@ -21,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from tests.stress.chaos_cases import GROUP_TIMEOUT_S, Death
 
 TIMEOUT = timedelta(seconds=GROUP_TIMEOUT_S)
-MIDDLE = "5.weight"  # the parameter whose gradient comes when some buckets are under way and others are not
+# the parameter whose gradient comes when some buckets are under way and others are not
+MIDDLE = "5.weight"
 
 
 class Watch:
-    """`death` is that of this attempt; None if it is left alone. `forgets_at`: a step at which the hook loses its
-    residuals."""
+    """`death` is that of this attempt; None if it is left alone. `forgets_at`: a step at which the
+    hook loses its residuals.
+    """
 
     def __init__(
         self,
@@ -38,7 +42,9 @@ class Watch:
     ) -> None:
         self._forgets_at = forgets_at
         self.folder, self.rank, self.attempt = folder, rank, attempt
-        self.death = death if death is not None and (death.rank == rank or death.kind == "full") else None
+        self.death = (
+            death if death is not None and (death.rank == rank or death.kind == "full") else None
+        )
         self.outlives = death is not None and death.kind == "one" and death.rank != rank
         self.phase, self.step = "start", 0
         self.hook: Callable[[], Any] = lambda: None
@@ -52,12 +58,17 @@ class Watch:
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         given = os.environ.get("CHAOS_DEATH")
         death = Death(**json.loads(given)) if given and restarts == 0 else None
-        return cls(folder, int(os.environ["RANK"]), restarts + int(os.environ["CHAOS_COMMAND"]), death)
+        return cls(
+            folder, int(os.environ["RANK"]), restarts + int(os.environ["CHAOS_COMMAND"]), death
+        )
 
-    # ---- what the training calls -------------------------------------------------------------------------------------
+    # ---- what the training calls
+    # -------------------------------------------------------------------------------------
 
     def begins(self, step: int, model: torch.nn.Module, hook: Callable[[], Any]) -> None:
-        """The training begins or goes on at this step. `model`: that of tests/support/training.py."""
+        """The training begins or goes on at this step. `model`: that of
+        tests/support/training.py.
+        """
         self.note("start", step=step)
         self.hook = hook
         hook().joint_save_limit_s = 5.0
@@ -69,15 +80,17 @@ class Watch:
             parameter.register_hook(lambda gradient: self.at("backward"))
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """The training has come to this phase: `between` at the beginning of a step, `saving` before any file of a
-        checkpoint is written."""
+        """The training has come to this phase: `between` at the beginning of a step, `saving`
+        before any file of a checkpoint is written.
+        """
         if phase == "between":
             self.no_file_was_as_large()
             if step is not None and step == self._forgets_at:
                 self.hook().load_state_dict(self.hook().state_dict("drop"))
         self.phase, self.step = phase, self.step if step is None else step
         death = self.death
-        if self._reached and death is not None:  # by the timer: it is not to get far until it has died
+        # by the timer: it is not to get far until it has died
+        if self._reached and death is not None:
             time.sleep(60 if death.kind in ("all", "truncated") else 0.3)
         elif death is not None and self.step >= death.step:
             if phase == death.moment:
@@ -91,8 +104,9 @@ class Watch:
             self.phase = "training"
 
     def outlive_torchrun(self) -> None:
-        """torchrun ends the other ranks by SIGTERM when one has died. Here they shall show that they end by
-        themselves."""
+        """torchrun ends the other ranks by SIGTERM when one has died. Here they shall show that
+        they end by themselves.
+        """
         if self.outlives:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -115,7 +129,8 @@ class Watch:
         temporary.write_text(json.dumps({"time": time.time(), **what}))
         temporary.replace(self.folder / f"{name}.json")
 
-    # ---- the death ---------------------------------------------------------------------------------------------------
+    # ---- the death
+    # ----------------------------------------------------------------------------------------------
 
     def _die(self, death: Death, by_timer: bool = False) -> None:
         self._reached = death.moment != "saving"
@@ -131,8 +146,10 @@ class Watch:
         # For SIGTERM the main thread goes on: it may have a handler.
 
     def _limit_files(self, death: Death) -> None:
-        """From here on the operating system refuses to let a file grow beyond so many bytes: what fits is written, and
-        then comes a signal, which ends the process, or an error, where it is ignored, as Python does by itself."""
+        """From here on the operating system refuses to let a file grow beyond so many bytes: what
+        fits is written, and then comes a signal, which ends the process, or an error, where it is
+        ignored, as Python does by itself.
+        """
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL if death.kind == "save" else signal.SIG_IGN)

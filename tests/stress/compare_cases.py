@@ -1,4 +1,6 @@
-"""The grid of `compare_versions.py`: every kind of hook in every situation, options, and states of others."""
+"""The grid of `compare_versions.py`: every kind of hook in every situation, options, and states of
+others.
+"""
 
 import dataclasses
 import functools
@@ -37,12 +39,16 @@ def own_hook(state: Calls, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def _state(**options: Any) -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=START, **options)
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=START, **options
+    )
 
 
 # Arguments of `attach`. Those of auto look behind the public names of one version.
 OF_KINDS: dict[str, Callable[[], Any]] = {
-    name: functools.partial(dict, hook=kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper)
+    name: functools.partial(
+        dict, hook=kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper
+    )
     for name, kind in KINDS.items()
     if not kind.hook.startswith("tests.")
 }
@@ -68,11 +74,15 @@ OF_ALL = {
     "one bucket": Situation(several=False),
     "unused, scaler": Situation(ddp=FIND, unused="by rank", scaler=True),
     "scaler": Situation(scaler=True),
-    "bfloat16, static graph, tied": Situation(dtype=torch.bfloat16, ddp={"static_graph": True}, kind="tied"),
+    "bfloat16, static graph, tied": Situation(
+        dtype=torch.bfloat16, ddp={"static_graph": True}, kind="tied"
+    ),
 }
 OF_ATTACHED = OF_ALL | {
     "buckets": Situation(quiet=True),
-    "float64, views, no_sync": Situation(dtype=torch.float64, ddp={"gradient_as_bucket_view": True}, micro=3),
+    "float64, views, no_sync": Situation(
+        dtype=torch.float64, ddp={"gradient_as_bucket_view": True}, micro=3
+    ),
     "unused by all": Situation(ddp=FIND | {"skip_all_reduce_unused_params": True}, unused="by all"),
     "join": Situation(join=True),
     "sparse": Situation(kind="sparse"),
@@ -100,10 +110,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "start None": {"start_powerSGD_iter": None},
 }
 # Saved by one, loaded by another, in another situation.
-CROSSED = [("powerSGD", "batched", "buckets"), ("batched", "powerSGD", "buckets"), ("fp16", "own", "buckets"),
-           ("own", "powerSGD", "buckets"), ("int8, native", "int4, native", "buckets"),
-           ("int8, torch", "int8, native", "odd"),
-           ("powerSGD", "powerSGD", "float64, views, no_sync"), ("batched", "batched", "one bucket")]  # fmt: skip
+CROSSED = [
+    ("powerSGD", "batched", "buckets"),
+    ("batched", "powerSGD", "buckets"),
+    ("fp16", "own", "buckets"),
+    ("own", "powerSGD", "buckets"),
+    ("int8, native", "int4, native", "buckets"),
+    ("int8, torch", "int8, native", "odd"),
+    ("powerSGD", "powerSGD", "float64, views, no_sync"),
+    ("batched", "batched", "one bucket"),
+]
 
 
 ROUND = {"sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -157,7 +173,9 @@ class Case:
 
 
 def train(make: Callable[[], Any], situation: Situation) -> dict[str, Any]:
-    """To the end; with `resume` also saved in the middle and gone on with in a new model and hook."""
+    """To the end; with `resume` also saved in the middle and gone on with in a new model and
+    hook.
+    """
     if not situation.resume:
         return Run(make(), situation).train(STEPS).result()
     savers, content = situation.savers or dist.get_world_size(), [None]
@@ -169,13 +187,17 @@ def train(make: Callable[[], Any], situation: Situation) -> dict[str, Any]:
         content, found = [saved], {"saved": saved, "went on": run.train(STEPS).result()}
     if situation.savers:
         dist.broadcast_object_list(content)
-    return found | {"resumed": Run(make(), situation, seed=5).load(content[0]).train(STEPS).result()}  # type: ignore
+    return found | {
+        "resumed": Run(make(), situation, seed=5).load(content[0]).train(STEPS).result()
+    }  # type: ignore
 
 
 def crossed(before: str, after: str, situation: str) -> dict[str, Any]:
     """What is saved by one hook is offered to another."""
     with computing_with(KINDS[before].kernel if before in KINDS else "native"):
-        payload = through_bytes(Run(ATTACHED[before](), OF_ATTACHED["buckets"]).train(5).hook.state_dict("mean"))
+        payload = through_bytes(
+            Run(ATTACHED[before](), OF_ATTACHED["buckets"]).train(5).hook.state_dict("mean")
+        )
     other = Run(ATTACHED[after](), OF_ATTACHED[situation], seed=5)
     other.hook.load_state_dict(payload, strict=False)
     return {"saved": payload, "loaded": other.train(STEPS).result()}
@@ -185,7 +207,10 @@ def _local_cases() -> list[Case]:
     """Hooks that average weights, on 1 to 4 ranks."""
     cases = []
     for kind, options in LOCAL.items():
-        chosen = [(2, "per_rank", Situation(resume="per_rank")), (3, "per_rank", Situation(resume="per_rank"))]
+        chosen = [
+            (2, "per_rank", Situation(resume="per_rank")),
+            (3, "per_rank", Situation(resume="per_rank")),
+        ]
         if kind in LOCAL_IN_MANY:
             chosen += [(2, name, each) for name, each in LOCAL_SITUATIONS.items()]
             chosen.append((1, "one bucket", Situation(several=False)))
@@ -196,11 +221,23 @@ def _local_cases() -> list[Case]:
         for world_size, name, situation in chosen:
             situation = dataclasses.replace(situation, local="delayed" if delayed else "at once")
             if delayed:
-                situation = dataclasses.replace(situation, quiet=True)  # lines of a thread come in any order
+                # lines of a thread come in any order
+                situation = dataclasses.replace(situation, quiet=True)
             kernel = "torch" if "torch" in kind else "native"
-            cases.append(Case(world_size, f"diloco {kind}, {name}", train, (make, situation), situation.quiet, kernel))
+            cases.append(
+                Case(
+                    world_size,
+                    f"diloco {kind}, {name}",
+                    train,
+                    (make, situation),
+                    situation.quiet,
+                    kernel,
+                )
+            )
     make = functools.partial(dict, hook="local_sgd", hook_options={"sync_every": 3})
-    cases.append(Case(2, "diloco as local_sgd", train, (make, Situation(local="at once", resume="per_rank"))))
+    cases.append(
+        Case(2, "diloco as local_sgd", train, (make, Situation(local="at once", resume="per_rank")))
+    )
     return cases
 
 
@@ -209,24 +246,43 @@ def all_cases() -> dict[str, Case]:
     """By full name, in the order in which they run."""
     cases = []
     for hook, make in (ATTACHED | BARE).items():
-        chosen = [(2, name, each) for name, each in (OF_ALL if hook in BARE else OF_ATTACHED).items()]
+        chosen = [
+            (2, name, each) for name, each in (OF_ALL if hook in BARE else OF_ATTACHED).items()
+        ]
         chosen.append((1, "one bucket", OF_ALL["one bucket"]))
         if hook in OF_KINDS:
             chosen += [(2, "watched", WATCHED), (3, "saved by 2 ranks", SAVED_BY_2)]
         if hook in OF_KINDS and not KINDS[hook].layouts_matter:
             chosen += [(4, name, each) for name, each in OF_NODES.items()]
         for world_size, name, situation in chosen:
-            kernel = KINDS[hook].kernel if hook in KINDS else "torch" if hook in BARE_WITH_TORCH else "native"
-            cases.append(Case(world_size, f"{hook}, {name}", train, (make, situation), situation.quiet, kernel))
+            kernel = (
+                KINDS[hook].kernel
+                if hook in KINDS
+                else "torch"
+                if hook in BARE_WITH_TORCH
+                else "native"
+            )
+            cases.append(
+                Case(
+                    world_size, f"{hook}, {name}", train, (make, situation), situation.quiet, kernel
+                )
+            )
     for name, options in OPTIONS.items():
-        make = functools.partial(dict, hook="powerSGD", hook_options=KINDS["powerSGD"].options | options)
+        make = functools.partial(
+            dict, hook="powerSGD", hook_options=KINDS["powerSGD"].options | options
+        )
         situation = Situation(attach={"total_steps": 12}, resume="per_rank")
         cases.append(Case(2, f"powerSGD, {name}", train, (make, situation)))
-    cases += [Case(2, f"{a} loaded by {b}, {situation}", crossed, (a, b, situation)) for a, b, situation in CROSSED]
+    cases += [
+        Case(2, f"{a} loaded by {b}, {situation}", crossed, (a, b, situation))
+        for a, b, situation in CROSSED
+    ]
     cases += _local_cases()
     for name, options in SHARDED.items():
         hook = name.partition(",")[0]
-        cases += [Case(4, f"fully_shard {name}, {a} x {b}", train_sharded, (a, b, hook, options))
-                  for a, b in ((2, 2), (4, 1))]  # fmt: skip
+        cases += [
+            Case(4, f"fully_shard {name}, {a} x {b}", train_sharded, (a, b, hook, options))
+            for a, b in ((2, 2), (4, 1))
+        ]
     assert len({case.full_name for case in cases}) == len(cases)
     return {case.full_name: case for case in sorted(cases, key=lambda case: case.world_size)}

@@ -42,7 +42,10 @@ class Ranks:
         errors = [future.exception() for future in futures]
         if any(errors):
             self.close()  # a process is gone: the next case gets new ones
-        return [repr(error) if error else future.result() for future, error in zip(futures, errors, strict=True)]
+        return [
+            repr(error) if error else future.result()
+            for future, error in zip(futures, errors, strict=True)
+        ]
 
     def close(self) -> None:
         for pool in self._pools:
@@ -67,18 +70,22 @@ def _leave_with_parent() -> None:
 
 def _run(name: str, rank: int, store_path: str, world_size: int) -> Any:
     """One case on one rank."""
-    if dist.is_initialized():  # all ranks have answered: only now does any of them close its connections
+    # all ranks have answered: only now does any of them close its connections
+    if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect(1)
     faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
     try:
         store = dist.FileStore(store_path, world_size)
         limit = timedelta(seconds=GROUP_LIMIT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
+        )
         case = all_cases()[name]
         return observed(case.run, case.quiet)
     except Exception as error:
-        # The others wait for this rank: let go of the group, so that they get an error and not a time-out.
+        # The others wait for this rank: let go of the group, so that they get an error and not a
+        # time-out.
         traceback.clear_frames(error.__traceback__)
         answer = tidy(f"{type(error).__name__}: {error}")
         gc.collect()

@@ -28,9 +28,15 @@ def observed(function: Callable[[], Any], quiet: bool) -> dict[str, Any]:
         caught = around.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         found = {"found": function()}
-    for name, debugging in (("debug log", True), ("log", False)):  # apart, because the former is long
+    # apart, because the former is long
+    for name, debugging in (
+        ("debug log", True),
+        ("log", False),
+    ):
         found[name] = [each for each in lines if each.startswith("DEBUG") == debugging]
-    said = [f"{w.category.__name__}: {w.message}" for w in caught if w.filename.startswith(PACKAGES)]
+    said = [
+        f"{w.category.__name__}: {w.message}" for w in caught if w.filename.startswith(PACKAGES)
+    ]
     return plain(found | {"stderr": stderr.getvalue().splitlines(), "warnings": said})
 
 
@@ -64,14 +70,20 @@ def plain(value: Any) -> Any:
 
 
 def tidy(text: str) -> str:
-    """Without addresses, the names of this run's folders, and the lines of code that torch adds to some errors."""
+    """Without addresses, the names of this run's folders, and the lines of code that torch adds to
+    some errors.
+    """
     text = text.partition("\n\nAt:\n")[0]
     text = re.sub(r"0x[0-9a-f]{6,}", "0x...", text.replace(PACKAGES, "<root>"))
-    return re.sub(re.escape(tempfile.gettempdir()) + r"/tmp\w+", "<tmp>", text).replace(sys.executable, "<python>")
+    return re.sub(re.escape(tempfile.gettempdir()) + r"/tmp\w+", "<tmp>", text).replace(
+        sys.executable, "<python>"
+    )
 
 
 def differences(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(where, what) of everything that is not the same; types, the order of keys and the bits of numbers count."""
+    """(where, what) of everything that is not the same; types, the order of keys and the bits of
+    numbers count.
+    """
     if type(a) is not type(b):
         yield key, f"{_short(a)} -> {_short(b)}"
     elif isinstance(a, dict) and "tensor" in a and "bytes" in a:
@@ -99,15 +111,22 @@ def differences(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _tensors(a: dict[str, Any], b: dict[str, Any]) -> str:
     if (a.get("tensor"), a.get("shape")) != (b.get("tensor"), b.get("shape")) or not a["bytes"]:
         return f"{a['tensor']} {a['shape']} -> {b.get('tensor')} {b.get('shape')}"
-    x, y = (torch.frombuffer(bytearray(t["bytes"]), dtype=getattr(torch, t["tensor"][6:])) for t in (a, b))
+    x, y = (
+        torch.frombuffer(bytearray(t["bytes"]), dtype=getattr(torch, t["tensor"][6:]))
+        for t in (a, b)
+    )
     distance = (x - y).abs().double() if x.is_complex() else (x.double() - y.double()).abs()
-    return f"{int((x != y).sum())} of {x.numel()} numbers differ, by up to {distance.max().item():.3g}"
+    return (
+        f"{int((x != y).sum())} of {x.numel()} numbers differ, by up to {distance.max().item():.3g}"
+    )
 
 
 def _short(value: Any, other: Any = "") -> str:
     """A part of it; of a text the part from where it differs from another one."""
     if isinstance(value, str) and isinstance(other, str) and len(value) > 150:
-        first = next((n for n, (x, y) in enumerate(zip(value, other, strict=False)) if x != y), len(other))
+        first = next(
+            (n for n, (x, y) in enumerate(zip(value, other, strict=False)) if x != y), len(other)
+        )
         value = value[max(0, first - 40) :]
     text = repr(value)
     return text if len(text) <= 150 else f"{text[:150]}..."

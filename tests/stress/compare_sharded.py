@@ -31,7 +31,9 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 class _Training:
-    def __init__(self, replicas: int, shards: int, hook: str, options: dict[str, Any], seed: int) -> None:
+    def __init__(
+        self, replicas: int, shards: int, hook: str, options: dict[str, Any], seed: int
+    ) -> None:
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
         torch.manual_seed(seed)
         pairs = zip(WIDTHS, WIDTHS[1:], strict=False)
@@ -40,7 +42,9 @@ class _Training:
             fully_shard(each, mesh=mesh["shard"])
         fully_shard(self.model, mesh=mesh["shard"])
         group = mesh["replicate"]
-        self.hook = commhooks.attach(self.model, hook, hook_options=options or None, replicate_group=group)
+        self.hook = commhooks.attach(
+            self.model, hook, hook_options=options or None, replicate_group=group
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.found: dict[str, Any] = {}
 
@@ -60,10 +64,22 @@ class _Training:
 
     def result(self) -> dict[str, Any]:
         self.hook.synchronize()
-        varying = ("codec_s", "waiting_s", "collectives_last_pass", "bytes_sent_last_pass", "last_issued")
-        stats = {key: each for key, each in self.hook.stats().items() if not key.startswith(varying)}
+        varying = (
+            "codec_s",
+            "waiting_s",
+            "collectives_last_pass",
+            "bytes_sent_last_pass",
+            "last_issued",
+        )
+        stats = {
+            key: each for key, each in self.hook.stats().items() if not key.startswith(varying)
+        }
         saved = self.hook.state_dict()
-        return self.found | {"stats": stats, "plan": self.hook.plan().as_dict(), "saved": _locals(saved)}
+        return self.found | {
+            "stats": stats,
+            "plan": self.hook.plan().as_dict(),
+            "saved": _locals(saved),
+        }
 
 
 def train_sharded(replicas: int, shards: int, hook: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Trainings for `compare_versions.py`: a small model, a situation of DDP, and what is noted of a run.
+"""Trainings for `compare_versions.py`: a small model, a situation of DDP, and what is noted of a
+run.
 
-Only names of `commhooks` itself are used, so that the same file runs against any version. Everything is made of seeds:
-two runs of one version give the same bits.
+Only names of `commhooks` itself are used, so that the same file runs against any version.
+Everything is made of seeds: two runs of one version give the same bits.
 """
 
 import contextlib
@@ -25,12 +26,12 @@ WORDS, WIDTH = 20, 24
 
 
 class Net(nn.Module):
-    """Convolutions (one of them channels last), a parameter that lies transposed, linear layers of which one may go
-    unused, one that is too thin to compress, an embedding, vectors and a scalar.
+    """Convolutions (one of them channels last), a parameter that lies transposed, linear layers of
+    which one may go unused, one that is too thin to compress, an embedding, vectors and a scalar.
 
     Args:
-        kind: "sparse" or "tied" embedding; "odd": with complex, 16-bit and empty parameters; "norm": with a BatchNorm,
-            and a parameter in float64.
+        kind: "sparse" or "tied" embedding; "odd": with complex, 16-bit and empty parameters;
+            "norm": with a BatchNorm, and a parameter in float64.
     """
 
     def __init__(self, kind: str = "", seed: int = 0) -> None:
@@ -56,9 +57,13 @@ class Net(nn.Module):
             self.wide = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 5)
         self.kind = kind
         self.overflow: float | None = None
-        self.turned.register_hook(lambda grad: grad if self.overflow is None else grad + self.overflow)
+        self.turned.register_hook(
+            lambda grad: grad if self.overflow is None else grad + self.overflow
+        )
 
-    def forward(self, images: torch.Tensor, words: torch.Tensor, use_branch: bool = True) -> torch.Tensor:
+    def forward(
+        self, images: torch.Tensor, words: torch.Tensor, use_branch: bool = True
+    ) -> torch.Tensor:
         y = torch.tanh(self.last(torch.tanh(self.conv(images)))).flatten(1)
         y = torch.tanh(y @ self.turned) * self.scale + self.words(words)
         z = torch.tanh(self.trunk(y))
@@ -73,7 +78,9 @@ class Net(nn.Module):
         return self.out(z)
 
 
-def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(
+    step: int, rank: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Images, words, labels: the same for a given step and rank, in whatever process."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     images = torch.randn(4, 2, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
@@ -83,12 +90,14 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """How a run goes. `several`: many small buckets. `ddp`, `attach`: arguments. `micro`: backward passes per step, of
-    which DDP sees the last. `unused`: who leaves the branch out. `scaler`: with a loss scale, and steps that are not
-    finite; `spoilt`: such steps without a loss scale. `quiet`: without logging, so that rank 0 speaks on stderr.
-    `resume`: how the state is saved in the middle; `savers`: how many ranks train until then, if not all. `local`: the
-    ranks have weights of their own, which are noted after each step; "delayed": a thread sends, so counters of single
-    passes differ from run to run."""
+    """How a run goes. `several`: many small buckets. `ddp`, `attach`: arguments. `micro`: backward
+    passes per step, of which DDP sees the last. `unused`: who leaves the branch out. `scaler`: with
+    a loss scale, and steps that are not finite; `spoilt`: such steps without a loss scale. `quiet`:
+    without logging, so that rank 0 speaks on stderr. `resume`: how the state is saved in the
+    middle; `savers`: how many ranks train until then, if not all. `local`: the ranks have weights
+    of their own, which are noted after each step; "delayed": a thread sends, so counters of single
+    passes differ from run to run.
+    """
 
     several: bool = True
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -120,13 +129,24 @@ class Run:
         if situation.dtype != torch.float32:
             self.module.to(situation.dtype)
         cap = SMALL_MB if situation.several else 25
-        self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=cap, process_group=group, **situation.ddp)
+        self.ddp = DistributedDataParallel(
+            self.module, bucket_cap_mb=cap, process_group=group, **situation.ddp
+        )
         momentum = 0.0 if situation.kind == "sparse" else 0.9
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05, momentum=momentum)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if situation.scaler else None
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+            if situation.scaler
+            else None
+        )
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.step = 0
-        self.found: dict[str, Any] = {"losses": [], "gradient digests": [], "scales": [], "by step": []}
+        self.found: dict[str, Any] = {
+            "losses": [],
+            "gradient digests": [],
+            "scales": [],
+            "by step": [],
+        }
         self.hook: Any = None
         self.state: Any = None
         if isinstance(hook, tuple):
@@ -184,7 +204,11 @@ class Run:
 
     def save(self, residual: str, **how: Any) -> dict[str, Any]:
         """As a checkpoint file gives it back."""
-        parts = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        parts = {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
         parts["hook"] = self.hook.state_dict(residual, **how) if self.hook is not None else None
         return through_bytes(parts)
 
@@ -204,8 +228,14 @@ class Run:
         if hook is not None:
             found["plan"] = hook.plan().as_dict()
             # Tables take a while.
-            found["plan as text"] = hook.plan().summary() if self.situation.several else str(hook.plan())
-            varying = ("codec_s", "waiting_s", *(_OF_ONE_PASS if self.situation.local == "delayed" else ()))
+            found["plan as text"] = (
+                hook.plan().summary() if self.situation.several else str(hook.plan())
+            )
+            varying = (
+                "codec_s",
+                "waiting_s",
+                *(_OF_ONE_PASS if self.situation.local == "delayed" else ()),
+            )
             found["stats"] = {k: v for k, v in hook.stats().items() if not k.startswith(varying)}
             found["repr"], found["options"], found["name"] = repr(hook), hook.options, hook.name
             found["norms"] = hook.norms()
@@ -224,8 +254,15 @@ def of_state(state: Any) -> dict[str, Any]:
 
 
 _OF_ONE_PASS = ("collectives_last_pass", "bytes_sent_last_pass", "last_issued")
-_BY_STEP = ("step", "compressed_steps", "nonfinite_steps", "collectives_last_pass", "bytes_sent_last_pass",
-            "last_issued", "handshakes")  # fmt: skip
+_BY_STEP = (
+    "step",
+    "compressed_steps",
+    "nonfinite_steps",
+    "collectives_last_pass",
+    "bytes_sent_last_pass",
+    "last_issued",
+    "handshakes",
+)
 
 
 def digest(tensors: Any) -> str:

@@ -1,12 +1,13 @@
-"""Mutants that a tool makes (cosmic-ray): small changes of the code in a copy of the repository, each of which a test
-must notice.
+"""Mutants that a tool makes (cosmic-ray): small changes of the code in a copy of the repository,
+each of which a test must notice.
 
     python -m tests.stress.mutation [AREA ...] [--sample N | --all] [--seed S]
 
-`mutation_areas.py` has the areas: files, and the tests that are to notice. Of each area a sample is tried, the same for
-the same seed and code. What these tests do not notice is tried again with all of `WIDER`, which takes minutes; a mutant
-that only those notice is printed with the test that did. What no test notices is printed as a diff and makes the exit
-status 1, unless EXPLAINED has a reason for it. Run by `make test-mutants`.
+`mutation_areas.py` has the areas: files, and the tests that are to notice. Of each area a sample is
+tried, the same for the same seed and code. What these tests do not notice is tried again with all
+of `WIDER`, which takes minutes; a mutant that only those notice is printed with the test that did.
+What no test notices is printed as a diff and makes the exit status 1, unless EXPLAINED has a reason
+for it. Run by `make test-mutants`.
 """
 
 import argparse
@@ -31,7 +32,15 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkR
 from rich.console import Console
 from rich.table import Table
 
-from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, FOLDERS, OPERATORS, Part, stale
+from tests.stress.mutation_areas import (
+    AREAS,
+    EXPLAINED,
+    EXPLAINED_NUMBERS,
+    FOLDERS,
+    OPERATORS,
+    Part,
+    stale,
+)
 from tests.support import warm
 from tests.support.repository import REPOSITORY
 
@@ -49,19 +58,23 @@ SAMPLE, SEED = 10, 1
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BASE_LIMIT_S = 600  # for tests of the code as it is
 WIDER = " ".join(
-    f"tests/{each}" for each in ("engine", "checkpoint", "compressors", "hook", "ddp_comm_hooks", "gradients")
+    f"tests/{each}"
+    for each in ("engine", "checkpoint", "compressors", "hook", "ddp_comm_hooks", "gradients")
 )
 WIDER_LIMIT_S = 1200
 CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")
 
 
 def enter_copy(folder: str) -> None:
-    """The current folder is a copy of the repository from now on, and the tests that are started use nothing else: not
-    the user's cache either, where the libraries of a mutant would stay."""
+    """The current folder is a copy of the repository from now on, and the tests that are started
+    use nothing else: not the user's cache either, where the libraries of a mutant would stay.
+    """
     for name in COPIED:
         source = REPOSITORY / name
         if source.is_dir():
-            shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(source, folder)
     os.chdir(folder)
@@ -70,8 +83,12 @@ def enter_copy(folder: str) -> None:
 
 
 def warm_pytest() -> str:
-    """A command that starts pytest where torch is imported already: its import takes longer than many a test."""
-    python = warm.python("torch.distributed", "torch.nn.parallel", "hypothesis", "numpy", "omegaconf", "rich")
+    """A command that starts pytest where torch is imported already: its import takes longer than
+    many a test.
+    """
+    python = warm.python(
+        "torch.distributed", "torch.nn.parallel", "hypothesis", "numpy", "omegaconf", "rich"
+    )
     warm.python(server=1)
     warm.share()
     return f"{shlex.quote(python)} -m pytest -x -q -p no:cacheprovider"
@@ -81,7 +98,11 @@ def possible(file: Path) -> list[MutationSpec]:
     """All mutants of a file, in one order."""
     tree, found = get_ast(file.read_text()), []
     for name in OPERATORS:
-        places = (place for node in ast_nodes(tree) for place in get_operator(name)().mutation_positions(node))
+        places = (
+            place
+            for node in ast_nodes(tree)
+            for place in get_operator(name)().mutation_positions(node)
+        )
         found += [MutationSpec(file, name, number, *place) for number, place in enumerate(places)]
     return found
 
@@ -90,21 +111,34 @@ def is_python(mutant: MutationSpec) -> bool:
     """cosmic-ray takes the star of `def f(*, x)` for a multiplication, too."""
     text = mutant.module_path.read_text()
     try:
-        compile(mutate_code(text, get_operator(mutant.operator_name)(), mutant.occurrence), "mutant", "exec")
+        compile(
+            mutate_code(text, get_operator(mutant.operator_name)(), mutant.occurrence),
+            "mutant",
+            "exec",
+        )
     except SyntaxError:
         return False
     return True
 
 
 def modules(area: str) -> list[tuple[Path, Part]]:
-    """The modules of an area, each with its part; without Triton, not its kernels, whose tests are then skipped."""
-    paths = [each for each in sorted(Path(FOLDERS[area]).glob("[a-z]*.py")) if HAS_TRITON or "triton" not in each.stem]
+    """The modules of an area, each with its part; without Triton, not its kernels, whose tests are
+    then skipped.
+    """
+    paths = [
+        each
+        for each in sorted(Path(FOLDERS[area]).glob("[a-z]*.py"))
+        if HAS_TRITON or "triton" not in each.stem
+    ]
     left = {path.stem: path for path in paths}
     found = []
     for part in AREAS[area]:
         for name in list(left) if part.files == "*" else part.files.split():
             if name not in left:
-                sys.exit(f"mutation_areas.py names the module {name} in the area {area}, which does not exist")
+                sys.exit(
+                    f"mutation_areas.py names the module {name} in the area {area}, which does not"
+                    " exist"
+                )
             found.append((left.pop(name), part))
     return found
 
@@ -119,7 +153,9 @@ def chosen(area: str, sample: int | None, seed: int) -> list[tuple[MutationSpec,
             break
         if is_python(mutant):
             found.append((mutant, part))
-    return sorted(found, key=lambda each: (each[1].tests, str(each[0].module_path), each[0].start_pos))
+    return sorted(
+        found, key=lambda each: (each[1].tests, str(each[0].module_path), each[0].start_pos)
+    )
 
 
 def changed_lines(diff: str) -> tuple[str, str]:
@@ -131,10 +167,17 @@ def changed_lines(diff: str) -> tuple[str, str]:
 
 def is_explained(mutant: MutationSpec, old: str, new: str) -> bool:
     file, line = str(mutant.module_path), mutant.start_pos[0]
-    functions = [each for each in ast.walk(ast.parse(Path(file).read_text())) if isinstance(each, ast.FunctionDef)]
-    inside = {(file, each.name) for each in functions if each.lineno <= line <= (each.end_lineno or 0)}
+    functions = [
+        each
+        for each in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(each, ast.FunctionDef)
+    ]
+    inside = {
+        (file, each.name) for each in functions if each.lineno <= line <= (each.end_lineno or 0)
+    }
     is_number = mutant.operator_name == "core/NumberReplacer"
-    if old.replace("strict=True", "strict=False") == new:  # of `zip`: where nothing is wrong, the lengths are equal
+    # of `zip`: where nothing is wrong, the lengths are equal
+    if old.replace("strict=True", "strict=False") == new:
         return True
     return (file, old, new) in EXPLAINED or (is_number and not inside.isdisjoint(EXPLAINED_NUMBERS))
 
@@ -159,7 +202,9 @@ class Tester:
                 sys.exit(f"without a fault, these tests do not pass: {command}\n{output}")
             seconds = time.monotonic() - started
             self._limits[part] = 60 + 2 * seconds
-            self._console.print(f"without a fault {seconds:.0f} s: {arguments(part)}", markup=False, soft_wrap=True)
+            self._console.print(
+                f"without a fault {seconds:.0f} s: {arguments(part)}", markup=False, soft_wrap=True
+            )
             shutil.rmtree(CACHE_BEFORE, ignore_errors=True)
             shutil.copytree(CACHE, CACHE_BEFORE)
         return self._limits[part]
@@ -175,7 +220,9 @@ class Tester:
             outcome = "explained"
         elif result.test_outcome == TestOutcome.SURVIVED:
             result = self._tried(
-                mutant, f"{sys.executable} -m pytest -x -q -n 4 --dist loadfile {WIDER}", WIDER_LIMIT_S
+                mutant,
+                f"{sys.executable} -m pytest -x -q -n 4 --dist loadfile {WIDER}",
+                WIDER_LIMIT_S,
             )
             failed = re.findall(r"^FAILED (\S+)", result.output or "", re.MULTILINE)
             how = f", by {failed[0]}" if failed else ""
@@ -183,7 +230,9 @@ class Tester:
         where = f"{mutant.module_path}:{mutant.start_pos[0]}"
         seconds = time.monotonic() - started
         self._console.print(
-            f"{outcome}{how} ({seconds:.0f} s) {where}\n    {old}\n    {new}", markup=False, soft_wrap=True
+            f"{outcome}{how} ({seconds:.0f} s) {where}\n    {old}\n    {new}",
+            markup=False,
+            soft_wrap=True,
         )
         return outcome
 
@@ -198,9 +247,15 @@ class Tester:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)}; all of them if not given")
-    parser.add_argument("--sample", type=int, default=SAMPLE, help=f"mutants of each area (default {SAMPLE})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)}; all of them if not given"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=SAMPLE, help=f"mutants of each area (default {SAMPLE})"
+    )
     parser.add_argument("--all", action="store_true", help="every mutant; hours")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()

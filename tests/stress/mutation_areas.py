@@ -1,12 +1,15 @@
-"""What `mutation.py` changes, which tests are to notice, and the mutants that none can notice, each with the reason."""
+"""What `mutation.py` changes, which tests are to notice, and the mutants that none can notice, each
+with the reason.
+"""
 
 from dataclasses import dataclass
 
 from tests.support.repository import sources
 
-# What cosmic-ray may do, one change for each: of its 132 ways to replace an operator by another, most end in the same
-# TypeError. Left out are `|`, which here joins types and dicts, and the removal of decorators (dataclass, property,
-# no_grad), which ends in an import error or only costs memory.
+# What cosmic-ray may do, one change for each: of its 132 ways to replace an operator by another,
+# most end in the same TypeError. Left out are `|`, which here joins types and dicts, and the
+# removal of decorators (dataclass, property, no_grad), which ends in an import error or only costs
+# memory.
 OPERATORS = [
     f"core/{name}"
     for name in (
@@ -45,7 +48,9 @@ OPERATORS = [
 
 @dataclass(frozen=True)
 class Part:
-    """Some files of an area, and the tests that are to notice: those that notice most in the least time come first."""
+    """Some files of an area, and the tests that are to notice: those that notice most in the least
+    time come first.
+    """
 
     files: str
     """Names of modules, or `*` for those that no part before it has."""
@@ -180,7 +185,11 @@ AREAS = {
         Part("schedule", ("local_steps/test_schedule", "local_steps/test_rounds")),
         Part(
             "events common_state common_weights saving",
-            ("local_steps/test_common_state", "local_steps/test_mishaps", "local_steps/test_rounds"),
+            (
+                "local_steps/test_common_state",
+                "local_steps/test_mishaps",
+                "local_steps/test_rounds",
+            ),
         ),
         Part(
             "*",
@@ -196,7 +205,9 @@ AREAS = {
         ),
     ],
 }
-"""More than a part where other tests notice other files. Tests as `folder/file` or `folder/file::function`."""
+"""More than a part where other tests notice other files. Tests as `folder/file` or
+`folder/file::function`.
+"""
 
 
 EXPLAINED = {
@@ -217,13 +228,13 @@ EXPLAINED = {
     ): "any limit does that leaves room for the sum of a row",
     (
         "commhooks/checkpoint/payload.py",
-        'own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}',
-        'own = {name: entry["residual"][ -1] for name, entry in entries.items() if entry["residual"] is not None}',
+        'name: entry["residual"][0]',
+        'name: entry["residual"][ -1]',
     ): "the list holds the residual of one rank",
     (
         "commhooks/checkpoint/distributed.py",
-        'return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',
-        'return entries[ 1] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',  # noqa: E501
+        "return entries[0] | {",
+        "return entries[ 1] | {",
     ): "it is for an error, of which the shape alone is read",
     (
         "commhooks/engine/session.py",
@@ -267,8 +278,14 @@ EXPLAINED = {
     ): "a whole bucket is one matrix",
     (
         "commhooks/compressors/powersgd/accelerator.py",
-        "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)",
-        "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, -1)",
+        (
+            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
+            " 0, 0)"
+        ),
+        (
+            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
+            " 0, -1)"
+        ),
     ): "without groups it is not read",
     (
         "commhooks/engine/session.py",
@@ -279,7 +296,10 @@ EXPLAINED = {
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""
 
 EXPLAINED_NUMBERS = {
-    ("commhooks/compressors/quantized/kernels.py", "results_of"): "any fixed numbers tell builds apart",
+    (
+        "commhooks/compressors/quantized/kernels.py",
+        "results_of",
+    ): "any fixed numbers tell builds apart",
     ("commhooks/compressors/powersgd/cpu.py", "results_of"): "any fixed numbers tell builds apart",
 }
 """(file, function): why another number in it need not be noticed."""
@@ -288,7 +308,9 @@ EXPLAINED_NUMBERS = {
 def stale() -> list[tuple[str, ...]]:
     """The entries of EXPLAINED whose code has gone."""
     lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources().items()}
-    gone: list[tuple[str, ...]] = [entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())]
+    gone: list[tuple[str, ...]] = [
+        entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())
+    ]
     return gone + [
         (file, function)
         for file, function in EXPLAINED_NUMBERS

@@ -1,4 +1,5 @@
-"""Take each feature out of a copy of the tree, as the table of CONTRIBUTING.md says, and test what is left.
+"""Take each feature out of a copy of the tree, as the table of CONTRIBUTING.md says, and test what
+is left.
 
 python -m tests.stress.rooms                # all of them
 python -m tests.stress.rooms auto FSDP2     # those whose names begin so
@@ -18,17 +19,20 @@ from tests.support.repository import REPOSITORY
 TESTED = ("tests/options", "tests/hook", "tests/engine")
 IMPORTS = """
 import importlib, pkgutil
+skipped = ("__main__", "triton_kernel", "pytorch_lightning", "_lightning")
 for root in [{roots}]:
     package = importlib.import_module(root)
     for module in pkgutil.walk_packages(package.__path__, root + "."):
-        if not module.name.endswith(("__main__", "triton_kernel", "pytorch_lightning", "_lightning")):
+        if not module.name.endswith(skipped):
             importlib.import_module(module.name)
 """
 
 
 @dataclass(frozen=True)
 class Room:
-    """A row of the table. `edits`: file below commhooks/ -> (part of a line, what takes its place or "")."""
+    """A row of the table. `edits`: file below commhooks/ -> (part of a line, what takes its place
+    or "").
+    """
 
     name: str
     removed: list[str]
@@ -37,7 +41,12 @@ class Room:
 
 
 def rooms() -> list[Room]:
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## Taking a feature out")[2].partition("\n## ")[0]
+    text = (
+        (REPOSITORY / "CONTRIBUTING.md")
+        .read_text()
+        .partition("## Taking a feature out")[2]
+        .partition("\n## ")[0]
+    )
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")][2:]
     return [Room(row[0].strip(), _quoted(row[1]), _edits(row[2]), _quoted(row[3])) for row in rows]
 
@@ -63,8 +72,14 @@ def take_out(room: Room, tree: Path) -> None:
     for file, edits in room.edits.items():
         lines = (tree / "commhooks" / file).read_text().splitlines()
         for part, instead in edits:
-            word = re.compile(rf"(?<!\w){re.escape(part)}(?!\w)" if part[0].isalnum() else re.escape(part))
-            found = [number for number, line in enumerate(lines) if word.search(line) and not line.startswith('"""')]
+            word = re.compile(
+                rf"(?<!\w){re.escape(part)}(?!\w)" if part[0].isalnum() else re.escape(part)
+            )
+            found = [
+                number
+                for number, line in enumerate(lines)
+                if word.search(line) and not line.startswith('"""')
+            ]
             if not found:
                 raise SystemExit(f"{room.name}: no line of commhooks/{file} holds {part!r}")
             for number in reversed(found):
@@ -74,7 +89,11 @@ def take_out(room: Room, tree: Path) -> None:
 
 def test(room: Room, tree: Path) -> bool:
     """Import what is left, and run the tests that do not name the feature."""
-    roots = [root for root in ("commhooks", "lightning_commhooks", "accelerate_commhooks") if (tree / root).is_dir()]
+    roots = [
+        root
+        for root in ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+        if (tree / root).is_dir()
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     run = {"cwd": tree, "env": environment}
     imports = IMPORTS.format(roots=", ".join(map(repr, roots)))
@@ -84,19 +103,36 @@ def test(room: Room, tree: Path) -> bool:
     files = sorted(file for folder in TESTED for file in (tree / folder).glob("test_*.py"))
     kept = [str(file.relative_to(tree)) for file in files if not names_it.search(file.read_text())]
     print(f"{room.name}: {len(kept)} of {len(files)} files of tests", flush=True)
-    options = ["-q", "-x", "-n", "2", "--dist", "loadfile", "--durations", "0", "-p", "no:cacheprovider"]
+    options = [
+        "-q",
+        "-x",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--durations",
+        "0",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run([sys.executable, "-m", "pytest", *options, *kept], **run)  # type: ignore[call-overload]
     return bool(done.returncode == 0)
 
 
 def main(names: list[str]) -> int:
     failed = []
-    chosen = [room for room in rooms() if not names or any(room.name.startswith(name) for name in names)]
+    chosen = [
+        room for room in rooms() if not names or any(room.name.startswith(name) for name in names)
+    ]
     for room in chosen:
         with tempfile.TemporaryDirectory(prefix="commhooks-room-") as folder:
             tree = Path(folder)
             files = subprocess.run(
-                ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+                ["git", "ls-files", "-z"],
+                cwd=REPOSITORY,
+                capture_output=True,
+                text=True,
+                check=True,
             )
             for name in filter(None, files.stdout.split("\0")):
                 if (REPOSITORY / name).exists():

@@ -1,9 +1,11 @@
-"""A long run on 2 ranks: does memory grow, do the replicas drift apart, does the mean residual grow, are the bits the
-same when it is run again?
+"""A long run on 2 ranks: does memory grow, do the replicas drift apart, does the mean residual
+grow, are the bits the same when it is run again?
 
-    python -m tests.stress.soak [--hooks powerSGD int8 diloco] [--steps 50000]      # exit code 1 if something is wrong
+    # exit code 1 if something is wrong
+    python -m tests.stress.soak [--hooks powerSGD int8 diloco] [--steps 50000]
 
-A tenth of the steps is run a second time, for the bits. Run by `make soak`; `test_soak.py` runs a short one.
+A tenth of the steps is run a second time, for the bits. Run by `make soak`; `test_soak.py` runs a
+short one.
 """
 
 import argparse
@@ -43,8 +45,8 @@ class Subject:
     """A hook, and how large the mean over the ranks of its residuals can get.
 
     Attributes:
-        bound: `size` of the mean residual of a matrix, as a part of the largest that a rank has given to the hook: a
-            gradient, or with `rounds` how far its weights have moved.
+        bound: `size` of the mean residual of a matrix, as a part of the largest that a rank has
+            given to the hook: a gradient, or with `rounds` how far its weights have moved.
     """
 
     config: commhooks.HookConfig
@@ -54,17 +56,20 @@ class Subject:
 
 
 def _of_quantising(levels: int) -> float:
-    """Rounding loses at most half a step, of a `levels`-th of the largest number of delta = given + residual: once on
-    each rank, and once more for the mean, whose owner keeps that for both ranks. So a rank's residual is at most
-    1.5 / levels of its delta, delta at most 1 / (1 - 1.5 / levels) of what is given, and the mean residual at most
-    1 / levels of delta."""
+    """Rounding loses at most half a step, of a `levels`-th of the largest number of delta = given +
+    residual: once on each rank, and once more for the mean, whose owner keeps that for both ranks.
+    So a rank's residual is at most 1.5 / levels of its delta, delta at most 1 / (1 - 1.5 / levels)
+    of what is given, and the mean residual at most 1 / levels of delta.
+    """
     return 1 / levels / (1 - 1.5 / levels)
 
 
 def _of_projecting(rank: int, width: int) -> float:
-    """The mean residual is what a projection leaves of delta = mean gradient + mean residual, never longer than delta.
-    If it takes a share of rank / width off the squared length, as `rank` of `width` directions hold on average, and
-    PowerSGD's hold more, then a length x = kept (x + 1) stays."""
+    """The mean residual is what a projection leaves of delta = mean gradient + mean residual, never
+    longer than delta. If it takes a share of rank / width off the squared length, as `rank` of
+    `width` directions hold on average, and PowerSGD's hold more, then a length x = kept (x + 1)
+    stays.
+    """
     kept = (1 - rank / width) ** 0.5
     return kept / (1 - kept)
 
@@ -80,20 +85,28 @@ SUBJECTS = {
         _of_projecting(RANK, WIDTH),
     ),
     "int8": Subject(commhooks.Int8Compress(start_iter=START), _largest, _of_quantising(127)),
-    "diloco": Subject(commhooks.DiLoCo(sync_every=ROUND, start_iter=START), _largest, _of_quantising(7), rounds=True),
+    "diloco": Subject(
+        commhooks.DiLoCo(sync_every=ROUND, start_iter=START),
+        _largest,
+        _of_quantising(7),
+        rounds=True,
+    ),
 }
 
 
 def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict[str, Any]:
-    """One run on this rank, with a look at replicas and residuals at every `every`-th step, which ends a round. Memory
-    is looked at after a tenth of the steps and at the end."""
+    """One run on this rank, with a look at replicas and residuals at every `every`-th step, which
+    ends a round. Memory is looked at after a tenth of the steps and at the end.
+    """
     torch.manual_seed(0)
     subject, scale = SUBJECTS[name], 1.0
     ddp = DistributedDataParallel(mlp(WIDTH, LAYERS), bucket_cap_mb=SEVERAL_BUCKETS_MB)
     of_loss = None if subject.rounds else lambda: scale
     hook = commhooks.attach(ddp, subject.config, wrapper=wrapper, loss_scale=of_loss)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    matrices = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.dim() == 2}
+    matrices = {
+        name: parameter for name, parameter in ddp.module.named_parameters() if parameter.dim() == 2
+    }
     given = dict.fromkeys(matrices, 0.0)  # the largest so far
     anchor = {name: matrix.detach().clone() for name, matrix in matrices.items()}
 
@@ -118,7 +131,8 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     first: list[float] = []
     last = collections.deque[float](maxlen=min(200, steps // 5))
     for step in range(1, steps + 1):
-        bad = step % BAD_EVERY == FIRST_BAD and dist.get_rank() == step % 2  # such a step is part of a long run too
+        # such a step is part of a long run too
+        bad = step % BAD_EVERY == FIRST_BAD and dist.get_rank() == step % 2
         if bad and subject.rounds:
             with torch.no_grad():
                 next(ddp.parameters())[0, 0] = float("inf")
@@ -157,8 +171,12 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     }
 
 
-def _mean_residual(hook: commhooks.CommHook, subject: Subject, given: dict[str, float]) -> dict[str, float]:
-    """The norm of the mean residual over all matrices, and the largest part of `given` that it is of a matrix."""
+def _mean_residual(
+    hook: commhooks.CommHook, subject: Subject, given: dict[str, float]
+) -> dict[str, float]:
+    """The norm of the mean residual over all matrices, and the largest part of `given` that it is
+    of a matrix.
+    """
     payload, squares, part = hook.state_dict("per_rank"), 0.0, 0.0
     for name, own in given.items():
         (residual,) = payload["parameters"][name]["residual"]
@@ -178,30 +196,45 @@ def drift(looks: list[dict[str, Any]]) -> float:
     return sum(each["norm"] for each in late) / sum(each["norm"] for each in early)
 
 
-def problems(name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]], steps: int) -> list[str]:
-    """What is wrong with a run of `train`, and with a shorter one `again`, in sentences; none if all is well."""
+def problems(
+    name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]], steps: int
+) -> list[str]:
+    """What is wrong with a run of `train`, and with a shorter one `again`, in sentences; none if
+    all is well.
+    """
     found, subject = [], SUBJECTS[name]
     for rank, each in enumerate(ranks):
         who, stats, looks = f"{name}, rank {rank}", each["stats"], each["looks"]
         if [look["hash"] for look in looks] != [look["hash"] for look in ranks[0]["looks"]]:
             found.append(f"{who}: the weights are not those of rank 0")
-        bad, whole = (steps + BAD_EVERY - FIRST_BAD) // BAD_EVERY, (steps - START) // ROUND if subject.rounds else steps
+        bad, whole = (
+            (steps + BAD_EVERY - FIRST_BAD) // BAD_EVERY,
+            (steps - START) // ROUND if subject.rounds else steps,
+        )
         if (stats["step"], stats["nonfinite_steps"]) != (whole - bad, bad):
             found.append(
-                f"{who}: {stats['step']} steps of the hook and {stats['nonfinite_steps']} skipped, not {whole - bad} "
-                f"and {bad}"
+                f"{who}: {stats['step']} steps of the hook and {stats['nonfinite_steps']} skipped,"
+                f" not {whole - bad} and {bad}"
             )
         if not subject.rounds and stats["collectives_last_pass"] < 6:
             found.append(f"{who}: not several buckets")
         if each["memory_mb"][1] - each["memory_mb"][0] > SMALL_GROWTH_MB:
-            found.append(f"{who}: memory went from {each['memory_mb'][0]:.1f} to {each['memory_mb'][1]:.1f} MB")
+            found.append(
+                f"{who}: memory went from {each['memory_mb'][0]:.1f} to"
+                f" {each['memory_mb'][1]:.1f} MB"
+            )
         if each["tensors"][1] > each["tensors"][0] + SMALL_GROWTH_TENSORS:
-            found.append(f"{who}: live tensors went from {each['tensors'][0]} to {each['tensors'][1]}")
+            found.append(
+                f"{who}: live tensors went from {each['tensors'][0]} to {each['tensors'][1]}"
+            )
         if not each["last loss"] < 0.5 * each["first loss"]:
-            found.append(f"{who}: loss went from {each['first loss']:.3f} to {each['last loss']:.3f} only")
+            found.append(
+                f"{who}: loss went from {each['first loss']:.3f} to {each['last loss']:.3f} only"
+            )
         if not 0 < max(look["part"] for look in looks) < subject.bound:
             found.append(
-                f"{who}: the mean residual reached {max(look['part'] for look in looks):.3g} of what was given"
+                f"{who}: the mean residual reached {max(look['part'] for look in looks):.3g} of"
+                " what was given"
             )
         if not drift(looks) < MOST_DRIFT:
             found.append(f"{who}: the mean residual grew by {drift(looks):.2f}")
@@ -225,19 +258,27 @@ def _resident_mb() -> float:
 
 
 def run(
-    run_ranks: Callable[..., list[Any]], name: str, steps: int, comparisons: int = COMPARISONS, **options: Any
+    run_ranks: Callable[..., list[Any]],
+    name: str,
+    steps: int,
+    comparisons: int = COMPARISONS,
+    **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """A run of `train` and the first tenth of it again."""
     every = max(steps // comparisons // ROUND, 1) * ROUND
     timeout_s = 600 + steps
-    return tuple(run_ranks(train, name, n, every, timeout_s=timeout_s, **options) for n in (steps, 2 * every))
+    return tuple(
+        run_ranks(train, name, n, every, timeout_s=timeout_s, **options) for n in (steps, 2 * every)
+    )
 
 
 def main() -> int:
     from tests.stress.soak import run  # the workers find nothing that is defined in `__main__`
     from tests.support.workers import WorkerPool
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hooks", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--wrapper", choices=["fp16", "bf16"])
@@ -246,13 +287,17 @@ def main() -> int:
     for name in options.hooks:
         started = time.monotonic()
         ranks, again = run(pool.run, name, options.steps, wrapper=options.wrapper)
-        print(f"{name}: {options.steps} steps, and a tenth of them again, in {time.monotonic() - started:.0f} s")
+        print(
+            f"{name}: {options.steps} steps, and a tenth of them again, in"
+            f" {time.monotonic() - started:.0f} s"
+        )
         for rank, each in enumerate(ranks):
             (mb, mb_after), (tensors, tensors_after) = each["memory_mb"], each["tensors"]
             print(
-                f"  rank {rank}: memory {mb:.1f} -> {mb_after:.1f} MB, live tensors {tensors} -> {tensors_after}, "
-                f"loss {each['first loss']:.3f} -> {each['last loss']:.4f}, weights {each['looks'][-1]['hash'][:16]}, "
-                f"{each['stats']['step']} steps of the hook and {each['stats']['nonfinite_steps']} skipped"
+                f"  rank {rank}: memory {mb:.1f} -> {mb_after:.1f} MB, live tensors {tensors} ->"
+                f" {tensors_after}, loss {each['first loss']:.3f} -> {each['last loss']:.4f},"
+                f" weights {each['looks'][-1]['hash'][:16]}, {each['stats']['step']} steps of the"
+                f" hook and {each['stats']['nonfinite_steps']} skipped"
             )
         looks = ranks[0]["looks"]
         print("  norm of the mean residual:", *(f"{look['norm']:.3g}" for look in looks))

@@ -1,9 +1,10 @@
-"""One rank of three is slow, stopped for a while, or gone: who waits how long, and what does the user read?
+"""One rank of three is slow, stopped for a while, or gone: who waits how long, and what does the
+user read?
 
     python -m tests.stress.stragglers [--hooks ddp powerSGD diloco] [--pause 60] [--limit 10]
 
-Prints a Markdown table, then the errors. A step is a sleep of 50 ms, so that the processor does not count. Run by
-`make stragglers`; `test_stragglers.py` runs a short one.
+Prints a Markdown table, then the errors. A step is a sleep of 50 ms, so that the processor does not
+count. Run by `make stragglers`; `test_stragglers.py` runs a short one.
 """
 
 import argparse
@@ -80,7 +81,9 @@ class Outcome:
     weights: str
 
 
-def train(folder: str, hook: str, trouble: Trouble, steps: int = STEPS, step_s: float = STEP_S) -> None:
+def train(
+    folder: str, hook: str, trouble: Trouble, steps: int = STEPS, step_s: float = STEP_S
+) -> None:
     """What each rank does; writes its `Outcome` into the folder."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=trouble.limit_s))
@@ -128,25 +131,39 @@ def _get_into(trouble: Trouble) -> None:
 
 
 def outcomes(
-    run_ranks: Callable[..., list[Any]], hook: str, trouble: Trouble, world_size: int = RANKS, **course: Any
+    run_ranks: Callable[..., list[Any]],
+    hook: str,
+    trouble: Trouble,
+    world_size: int = RANKS,
+    **course: Any,
 ) -> dict[int, Outcome]:
     """Of the ranks that came to an end. `course`: for `train`."""
     timeout_s = STEPS * STEP_S * trouble.factor + trouble.limit_s + 15
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(RanksFailed):  # one of them is gone
-            run_ranks(train, folder, hook, trouble, **course, world_size=world_size, timeout_s=timeout_s)
-        found = {int(file.stem): Outcome(**json.loads(file.read_text())) for file in Path(folder).glob("*.json")}
+            run_ranks(
+                train, folder, hook, trouble, **course, world_size=world_size, timeout_s=timeout_s
+            )
+        found = {
+            int(file.stem): Outcome(**json.loads(file.read_text()))
+            for file in Path(folder).glob("*.json")
+        }
     return dict(sorted(found.items()))
 
 
-def row(run_ranks: Callable[..., list[Any]], hook: str, pause_s: float, limit_s: float) -> tuple[list[str], list[str]]:
+def row(
+    run_ranks: Callable[..., list[Any]], hook: str, pause_s: float, limit_s: float
+) -> tuple[list[str], list[str]]:
     """A line of the table, and the errors."""
     even = outcomes(run_ranks, hook, Trouble())
     half = outcomes(run_ranks, hook, Trouble(factor=2.0))
     stopped = outcomes(run_ranks, hook, Trouble(stopped_s=pause_s, limit_s=pause_s + limit_s))
     killed = outcomes(run_ranks, hook, Trouble(killed=True, limit_s=limit_s))
     hanging = outcomes(run_ranks, hook, Trouble(stopped_s=float("inf"), limit_s=limit_s))
-    same = all(stopped[rank].weights == even[rank].weights and not stopped[rank].error for rank in range(RANKS))
+    same = all(
+        stopped[rank].weights == even[rank].weights and not stopped[rank].error
+        for rank in range(RANKS)
+    )
     cells = [
         hook,
         f"{1e3 * even[0].step_s:.0f} ms",
@@ -176,15 +193,22 @@ def _when(found: dict[int, Outcome]) -> str:
 def main() -> int:
     from tests.stress import stragglers  # the workers find nothing that is defined in `__main__`
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS))
-    parser.add_argument("--pause", type=float, default=60.0, help="seconds for which the rank is stopped")
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds: the time-out of the process group")
+    parser.add_argument(
+        "--pause", type=float, default=60.0, help="seconds for which the rank is stopped"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=10.0, help="seconds: the time-out of the process group"
+    )
     options = parser.parse_args()
     pool, errors = WorkerPool(), []
     print(
-        f"| hook | step | one at half speed: step | one stopped for {options.pause:g} s: others wait | weights then "
-        f"| one killed: error after | one stopped for good, limit {options.limit:g} s: error after |"
+        f"| hook | step | one at half speed: step | one stopped for {options.pause:g} s: others"
+        " wait | weights then | one killed: error after | one stopped for good, limit"
+        f" {options.limit:g} s: error after |"
     )
     print("|---" * 7 + "|")
     for hook in options.hooks:

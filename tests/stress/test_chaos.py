@@ -1,4 +1,6 @@
-"""Trainings that die at chosen moments go on by themselves to the same weights. `make chaos` draws more."""
+"""Trainings that die at chosen moments go on by themselves to the same weights. `make chaos` draws
+more.
+"""
 
 import dataclasses
 import random
@@ -20,7 +22,9 @@ def _dies(run_ranks: Any, folder: Path, combination: str, death: Death, steps: i
     """A run whose weights, notes and steps are as they should be."""
     case = Case(Combination(*combination.split(), steps=steps), death)
     outcome = chaos_runs.run(case, folder / "run", warm.python("lightning.pytorch"))
-    assert chaos_runs.judge(outcome, Twins(run_ranks).of(outcome)).failures == [], outcome.output[-4000:]
+    assert chaos_runs.judge(outcome, Twins(run_ranks).of(outcome)).failures == [], outcome.output[
+        -4000:
+    ]
     return outcome
 
 
@@ -37,14 +41,18 @@ def test_one_rank_is_killed_in_mid_backward(run_ranks: Any, tmp_path: Path) -> N
 
 @pytest.mark.timeout(240)
 def test_a_rank_is_gone_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = _dies(run_ranks, tmp_path, "plain ddp powerSGD", Death("save", "saving", 10, file_bytes=1000))
+    outcome = _dies(
+        run_ranks, tmp_path, "plain ddp powerSGD", Death("save", "saving", 10, file_bytes=1000)
+    )
     assert (outcome.died_in, outcome.died_at, outcome.resumed_at) == ("saving", 10, 5)
     assert not (tmp_path / "run" / "error-0-0.json").exists()  # it had no time for an error
 
 
 @pytest.mark.timeout(240)
 def test_the_newest_checkpoint_is_cut_off(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = _dies(run_ranks, tmp_path, "fabric ddp int8", Death("truncated", "between", 12), steps=15)
+    outcome = _dies(
+        run_ranks, tmp_path, "fabric ddp int8", Death("truncated", "between", 12), steps=15
+    )
     assert (outcome.died_at, outcome.said, outcome.resumed_at) == (12, "refused", 5)
     assert "step_10.pt" in outcome.output and "it is cut off after" in outcome.output
 
@@ -55,7 +63,8 @@ def test_machines_come_and_go(tmp_path: Path) -> None:
     assert row["failures"] == [] and row["deaths"] > 0 and row["rounds"] == 8
 
 
-# ------------------------------------------------------------------------------------------ the campaign sees failures
+# ------------------------------------------------------------------------------------------ the
+# campaign sees failures
 
 PLAIN = Combination("plain", "ddp", "powerSGD")
 ERROR = {"type": "HookRunError", "text": "", "seconds": 0.1}
@@ -72,10 +81,15 @@ def _outcome(kind: str = "one", front: str = "plain", **changes: Any) -> Outcome
     return dataclasses.replace(made, **changes)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("one", {}), ("full", {"output": chaos_runs.FULL}), ("all", {})])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("one", {}), ("full", {"output": chaos_runs.FULL}), ("all", {})]
+)
 def test_a_good_run_fails_nothing(kind: str, more: dict[str, Any]) -> None:
     assert chaos_runs.judge(_outcome(kind, **more), WEIGHTS).failures == []
-    assert chaos_runs.judge(_outcome(kind, front="lightning", survivors=[], **more), WEIGHTS).failures == []
+    assert (
+        chaos_runs.judge(_outcome(kind, front="lightning", survivors=[], **more), WEIGHTS).failures
+        == []
+    )
 
 
 BACK = "died at step 12, resumed at 5: further back than the last checkpoint"
@@ -101,24 +115,34 @@ def test_each_broken_promise_is_a_failure(outcome: Outcome, text: str) -> None:
 
 def test_other_weights_are_a_failure() -> None:
     other = "other weights than the training that was left alone"
-    for output, more in (("", ""), ("... marked inexact ...", " (a checkpoint was marked inexact)")):
+    for output, more in (
+        ("", ""),
+        ("... marked inexact ...", " (a checkpoint was marked inexact)"),
+    ):
         assert chaos_runs.judge(_outcome(output=output), WEIGHTS + 1e-7).failures == [other + more]
     different = _outcome()
     different.final[1]["weights"] += 1
     assert chaos_runs.judge(different, WEIGHTS).failures == ["the ranks ended in different weights"]
     short = _outcome()
     short.final[1]["stats"]["so_far"]["backward_passes"] -= 1
-    assert chaos_runs.judge(short, WEIGHTS).failures == [f"not {chaos_cases.STEPS} steps, or none compressed"]
+    assert chaos_runs.judge(short, WEIGHTS).failures == [
+        f"not {chaos_cases.STEPS} steps, or none compressed"
+    ]
 
 
 def test_failures_of_machines_that_come_and_go() -> None:
     def machine(weights: str, steps: tuple[int, ...] = (1, 2), names: str = "ab") -> Any:
         rounds = {step: {"weights": f"{weights} {step}", "names": list(names)} for step in steps}
-        return SimpleNamespace(lines=[{"what": "end", "step": 2, "loss": 0.5, "weights": weights}], rounds=rounds)
+        return SimpleNamespace(
+            lines=[{"what": "end", "step": 2, "loss": 0.5, "weights": weights}], rounds=rounds
+        )
 
     for machines, text in (
         ([machine("x"), machine("x")], None),
-        ([machine("x"), machine("y")], "other weights on other machines after the outer steps [1, 2]"),
+        (
+            [machine("x"), machine("y")],
+            "other weights on other machines after the outer steps [1, 2]",
+        ),
         ([machine("x", (1,))], "nobody took the outer steps [2]"),
         ([machine("x", names="a")], "no two machines trained together"),
         ([], "no machine came to the end"),

@@ -1,4 +1,6 @@
-"""The areas of `make test-mutants` name tests that exist, and explain lines that are in the code."""
+"""The areas of `make test-mutants` name tests that exist, and explain lines that are in the
+code.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A rank that is stopped and goes on, and one that is killed; `make stragglers` measures all kinds of trouble."""
+"""A rank that is stopped and goes on, and one that is killed; `make stragglers` measures all kinds
+of trouble.
+"""
 
 import pytest
 
@@ -10,10 +12,13 @@ SHORT = {"steps": 26, "step_s": 0.0}
 @pytest.mark.parametrize("hook", ["powerSGD", "diloco, delay"])
 def test_a_rank_that_is_stopped_for_a_while_changes_nothing(run_ranks, hook):
     even, stopped = (
-        outcomes(run_ranks, hook, trouble, world_size=2, **SHORT) for trouble in (Trouble(), Trouble(stopped_s=1.0))
+        outcomes(run_ranks, hook, trouble, world_size=2, **SHORT)
+        for trouble in (Trouble(), Trouble(stopped_s=1.0))
     )
     assert stopped[1 - LATE_RANK].longest_s > 0.5
-    assert {each.weights for found in (even, stopped) for each in found.values()} == {even[0].weights}
+    assert {each.weights for found in (even, stopped) for each in found.values()} == {
+        even[0].weights
+    }
     assert not any(each.error for each in (*even.values(), *stopped.values()))
 
 
@@ -21,5 +26,8 @@ def test_a_killed_rank_is_named(run_ranks):
     killed = outcomes(run_ranks, "powerSGD", Trouble(killed=True), **SHORT)
     assert sorted(killed) == [0, 2]
     for rank, each in killed.items():
-        assert f"rank {rank} of 3" in each.error and f"rank {LATE_RANK} has ended or hangs" in each.error
+        assert (
+            f"rank {rank} of 3" in each.error
+            and f"rank {LATE_RANK} has ended or hangs" in each.error
+        )
         assert each.longest_s < 10

@@ -1,11 +1,13 @@
-"""Take each wait for a stream out of the packages, one at a time: a test on the simulated accelerator must fail.
+"""Take each wait for a stream out of the packages, one at a time: a test on the simulated
+accelerator must fail.
 
     python -m tests.stress.waits [PART OF A PLACE ...]
 
-Each mutant is a copy of the repository without one statement that waits for a stream, records an event or keeps memory
-for a stream. Prints a table: the place, and what found the mutant: "clocks" (an access that nothing orders),
-"allocator" (memory freed too early), "late execution" (other numbers), or an assertion of the test. A mutant that no
-test finds makes the exit status 1, unless EXPLAINED has a reason. `make test-waits` runs this: some minutes.
+Each mutant is a copy of the repository without one statement that waits for a stream, records an
+event or keeps memory for a stream. Prints a table: the place, and what found the mutant: "clocks"
+(an access that nothing orders), "allocator" (memory freed too early), "late execution" (other
+numbers), or an assertion of the test. A mutant that no test finds makes the exit status 1, unless
+EXPLAINED has a reason. `make test-waits` runs this: some minutes.
 """
 
 import ast
@@ -34,7 +36,9 @@ WAITS = {
     "self._mark.wait",
 }
 SETTLES = {"self.held.settle", "before"}
-"""Waits in `local_steps/fragments.py` and `exchange.py`; elsewhere they bring the counters up to date."""
+"""Waits in `local_steps/fragments.py` and `exchange.py`; elsewhere they bring the counters up to
+date.
+"""
 TESTS = "tests/engine/test_simulated_accelerator.py"
 FIRST = {
     "comm/collectives.py": "reads",
@@ -51,16 +55,30 @@ FIRST = {
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",
 }
-"""Tests that are tried first, because they probably find the mutants of a module. Then come all others."""
+"""Tests that are tried first, because they probably find the mutants of a module. Then come all
+others.
+"""
 EXPLAINED = {
-    ("engine/immediate.py", "finish", "keep_for_current_stream([new_answer])"): "the future has kept its value already",
+    (
+        "engine/immediate.py",
+        "finish",
+        "keep_for_current_stream([new_answer])",
+    ): "the future has kept its value already",
     (
         "engine/streams.py",
         "overwrite",
         "stream.wait_stream(torch.accelerator.current_stream(device))",
     ): "the host has waited for the copy to the device",
-    ("local_steps/fragments.py", "held_exchange", "self.held.settle()"): "machines that come and go are not simulated",
-    ("local_steps/fragments.py", "exchange", "wait_for_background(device)"): "the host has waited for the outcome",
+    (
+        "local_steps/fragments.py",
+        "held_exchange",
+        "self.held.settle()",
+    ): "machines that come and go are not simulated",
+    (
+        "local_steps/fragments.py",
+        "exchange",
+        "wait_for_background(device)",
+    ): "the host has waited for the outcome",
     (
         "local_steps/fragments.py",
         "apply",
@@ -76,9 +94,15 @@ LIMIT_S = 900
 
 
 def places() -> Iterator[tuple[str, str, ast.AST]]:
-    """The file and the function of each wait, with what is taken out: a statement, or the devices of a future."""
+    """The file and the function of each wait, with what is taken out: a statement, or the devices
+    of a future.
+    """
     for file, text in sources().items():
-        waits = WAITS | (SETTLES if file.endswith(("local_steps/fragments.py", "local_steps/exchange.py")) else set())
+        waits = WAITS | (
+            SETTLES
+            if file.endswith(("local_steps/fragments.py", "local_steps/exchange.py"))
+            else set()
+        )
         yield from ((file, *found) for found in _in(ast.parse(text), "", waits))
 
 
@@ -98,7 +122,11 @@ def without(text: str, node: Any) -> str:
     lines = text.splitlines(keepends=True)
     before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
     after = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-    lines[node.lineno - 1 : node.end_lineno] = [before, "pass" if isinstance(node, ast.stmt) else "[]", after]
+    lines[node.lineno - 1 : node.end_lineno] = [
+        before,
+        "pass" if isinstance(node, ast.stmt) else "[]",
+        after,
+    ]
     return "".join(lines)
 
 
@@ -110,7 +138,9 @@ def found_by(pytest: str) -> str | None:
     test = re.search(r"^(?:FAILED|ERROR) \S+::(.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if test is None:
         sys.exit(done.stdout + done.stderr)
-    layers = [layer for layer, texts in LAYERS.items() if any(text in done.stdout for text in texts)]
+    layers = [
+        layer for layer, texts in LAYERS.items() if any(text in done.stdout for text in texts)
+    ]
     return f"{' and '.join(layers) or 'assertion'}: {test[1]}"
 
 
@@ -134,7 +164,9 @@ def main(wanted: list[str]) -> int:
             else:
                 by = f"nothing: {by}"
             survived += by is None
-            print(f"| `{short}`, `{function}` | `{statement}` | {by or '**SURVIVED**'} |", flush=True)
+            print(
+                f"| `{short}`, `{function}` | `{statement}` | {by or '**SURVIVED**'} |", flush=True
+            )
         os.chdir(REPOSITORY)
     return 1 if survived else 0
 

@@ -1,4 +1,6 @@
-"""Accelerators in the worker pool, and a small training run with one, shared by the tests of `accelerate_commhooks`."""
+"""Accelerators in the worker pool, and a small training run with one, shared by the tests of
+`accelerate_commhooks`.
+"""
 
 import contextlib
 import functools
@@ -42,10 +44,11 @@ def section(text: str) -> str:
 
 @contextlib.contextmanager
 def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
-    """Context manager: pretend that `accelerate launch` has started this worker, with the pool's ranks on the CPU.
+    """Context manager: pretend that `accelerate launch` has started this worker, with the pool's
+    ranks on the CPU.
 
-    `changes` are made to the launcher's variables; `none`: without a launcher. Accelerate 1.15 caches what it has
-    detected in the process; its own tests use `_reset_state` to start anew.
+    `changes` are made to the launcher's variables; `none`: without a launcher. Accelerate 1.15
+    caches what it has detected in the process; its own tests use `_reset_state` to start anew.
     """
     environ = (
         {}
@@ -71,7 +74,9 @@ def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
 
 
 def forget_handlers() -> None:
-    """Begin as in a new process: handlers that earlier tests have attached to no model are not warned of."""
+    """Begin as in a new process: handlers that earlier tests have attached to no model are not
+    warned of.
+    """
     unattached._checks.clear()
 
 
@@ -95,10 +100,15 @@ def new_accelerator(*handlers: Any, **kwargs: Any) -> Accelerator:
 
 
 def sharding_accelerator(
-    *handlers: Any, replicas: int | None = 2, reshard: bool = True, form: str = "SHARDED_STATE_DICT", **kwargs: Any
+    *handlers: Any,
+    replicas: int | None = 2,
+    reshard: bool = True,
+    form: str = "SHARDED_STATE_DICT",
+    **kwargs: Any,
 ) -> Accelerator:
-    """Make an accelerator that shards by FSDP2 within replicas, on the CPU. `replicas` None: without a
-    ParallelismConfig."""
+    """Make an accelerator that shards by FSDP2 within replicas, on the CPU. `replicas` None:
+    without a ParallelismConfig.
+    """
     pretend_to_have_accelerators()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -108,9 +118,13 @@ def sharding_accelerator(
         state_dict_type=form,
         cpu_ram_efficient_loading=form == "FULL_STATE_DICT",
     )
-    sizes = replicas and ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
+    sizes = replicas and ParallelismConfig(
+        dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas
+    )
     others = [handler for handler in handlers if not isinstance(handler, CommHookKwargs)]
-    accelerator = Accelerator(kwargs_handlers=others, fsdp_plugin=plugin, parallelism_config=sizes, cpu=True, **kwargs)
+    accelerator = Accelerator(
+        kwargs_handlers=others, fsdp_plugin=plugin, parallelism_config=sizes, cpu=True, **kwargs
+    )
     assert accelerator.is_fsdp2 and accelerator.device.type == "cpu"
     for handler in handlers:
         if isinstance(handler, CommHookKwargs):
@@ -119,14 +133,19 @@ def sharding_accelerator(
 
 
 def pretend_to_have_accelerators() -> None:
-    """Make the next `Accelerator` shard on the CPU. Accelerate 1.15 shards on accelerators only, although FSDP2 also
-    runs on the CPU."""
+    """Make the next `Accelerator` shard on the CPU. Accelerate 1.15 shards on accelerators only,
+    although FSDP2 also runs on the CPU.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
 def power_sgd(options: dict[str, Any] = OPTIONS, **kwargs: Any) -> CommHookKwargs:
-    kwargs = {"hook": "powerSGD", "hook_options": options, "bucket_cap_mb": SEVERAL_BUCKETS_MB} | kwargs
+    kwargs = {
+        "hook": "powerSGD",
+        "hook_options": options,
+        "bucket_cap_mb": SEVERAL_BUCKETS_MB,
+    } | kwargs
     return CommHookKwargs(**kwargs)
 
 
@@ -134,12 +153,19 @@ class Training:
     """An accelerator with one model and its optimizer on this rank."""
 
     def __init__(
-        self, handler: Any = None, *, accelerator: Accelerator | None = None, scale: float | None = None, **kwargs: Any
+        self,
+        handler: Any = None,
+        *,
+        accelerator: Accelerator | None = None,
+        scale: float | None = None,
+        **kwargs: Any,
     ) -> None:
         self.handler = power_sgd() if handler is None else handler
         self.accelerator = accelerator or new_accelerator(self.handler, **kwargs)
         if scale is not None:  # as with mixed_precision="fp16", which is off on the CPU
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+            self.accelerator.scaler = torch.amp.GradScaler(
+                "cpu", init_scale=scale, growth_interval=3
+            )
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -201,4 +227,6 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Assert that two outcomes are equal."""
     assert torch.equal(one["weights"], other["weights"])
     assert one["residuals"].keys() == other["residuals"].keys()
-    assert all(torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"])
+    assert all(
+        torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"]
+    )

@@ -1,4 +1,6 @@
-"""Whether this machine has the C compiler that the native library needs, and libraries built as on other machines."""
+"""Whether this machine has the C compiler that the native library needs, and libraries built as on
+other machines.
+"""
 
 import contextlib
 import os
@@ -17,8 +19,20 @@ def _compiles() -> bool:
     """Whether a program with a header of the C library can be compiled."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), "")
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
-        command = [*compiler.split(), "-x", "c", "-shared", "-fPIC", "-o", os.path.join(folder, "a.so"), "-"]
-        return subprocess.run(command, input=b"#include <math.h>\n", capture_output=True).returncode == 0
+        command = [
+            *compiler.split(),
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-o",
+            os.path.join(folder, "a.so"),
+            "-",
+        ]
+        return (
+            subprocess.run(command, input=b"#include <math.h>\n", capture_output=True).returncode
+            == 0
+        )
     return False
 
 
@@ -34,8 +48,9 @@ def compile_kernels() -> None:
 
 @contextlib.contextmanager
 def another_library(*flags: str, compiler: str | None = None) -> Iterator[None]:
-    """Context manager: use a library that this compiler (None: the usual one) builds with additional flags. The cache
-    keeps it, because several tests use the same flags."""
+    """Context manager: use a library that this compiler (None: the usual one) builds with
+    additional flags. The cache keeps it, because several tests use the same flags.
+    """
     sources = {source: (*own, *flags) for source, own in library.SOURCES.items()}
     library.load.cache_clear()
     try:

@@ -1,6 +1,8 @@
-"""Stand-ins for the streams and events of an accelerator, to test on the CPU which work waits for which.
+"""Stand-ins for the streams and events of an accelerator, to test on the CPU which work waits for
+which.
 
-A stream knows the names of all work that its next work comes after. Tests name work by `Cuda.queue`.
+A stream knows the names of all work that its next work comes after. Tests name work by
+`Cuda.queue`.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ from commhooks.engine import streams
 from commhooks.gradients import precision
 
 Clock = dict["Stream", int]
-"""Per stream, the number of the latest work that something comes after; see `simulated_accelerator.py`."""
+"""Per stream, the number of the latest work that something comes after; see
+`simulated_accelerator.py`.
+"""
 
 
 class Stream:
@@ -62,7 +66,9 @@ class Event:
         return self._has_passed()
 
     def _has_passed(self) -> bool:
-        return all(number <= self._cuda.host.get(stream, 0) for stream, number in self.clock.items())
+        return all(
+            number <= self._cuda.host.get(stream, 0) for stream, number in self.clock.items()
+        )
 
     def synchronize(self) -> None:
         if not self.query():
@@ -71,7 +77,9 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         for each in (self, end):
             if not (each._recorded and each._has_passed()):
-                raise RuntimeError("the time of an event that was not recorded, or for which nobody has waited")
+                raise RuntimeError(
+                    "the time of an event that was not recorded, or for which nobody has waited"
+                )
         return 0.0
 
 
@@ -132,10 +140,13 @@ class Cuda:
         self.host_waits.setdefault(threading.current_thread(), []).append(frozenset(work))
 
     def copy(self, to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `to` so that it waits, unless it copies to pinned host memory. torch pins what is copied
-        `non_blocking`."""
+        """Wrap `to` so that it waits, unless it copies to pinned host memory. torch pins what is
+        copied `non_blocking`.
+        """
 
-        def copying(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        def copying(
+            tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any
+        ) -> torch.Tensor:
             moves = any(isinstance(each, (str, torch.device)) for each in (*args, *kwargs.values()))
             if not (non_blocking and moves):
                 return (self.waits(to) if moves else to)(tensor, *args, **kwargs)

@@ -1,6 +1,8 @@
-"""Helpers for tests of hooks on several ranks: a model, batches, a backward pass, comparisons over ranks.
+"""Helpers for tests of hooks on several ranks: a model, batches, a backward pass, comparisons over
+ranks.
 
-Everything here runs inside the workers. All ranks of the group must call the functions that compare over ranks.
+Everything here runs inside the workers. All ranks of the group must call the functions that compare
+over ranks.
 """
 
 import contextlib
@@ -18,13 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook
 
-SMALL_BUCKETS_MB = 0.003  # about 3 kB: every layer of `mlp` has a bucket of its own after the rebuild
+SMALL_BUCKETS_MB = (
+    0.003  # about 3 kB: every layer of `mlp` has a bucket of its own after the rebuild
+)
 
 
 def mlp(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Make three linear layers whose weights are worth compressing at ranks 1 and 2; the same on every rank."""
+    """Make three linear layers whose weights are worth compressing at ranks 1 and 2; the same on
+    every rank.
+    """
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24))
+    model = nn.Sequential(
+        nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24)
+    )
     return model.to(dtype)
 
 
@@ -32,7 +40,9 @@ def wrap(module: nn.Module, **ddp_options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module, **({"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options))
 
 
-def batch(step: int, rank: int | None = None, width: int = 24, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def batch(
+    step: int, rank: int | None = None, width: int = 24, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Make eight rows for this step, different on each rank. `rank`: None: this process's."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -40,8 +50,9 @@ def batch(step: int, rank: int | None = None, width: int = 24, dtype: torch.dtyp
 
 
 def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
-    """Run one forward and backward pass of `mlp` on this rank's batch, into gradients that start as None. `scale`:
-    factor of the loss."""
+    """Run one forward and backward pass of `mlp` on this rank's batch, into gradients that start as
+    None. `scale`: factor of the loss.
+    """
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
     (model(batch(step, dtype=dtype)).square().mean() * scale).backward()
@@ -71,8 +82,12 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def local_gradients(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, torch.Tensor]:
-    """Return the gradients of this rank alone, from `run`, a forward and backward pass, on a copy of the module."""
+def local_gradients(
+    model: nn.Module, run: Callable[[nn.Module], object]
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of this rank alone, from `run`, a forward and backward pass, on a copy
+    of the module.
+    """
     alone = copy.deepcopy(model.module if isinstance(model, DistributedDataParallel) else model)
     alone.zero_grad(set_to_none=True)
     run(alone)
@@ -81,14 +96,16 @@ def local_gradients(model: nn.Module, run: Callable[[nn.Module], object]) -> dic
 
 @contextlib.contextmanager
 def process_group_of_one() -> Iterator[None]:
-    """Context manager: a default process group with this process only, for tests that need a DDP model and no second
-    rank."""
+    """Context manager: a default process group with this process only, for tests that need a DDP
+    model and no second rank.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        time.sleep(0.001)  # as in worker_side.py: the model is destroyed soon, and the group with it
+        # as in worker_side.py: the model is destroyed soon, and the group with it
+        time.sleep(0.001)
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,7 +121,9 @@ def mean_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 def replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> bool:
     """Whether weights and gradients are finite and bit-equal on every rank."""
     own = [
-        p.detach().double().flatten() if not p.is_complex() else torch.view_as_real(p.detach()).double().flatten()
+        p.detach().double().flatten()
+        if not p.is_complex()
+        else torch.view_as_real(p.detach()).double().flatten()
         for p in model.parameters()
     ]
     own += [g.double().flatten() for g in gradients(model).values() if not g.is_complex()]
@@ -117,7 +136,9 @@ def replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 def residuals(hook: CommHook) -> dict[str, torch.Tensor]:
     """Return this rank's residuals by parameter, in the shape of the parameter."""
     saved = hook.state_dict("per_rank")["parameters"]
-    return {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
+    return {
+        name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None
+    }
 
 
 def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
@@ -125,8 +146,9 @@ def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def errors_of_means(model: nn.Module, steps: int, factor: float = 1.0) -> list[float]:
-    """Train, and return the relative error of each gradient. It should be `factor` times the mean of the ranks' own
-    gradients."""
+    """Train, and return the relative error of each gradient. It should be `factor` times the mean
+    of the ranks' own gradients.
+    """
     errors = []
     for step in range(steps):
         alone = local_gradients(model, functools.partial(backward, step=step))
@@ -147,18 +169,23 @@ def conservation_error(
     gradient: torch.Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Return |mean new residual + gradient - mean delta| / |mean delta| for one parameter, with delta = gradient + old
-    residual.
+    """Return |mean new residual + gradient - mean delta| / |mean delta| for one parameter, with
+    delta = gradient + old residual.
 
-    What compression omits from the gradient must be in the residuals, however good the approximation is.
+    What compression omits from the gradient must be in the residuals, however good the
+    approximation is.
     """
     delta = local.double() if before is None else local.double() + before.double()
     mean_delta = mean_over_ranks(delta, group)
-    return relative(mean_over_ranks(after.double(), group) + gradient.double() - mean_delta, mean_delta)
+    return relative(
+        mean_over_ranks(after.double(), group) + gradient.double() - mean_delta, mean_delta
+    )
 
 
 @contextlib.contextmanager
-def log_lines(names: str | tuple[str, ...] = "commhooks", level: int = logging.INFO) -> Iterator[list[str]]:
+def log_lines(
+    names: str | tuple[str, ...] = "commhooks", level: int = logging.INFO
+) -> Iterator[list[str]]:
     """Context manager: collect the messages logged under one or several names."""
     lines: list[str] = []
     handler = logging.Handler(level)

@@ -1,11 +1,17 @@
-"""Records what torch dispatches: operators, views, new memory, and reads for which the host would wait."""
+"""Records what torch dispatches: operators, views, new memory, and reads for which the host would
+wait.
+"""
 
 import traceback
 from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
+
+# the only way to see what is dispatched; torch 2.13
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)
 
 WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")
 
@@ -32,7 +38,9 @@ class Dispatched(TorchDispatchMode):
             self.views += 1
         else:
             self.operators[str(func)] += 1
-        if isinstance(result, torch.Tensor) and not any("Tensor" in str(x.type) for x in func._schema.arguments):
+        if isinstance(result, torch.Tensor) and not any(
+            "Tensor" in str(x.type) for x in func._schema.arguments
+        ):
             self.new_bytes += result.nbytes
         if func._schema.name.split("::")[1] in WAITING:
             self.waits.append("".join(traceback.format_stack(limit=6)))

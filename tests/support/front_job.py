@@ -1,10 +1,12 @@
-"""A training on one of several machines that come and go, by a front end: `python front_job.py JSON`.
+"""A training on one of several machines that come and go, by a front end: `python front_job.py
+JSON`.
 
-Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the weights and of the
-optimizer's state, the front end's number of steps, the learning rate of its scheduler. It trains `steps` steps, slowly
-as long as there is a file "slow" in the folder: machine a then waits after two rounds until machine b is coming.
-`sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A machine with a `world` of several ranks shards the
-model by FSDP2; `port`: for their process group. `members` false: it trains alone, by DDP.
+Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the
+weights and of the optimizer's state, the front end's number of steps, the learning rate of its
+scheduler. It trains `steps` steps, slowly as long as there is a file "slow" in the folder: machine
+a then waits after two rounds until machine b is coming. `sigterm`: it gets SIGTERM after so many
+outer steps, in mid-round. A machine with a `world` of several ranks shards the model by FSDP2;
+`port`: for their process group. `members` false: it trains alone, by DDP.
 """
 
 import hashlib
@@ -40,10 +42,17 @@ class Rounds:
         if stats["step"] > self._before and stats["step_in_round"] == 0:
             self._before, self._count = stats["step"], self._count + 1
             weights = [p for group in optimizer.param_groups for p in group["params"]]
-            more["weights"], more["moments"] = hash_of(weights), hash_of(optimizer.state[p]["exp_avg"] for p in weights)
+            more["weights"], more["moments"] = (
+                hash_of(weights),
+                hash_of(optimizer.state[p]["exp_avg"] for p in weights),
+            )
             lr = optimizer.param_groups[0]["lr"]
             said("round", step=stats["step"], names=names_in(hook), steps=steps, lr=lr, **more)
-        if self._sigterm is not None and self._count >= self._sigterm and stats["step_in_round"] == 2:
+        if (
+            self._sigterm is not None
+            and self._count >= self._sigterm
+            and stats["step_in_round"] == 2
+        ):
             self._sigterm = None
             os.kill(os.getpid(), signal.SIGTERM)
         while self._before == 2 and self._slow.exists() and not self._coming.exists():
@@ -53,7 +62,10 @@ class Rounds:
 
 
 def said(what: str, **more: Any) -> None:
-    print(json.dumps({"what": what, "local_rank": int(os.environ.get("LOCAL_RANK", 0)), **more}), flush=True)
+    print(
+        json.dumps({"what": what, "local_rank": int(os.environ.get("LOCAL_RANK", 0)), **more}),
+        flush=True,
+    )
 
 
 def names_in(hook: Any) -> list[str]:
@@ -64,7 +76,9 @@ def names_in(hook: Any) -> list[str]:
 
 def hash_of(tensors: Any) -> str:
     local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest()[
+        :16
+    ]
 
 
 def new_model(seed: int) -> torch.nn.Module:
@@ -74,7 +88,8 @@ def new_model(seed: int) -> torch.nn.Module:
 
 def new_optimizer(model: torch.nn.Module) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    # Its rate depends on its count of steps, not on the rate before, which comes with the optimizer.
+    # Its rate depends on its count of steps, not on the rate before, which comes with the
+    # optimizer.
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 
 
@@ -108,7 +123,10 @@ def lightning(given: dict[str, Any]) -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer, scheduler = new_optimizer(self.net)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     class Looks(pl.Callback):
         rounds, weights = Rounds(given), ""
@@ -123,15 +141,21 @@ def lightning(given: dict[str, Any]) -> None:
             said("validation", same=hash_of(module.parameters()) == self.weights)
 
     folder = Path(given["folder"]) / given["name"]
-    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=given.get("save_every", 7), save_top_k=-1)
-    loader = DataLoader(new_data(given.get("data", given["name"]), given.get("samples", 48)), batch_size=2)
+    saves = ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=given.get("save_every", 7), save_top_k=-1
+    )
+    loader = DataLoader(
+        new_data(given.get("data", given["name"]), given.get("samples", 48)), batch_size=2
+    )
     sharded = given.get("world", 1) > 1
     strategy = CommHookFSDP2 if sharded else CommHookDDP
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=given.get("world", 1),
         plugins=[TorchElasticEnvironment()] if sharded else [],
-        strategy=strategy(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)),
+        strategy=strategy(
+            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+        ),
         max_steps=given["steps"],
         max_epochs=-1,
         check_val_every_n_epoch=None,
@@ -160,7 +184,9 @@ def fabric(given: dict[str, Any]) -> None:
 
     from lightning_commhooks.fabric import CommHookDDP
 
-    strategy = CommHookDDP(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
+    strategy = CommHookDDP(
+        hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+    )
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     bare = new_model(given["seed"])
@@ -185,8 +211,9 @@ def fabric(given: dict[str, Any]) -> None:
 
 
 def accelerate(given: dict[str, Any]) -> None:
-    """Train with the settings in YAML, a prepared scheduler, and gradients of two batches for a step. Saves in
-    mid-round, and at the end goes back to the saved state."""
+    """Train with the settings in YAML, a prepared scheduler, and gradients of two batches for a
+    step. Saves in mid-round, and at the end goes back to the saved state.
+    """
     from accelerate import Accelerator
 
     from accelerate_commhooks import CommHookKwargs
@@ -196,15 +223,21 @@ def accelerate(given: dict[str, Any]) -> None:
     if given.get("world", 1) > 1:
         from tests.support.accelerators import sharding_accelerator
 
-        handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
+        handler = CommHookKwargs(
+            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+        )
         accelerator = sharding_accelerator(handler, replicas=1)
     elif given["name"] == "a":  # by the name of the host
-        (folder / "hook.yaml").write_text(f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n")
+        (folder / "hook.yaml").write_text(
+            f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n"
+        )
         handler = CommHookKwargs.from_config(folder / "hook.yaml")
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         handler.attach(accelerator)
     else:
-        handler = CommHookKwargs(hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given))
+        handler = CommHookKwargs(
+            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+        )
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         handler.attach(accelerator)
     model = new_model(given["seed"])
@@ -228,7 +261,13 @@ def accelerate(given: dict[str, Any]) -> None:
             if accelerator.check_trigger():
                 hook.members.leave()
                 weights = hash_of(model.parameters())
-                said("end", steps=done[0], round=hook.stats()["step"], names=names_in(hook), weights=weights)
+                said(
+                    "end",
+                    steps=done[0],
+                    round=hook.stats()["step"],
+                    names=names_in(hook),
+                    weights=weights,
+                )
                 return
             if done[0] in (7, given["steps"] - 3):
                 before = hash_of(model.parameters())
@@ -239,7 +278,14 @@ def accelerate(given: dict[str, Any]) -> None:
     last = hook.stats()["step"]
     accelerator.load_state(folder / "state")
     same = hash_of(model.parameters()) == before
-    said("end", steps=done[0], round=last, loaded=hook.stats()["step"], same=same, names=names_in(hook))
+    said(
+        "end",
+        steps=done[0],
+        round=last,
+        loaded=hook.stats()["step"],
+        same=same,
+        names=names_in(hook),
+    )
 
 
 def transformers(given: dict[str, Any]) -> None:
@@ -267,7 +313,9 @@ def transformers(given: dict[str, Any]) -> None:
         def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
             said("validation", same=hash_of(trainer.model.parameters()) == self.weights)
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
             if "commhooks/members" in logs:
                 said("logged", members=logs["commhooks/members"], loss=logs["loss"])
 
@@ -301,10 +349,17 @@ def transformers(given: dict[str, Any]) -> None:
     )
     trainer.train()
     hook = trainer.comm_hook
-    end = {"steps": trainer.state.global_step, "round": hook.stats()["step"], "names": names_in(hook)}
+    end = {
+        "steps": trainer.state.global_step,
+        "round": hook.stats()["step"],
+        "names": names_in(hook),
+    }
     end["weights"] = hash_of(p for group in trainer.optimizer.param_groups for p in group["params"])
-    if given["name"] == "a":  # the last 14 steps once more, as a new machine; it meets the others after the first one
-        trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 14}")
+    # the last 14 steps once more, as a new machine; it meets the others after the first one
+    if given["name"] == "a":
+        trainer.train(
+            resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 14}"
+        )
         assert hook is not trainer.comm_hook
         end |= {"again": [trainer.state.global_step, trainer.comm_hook.stats()["step"]]}
     said("end", **end)
@@ -323,8 +378,16 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
     if arguments.get("world", 1) > 1:  # as torchrun does
-        ranks = {"RANK": arguments["rank"], "LOCAL_RANK": arguments["rank"], "WORLD_SIZE": arguments["world"]}
-        ranks |= {"LOCAL_WORLD_SIZE": arguments["world"], "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "x"}
+        ranks = {
+            "RANK": arguments["rank"],
+            "LOCAL_RANK": arguments["rank"],
+            "WORLD_SIZE": arguments["world"],
+        }
+        ranks |= {
+            "LOCAL_WORLD_SIZE": arguments["world"],
+            "GROUP_RANK": 0,
+            "TORCHELASTIC_RUN_ID": "x",
+        }
         ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": arguments["port"]}
         os.environ.update({name: str(value) for name, value in ranks.items()})
     fronts = {each.__name__: each for each in (lightning, fabric, accelerate, transformers)}

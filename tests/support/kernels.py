@@ -17,16 +17,21 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def computing_with(kernel: str) -> Iterator[None]:
-    """Context manager: hooks that are attached in the body compute with this kernel: "native", if the machine can
-    compile it, or "torch"."""
+    """Context manager: hooks that are attached in the body compute with this kernel: "native", if
+    the machine can compile it, or "torch".
+    """
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": {"native": "1", "torch": "0"}[kernel]}):
         yield
 
 
-def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> KernelChoice:
-    """Compute with the kernel that this machine prefers, if there are no other ranks. Raises HookConfigError if this
-    machine cannot compress gradients of `dtypes` on `device`."""
-    # Here, because `tests/stress/compare_versions.py` imports this module beside other versions of the packages.
+def use_own_kernel(
+    compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]
+) -> KernelChoice:
+    """Compute with the kernel that this machine prefers, if there are no other ranks. Raises
+    HookConfigError if this machine cannot compress gradients of `dtypes` on `device`.
+    """
+    # Here, because `tests/stress/compare_versions.py` imports this module beside other versions of
+    # the packages.
     from commhooks.engine.kernel_choice import KernelSupport, choose
     from commhooks.errors import HookConfigError
 

@@ -1,6 +1,7 @@
-"""The compressors for which every guarantee is tested: the built-in ones, their variants and wrappers, and the example
-of a user's own. A new compressor is added to `KINDS`. This is plain data: `tests/stress/compare_versions.py` reads it
-beside other versions of the packages."""
+"""The compressors for which every guarantee is tested: the built-in ones, their variants and
+wrappers, and the example of a user's own. A new compressor is added to `KINDS`. This is plain data:
+`tests/stress/compare_versions.py` reads it beside other versions of the packages.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +29,22 @@ class Kind:
     layouts_matter: bool = False
     """It compresses whole buckets."""
     pads: bool = False
-    """It sends to each rank up to a block per parameter, and 64 bytes per bucket, more than is planned."""
+    """It sends to each rank up to a block per parameter, and 64 bytes per bucket, more than is
+    planned.
+    """
     keeps_residual: bool = True
     kernel: str = "native"
 
     def new(self, **more: Any) -> Run:
-        from tests.support.training import Run  # here: it looks behind the public names of one version
+        # here: it looks behind the public names of one version
+        from tests.support.training import (
+            Run,
+        )
 
         with computing_with(self.kernel):
-            return Run.new(hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more)
+            return Run.new(
+                hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more
+            )
 
 
 KINDS = {
@@ -53,7 +61,9 @@ KINDS = {
     "int4, native": Kind("int4", QUANTIZED, pads=True),
     "int4, torch": Kind("int4", QUANTIZED, pads=True, kernel="torch"),
     "int4, bf16 wrapper": Kind("int4", QUANTIZED, "bf16", pads=True),
-    "int4, no error feedback": Kind("int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False),
+    "int4, no error feedback": Kind(
+        "int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False
+    ),
     "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
     "batched, torch": Kind("batched_powerSGD", POWERSGD, layouts_matter=True, kernel="torch"),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),

@@ -1,14 +1,16 @@
-"""Runs the operators that a training queues on the simulated accelerator late, in a random order that its waits allow.
+"""Runs the operators that a training queues on the simulated accelerator late, in a random order
+that its waits allow.
 
-An operator that needs no number on the host returns at once. Its outputs are NaN, or zero for integers, until it has
-run. It runs when the host waits for something that comes after it. Then the streams take turns at random, or one stream
-is as late as its waits allow. So a missing wait becomes a wrong number: compare with the same training in the order of
-its calls.
+An operator that needs no number on the host returns at once. Its outputs are NaN, or zero for
+integers, until it has run. It runs when the host waits for something that comes after it. Then the
+streams take turns at random, or one stream is as late as its waits allow. So a missing wait becomes
+a wrong number: compare with the same training in the order of its calls.
 
-A collective reads its tensors when it is issued, after everything that it comes after has run, and its result is
-written late. So a write into a tensor that a collective still reads is not detected here, nor is memory that is freed
-too early; the clocks detect both. Sparse and random operators, the collectives of DTensor, and operators whose shapes
-depend on numbers run at once, after everything that they come after.
+A collective reads its tensors when it is issued, after everything that it comes after has run, and
+its result is written late. So a write into a tensor that a collective still reads is not detected
+here, nor is memory that is freed too early; the clocks detect both. Sparse and random operators,
+the collectives of DTensor, and operators whose shapes depend on numbers run at once, after
+everything that they come after.
 """
 
 import functools
@@ -26,7 +28,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.cuda_stand_ins import Clock, Stream
 
-_NOT_LATE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NOT_LATE = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
 _BELOW_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -40,7 +46,9 @@ class Work:
 
 
 class LateExecution:
-    """The queues of all streams. `seed` determines the order; if it is even, work runs only when it must."""
+    """The queues of all streams. `seed` determines the order; if it is even, work runs only when it
+    must.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -56,7 +64,12 @@ class LateExecution:
 
     def force(self, clock: Clock) -> None:
         """Run everything that a clock waits for."""
-        with self._lock, _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+        with (
+            self._lock,
+            _disable_current_modes(),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.no_grad(),
+        ):
             with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD), torch._C._DisableAutocast():
                 for stream, number in self._shuffled(clock):
                     self._run_until(stream, number)
@@ -81,7 +94,9 @@ class LateExecution:
             self._random.choice(ready).popleft().run()
 
     def _is_ready(self, work: Work) -> bool:
-        return all(not (q := self._queues.get(each)) or q[0].number > n for each, n in work.after.items())
+        return all(
+            not (q := self._queues.get(each)) or q[0].number > n for each, n in work.after.items()
+        )
 
     def _shuffled(self, clock: Clock) -> list[tuple[Stream, int]]:
         return self._random.sample(list(clock.items()), len(clock))
@@ -89,7 +104,9 @@ class LateExecution:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether an operator computes nothing: its result is a view of its argument, or it changes shape or storage."""
+    """Whether an operator computes nothing: its result is a view of its argument, or it changes
+    shape or storage.
+    """
     if torch.Tag.inplace_view in func.tags:
         return True
     return not writes(func) and any(each.alias_info is not None for each in func._schema.returns)
@@ -97,7 +114,9 @@ def is_view(func: Any) -> bool:
 
 @functools.cache
 def writes(func: Any) -> bool:
-    return any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+    return any(
+        each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
+    )
 
 
 @functools.cache
@@ -115,7 +134,9 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator that only writes into its arguments."""
     schema = func._schema
     given = {
-        str(argument.alias_info.before_set): args[place] if place < len(args) else kwargs.get(argument.name)
+        str(argument.alias_info.before_set): args[place]
+        if place < len(args)
+        else kwargs.get(argument.name)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
     }
@@ -128,8 +149,12 @@ def spoil(tensors: Iterable[torch.Tensor]) -> None:
         each.fill_(torch.nan if each.is_floating_point() or each.is_complex() else 0)
 
 
-def write_later(func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a function that runs the operator and writes its results into `new`, the tensors it has made."""
+def write_later(
+    func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    """Return a function that runs the operator and writes its results into `new`, the tensors it
+    has made.
+    """
 
     def run() -> None:
         result = func(*args, **kwargs)
@@ -141,9 +166,12 @@ def write_later(func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]) 
     return run
 
 
-def collective(func: Any, args: Any, kwargs: Any, answers: Sequence[torch.Tensor]) -> tuple[Any, Callable[[], None]]:
-    """Begin a collective with copies of its tensors. Returns the operator's result, and a function that writes the
-    answers."""
+def collective(
+    func: Any, args: Any, kwargs: Any, answers: Sequence[torch.Tensor]
+) -> tuple[Any, Callable[[], None]]:
+    """Begin a collective with copies of its tensors. Returns the operator's result, and a function
+    that writes the answers.
+    """
     copies: dict[int, torch.Tensor] = {}
     originals: dict[int, torch.Tensor] = {}
 

@@ -1,7 +1,7 @@
 """A Lightning Trainer inside the worker pool, and helpers for the Lightning tests.
 
-The pool has joined a process group before the function runs, and Lightning uses an existing group: no launcher, no
-ports. All functions here run in a worker.
+The pool has joined a process group before the function runs, and Lightning uses an existing group:
+no launcher, no ports. All functions here run in a worker.
 """
 
 import contextlib
@@ -57,13 +57,19 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 class Model(pl.LightningModule):
-    """Three matrices that are worth compressing, and their biases, without dropout or other noise."""
+    """Three matrices that are worth compressing, and their biases, without dropout or other
+    noise.
+    """
 
     def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
+            torch.nn.Linear(16, 32),
+            torch.nn.Tanh(),
+            torch.nn.Linear(32, 32),
+            torch.nn.Tanh(),
+            torch.nn.Linear(32, 8),
         )
         self.extra = torch.nn.Linear(8, 8) if extra else torch.nn.Identity()
         self.lr = 0.05  # which a learning-rate finder sets
@@ -95,7 +101,9 @@ class ManualModel(Model):
 
 
 class TwoOptimizersModel(ManualModel):
-    """An optimizer for the first layers and one for the last, which step in turn after one backward pass each."""
+    """An optimizer for the first layers and one for the last, which step in turn after one backward
+    pass each.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -112,7 +120,9 @@ class TwoOptimizersModel(ManualModel):
 def data() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(64, 16, generator=generator)
-    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(64, 8, generator=generator)
+    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(
+        64, 8, generator=generator
+    )
     return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
@@ -121,11 +131,18 @@ class Data(pl.LightningDataModule):
         return data()
 
 
-def cli_config(path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, **init_args: Any) -> str:
-    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`, and return its
-    path."""
+def cli_config(
+    path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, **init_args: Any
+) -> str:
+    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`,
+    and return its path.
+    """
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    options = dict.fromkeys(quiet, False) | {"accelerator": "cpu", "devices": devices, "max_epochs": epochs}
+    options = dict.fromkeys(quiet, False) | {
+        "accelerator": "cpu",
+        "devices": devices,
+        "max_epochs": epochs,
+    }
     options["strategy"] = {"class_path": f"lightning_commhooks.{strategy}", "init_args": init_args}
     path.write_text(json.dumps({"trainer": options}))
     return str(path)
@@ -138,14 +155,20 @@ def strategy(**options: Any) -> CommHookDDP:
     return CommHookDDP(**options)
 
 
-def trainer(root: str, *, pool: bool = True, made_by: Any = pl.Trainer, **options: Any) -> pl.Trainer:
-    """Return a quiet Trainer on the ranks of the pool. It saves checkpoints only with a callback for them."""
+def trainer(
+    root: str, *, pool: bool = True, made_by: Any = pl.Trainer, **options: Any
+) -> pl.Trainer:
+    """Return a quiet Trainer on the ranks of the pool. It saves checkpoints only with a callback
+    for them.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options.setdefault("strategy", None)
     if options["strategy"] is None:
         options["strategy"] = strategy()
     callbacks = options.get("callbacks") or []
-    options.setdefault("enable_checkpointing", any(isinstance(callback, Checkpoint) for callback in callbacks))
+    options.setdefault(
+        "enable_checkpointing", any(isinstance(callback, Checkpoint) for callback in callbacks)
+    )
     return made_by(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -176,16 +199,20 @@ class Watch(pl.Callback):
 
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[str]]:
-    """Context manager: collect the texts of all warnings, beginning with those that commhooks logs."""
+    """Context manager: collect the texts of all warnings, beginning with those that commhooks
+    logs.
+    """
     with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
         texts += [str(each.message) for each in caught]
 
 
-# ---- a fit that may save or resume --------------------------------------------------------------------------------
+# ---- a fit that may save or resume
+# --------------------------------------------------------------------------------
 
-# Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are in them.
+# Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are
+# in them.
 HOOK = PowerSGD(start_powerSGD_iter=STEPS_PER_EPOCH, matrix_approximation_rank=2)
 SAVED_AT = 2 * STEPS_PER_EPOCH
 
@@ -247,7 +274,8 @@ def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- in the parent process -------------------------------------------------------------------------------------------
+# ---- in the parent process
+# -------------------------------------------------------------------------------------------
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

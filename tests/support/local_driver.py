@@ -1,5 +1,6 @@
-"""The exchange of a compressor without other ranks: every collective returns its own input, as if all ranks had sent
-it. Nothing is sent, and no process group is needed."""
+"""The exchange of a compressor without other ranks: every collective returns its own input, as if
+all ranks had sent it. Nothing is sent, and no process group is needed.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +21,12 @@ from tests.support.kernels import use_own_kernel
 
 
 class LocalDriver:
-    """Buckets of random gradients, with their own learned state. Computes with the preferred kernel of this machine.
+    """Buckets of random gradients, with their own learned state. Computes with the preferred kernel
+    of this machine.
 
     Args:
-        buckets: name -> parameter for each bucket; only shapes, strides and dtypes of the parameters are read.
+        buckets: name -> parameter for each bucket; only shapes, strides and dtypes of the
+            parameters are read.
         world_size: the number of ranks that the compressor sees.
 
     Attributes:
@@ -38,24 +41,33 @@ class LocalDriver:
         world_size: int = 1,
     ) -> None:
         self._compressor, self._world_size = compressor, world_size
-        self.choice = use_own_kernel(compressor, device, {p.dtype for each in buckets for p in each.values()})
+        self.choice = use_own_kernel(
+            compressor, device, {p.dtype for each in buckets for p in each.values()}
+        )
         self._state = LearnedState.of(compressor.state_fields)
-        self._buckets: list[tuple[torch.Tensor, Any]] = []  # None for a bucket of which nothing is compressed
+        # None for a bucket of which nothing is compressed
+        self._buckets: list[tuple[torch.Tensor, Any]] = []
         for named in buckets:
             parameters, names = list(named.values()), ModelNames(named.items())
             dtype = parameters[0].dtype
-            if isinstance(
-                compressor, LocalStepsCompressor
-            ):  # weights are copied before they are exchanged, and begin from a common anchor
+            # weights are copied before they are exchanged, and begin from a common anchor
+            if isinstance(compressor, LocalStepsCompressor):
                 dtype = precision.compute_dtype(dtype)
-                anchors = {name: torch.zeros(p.numel(), dtype=dtype, device=device) for name, p in named.items()}
+                anchors = {
+                    name: torch.zeros(p.numel(), dtype=dtype, device=device)
+                    for name, p in named.items()
+                }
                 self._state[ANCHOR.key].update(anchors)
             flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
             layout = read_layout(flat, parameters, list(named))
             config = compressor.config
-            plans = compressor.plan([ParameterInfo.of(name, p, names, config) for name, p in named.items()])
+            plans = compressor.plan(
+                [ParameterInfo.of(name, p, names, config) for name, p in named.items()]
+            )
             compresses = not compressor.transactional or any(plan.compressed for plan in plans)
-            self._buckets.append((flat, compressor.workspace(layout, plans) if compresses else None))
+            self._buckets.append(
+                (flat, compressor.workspace(layout, plans) if compresses else None)
+            )
 
     def fill(self) -> None:
         """Fill the buckets with new random gradients."""
@@ -76,12 +88,16 @@ class LocalDriver:
 
 
 def run_alone(tasks: Sequence[ExchangeTask], device: torch.device, world_size: int = 1) -> None:
-    """Run the exchanges of several buckets on `device` to their ends, one collective of each after the other."""
+    """Run the exchanges of several buckets on `device` to their ends, one collective of each after
+    the other.
+    """
     answers: list[Any] = [None] * len(tasks)
     while tasks:
         steps = [(task, task.advance(answer)) for task, answer in zip(tasks, answers, strict=True)]
         tasks = [task for task, step in steps if not isinstance(step, Done)]
-        answers = [_answer(step, device, world_size) for _, step in steps if not isinstance(step, Done)]
+        answers = [
+            _answer(step, device, world_size) for _, step in steps if not isinstance(step, Done)
+        ]
 
 
 def _answer(step: Send | Verdict, device: torch.device, world_size: int) -> Any:
@@ -89,4 +105,6 @@ def _answer(step: Send | Verdict, device: torch.device, world_size: int) -> Any:
         return True if precision.is_host_readable(device) else step.finite
     if step.meanwhile is not None:
         step.meanwhile()
-    return step.tensor.expand(world_size, *step.tensor.shape) if step.op == "gather" else step.tensor
+    return (
+        step.tensor.expand(world_size, *step.tensor.shape) if step.op == "gather" else step.tensor
+    )

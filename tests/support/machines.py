@@ -1,5 +1,6 @@
-"""Machines for tests of live membership: a lighthouse in a process of its own, and a job per machine that prints lines
-of JSON."""
+"""Machines for tests of live membership: a lighthouse in a process of its own, and a job per
+machine that prints lines of JSON.
+"""
 
 import contextlib
 import functools
@@ -32,11 +33,21 @@ _TORCHFT = ("torchft.coordination", "torchft.process_group")
 
 
 @contextlib.contextmanager
-def lighthouse(bind: str = "127.0.0.1:0", wait_s: float = 2.0, dead_s: float = 1.5) -> Iterator[str]:
-    """A lighthouse that runs in the body. Its address. It leaves out machines for which the others have waited `wait_s`
-    seconds, and those without a heartbeat for `dead_s`."""
+def lighthouse(
+    bind: str = "127.0.0.1:0", wait_s: float = 2.0, dead_s: float = 1.5
+) -> Iterator[str]:
+    """A lighthouse that runs in the body. Its address. It leaves out machines for which the others
+    have waited `wait_s` seconds, and those without a heartbeat for `dead_s`.
+    """
     process = subprocess.Popen(
-        [warm.python(*_TORCHFT), "-c", _LIGHTHOUSE, bind, f"{wait_s * 1000:.0f}", f"{dead_s * 1000:.0f}"],
+        [
+            warm.python(*_TORCHFT),
+            "-c",
+            _LIGHTHOUSE,
+            bind,
+            f"{wait_s * 1000:.0f}",
+            f"{dead_s * 1000:.0f}",
+        ],
         env=os.environ | {"RUST_LOG": "off"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -58,13 +69,15 @@ class Machine:
     """A job: `script` with the JSON of `given`, in which `name`, `folder` and `rank` are added.
 
     Attributes:
-        lines: what its processes have printed so far; first {"what": "process", "pid": ...} of each, if it is to be
-            stopped (the process of a warm interpreter is another one than the one started here).
+        lines: what its processes have printed so far; first {"what": "process", "pid": ...} of
+            each, if it is to be stopped (the process of a warm interpreter is another one than the
+            one started here).
         processes: one per rank of the machine; `world` in `given`, 1 by default.
         ranks: of its processes.
         log: the file of the standard error.
 
-    `prefix` is a command that starts another one in its environment; `variables` are added to the environment.
+    `prefix` is a command that starts another one in its environment; `variables` are added to the
+    environment.
     """
 
     def __init__(
@@ -85,7 +98,12 @@ class Machine:
             text = json.dumps(given | {"name": name, "folder": str(folder), "rank": rank})
             with self.log.open("a") as errors:
                 started = subprocess.Popen(
-                    [*prefix, sys.executable if prefix else warm.python(*modules, *_TORCHFT), str(script), text],
+                    [
+                        *prefix,
+                        sys.executable if prefix else warm.python(*modules, *_TORCHFT),
+                        str(script),
+                        text,
+                    ],
                     env=os.environ
                     | {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "off", "OMP_NUM_THREADS": "1"}
                     | {"PYTHONPATH": PYTHONPATH}
@@ -106,7 +124,9 @@ class Machine:
                     self.lines.append(json.loads(line))
                     self._news.notify_all()
 
-    def wait_for(self, met: Callable[[dict[str, Any]], Any], limit_s: float = 60.0) -> dict[str, Any]:
+    def wait_for(
+        self, met: Callable[[dict[str, Any]], Any], limit_s: float = 60.0
+    ) -> dict[str, Any]:
         """Wait for a line for which `met` is true."""
         with self._news:
             arrived = self._news.wait_for(
@@ -156,15 +176,19 @@ class Machine:
 
 
 def assert_equal(*machines: Machine, began_together: bool = False) -> None:
-    """The machines have the same weights, progress and learning rate at each outer step that they took together, and
-    the same state of the optimizer at the first one, with which a machine has come."""
+    """The machines have the same weights, progress and learning rate at each outer step that they
+    took together, and the same state of the optimizer at the first one, with which a machine has
+    come.
+    """
     for rank in machines[0].ranks:
         rounds, compared = [each.rounds_of(rank) for each in machines], 0
         for step in sorted(set().union(*rounds)):
             there = [each[step] for each in rounds if step in each and len(each[step]["names"]) > 1]
             if len(there) > 1:
                 apart = {"moments"} if compared or began_together else set()
-                alike = [{name: x for name, x in line.items() if name not in apart} for line in there]
+                alike = [
+                    {name: x for name, x in line.items() if name not in apart} for line in there
+                ]
                 assert all(each == alike[0] for each in alike), there
                 compared += 1
         assert compared > 3
@@ -177,9 +201,10 @@ def free_port() -> int:
 
 
 def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine, dict[str, Any]]:
-    """Two machines train by front_job.py, and b gets SIGTERM in mid-round: it ends the round early, together with a,
-    which goes on alone at once. (transformers stops some seconds later, maybe at the end of a round, and has then
-    no part to send.) Returns a and the last line of b."""
+    """Two machines train by front_job.py, and b gets SIGTERM in mid-round: it ends the round early,
+    together with a, which goes on alone at once. (transformers stops some seconds later, maybe at
+    the end of a round, and has then no part to send.) Returns a and the last line of b.
+    """
     (folder / "slow").touch()
     with lighthouse(wait_s=30.0, dead_s=4.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **given)
@@ -188,11 +213,15 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine
         second = new("b", *modules, seed=1, sigterm=5)
         try:
             end = second.end()
-            first.wait_for(lambda line: line.get("names") == ["a"] and line["step"] > end["round"], 20.0)
+            first.wait_for(
+                lambda line: line.get("names") == ["a"] and line["step"] > end["round"], 20.0
+            )
             last = first.rounds[end["round"]]
             assert last["names"] == ["a", "b"] and last["weights"] == end["weights"], (last, end)
             log, in_mid_round = second.log.read_text(), end["steps"] % 5 != 0
-            assert ("this machine leaves, and has sent its part of the round" in log) == in_mid_round, log
+            assert (
+                "this machine leaves, and has sent its part of the round" in log
+            ) == in_mid_round, log
         finally:
             first.kill()
             second.kill()
@@ -200,9 +229,12 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine
     return first, end
 
 
-def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[Machine, Machine, dict[str, Any]]:
-    """Machine a trains `given["steps"]` steps by front_job.py. b comes later, with other weights, trains some rounds
-    with it, and is killed. Returns both and the last line of a."""
+def one_comes_and_is_killed(
+    folder: Path, *modules: str, **given: Any
+) -> tuple[Machine, Machine, dict[str, Any]]:
+    """Machine a trains `given["steps"]` steps by front_job.py. b comes later, with other weights,
+    trains some rounds with it, and is killed. Returns both and the last line of a.
+    """
     slow = folder / "slow"
     slow.touch()
     with lighthouse(wait_s=30.0, dead_s=4.0) as address:
@@ -217,5 +249,7 @@ def one_comes_and_is_killed(folder: Path, *modules: str, **given: Any) -> tuple[
         end = first.end()
     assert_equal(first, second)
     assert end["steps"] == given["steps"] and end["names"] == ["a"]
-    assert end["round"] == given["steps"] // 5 and sorted(first.rounds) == [*range(1, end["round"] + 1)]
+    assert end["round"] == given["steps"] // 5 and sorted(first.rounds) == [
+        *range(1, end["round"] + 1)
+    ]
     return first, second, end

@@ -13,7 +13,8 @@ from commhooks.gradients import precision
 Shapes = Mapping[str, tuple[int, ...]]
 Gradients = dict[str, torch.Tensor]
 
-# Two matrices of the same shape, a convolution, and vectors: at ranks 1 and 2 every kind of parameter is there.
+# Two matrices of the same shape, a convolution, and vectors: at ranks 1 and 2 every kind of
+# parameter is there.
 SHAPES: Shapes = {
     "conv": (8, 3, 3, 3),
     "conv_bias": (8,),
@@ -27,7 +28,9 @@ SHAPES: Shapes = {
 
 
 class Prescribed(torch.nn.Module):
-    """A model whose gradients are exactly the tensors with which it is called: d/dp of sum(p * g) is g."""
+    """A model whose gradients are exactly the tensors with which it is called: d/dp of sum(p * g)
+    is g.
+    """
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -35,7 +38,9 @@ class Prescribed(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
 
     def forward(self, gradients: Gradients) -> torch.Tensor:
-        return torch.stack([(parameter * gradients[name]).sum() for name, parameter in self.named_parameters()]).sum()
+        return torch.stack(
+            [(parameter * gradients[name]).sum() for name, parameter in self.named_parameters()]
+        ).sum()
 
 
 def mlp(width: int, layers: int, bias: bool = True) -> torch.nn.Sequential:
@@ -46,8 +51,12 @@ def mlp(width: int, layers: int, bias: bool = True) -> torch.nn.Sequential:
     return torch.nn.Sequential(*blocks[:-1])
 
 
-def random_gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Gradients:
-    """Return the gradients of `rank` at `step`: a part common to all ranks plus half of a part of its own."""
+def random_gradients(
+    shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32
+) -> Gradients:
+    """Return the gradients of `rank` at `step`: a part common to all ranks plus half of a part of
+    its own.
+    """
     common = torch.Generator().manual_seed(1_000_003 * (step + 1))
     own = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
     gradients = {}
@@ -59,14 +68,24 @@ def random_gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = 
 
 
 def backward(ddp_model: DistributedDataParallel, gradients: Gradients) -> Gradients:
-    """Run one synchronised backward pass of a `Prescribed` model, and return the gradients that DDP leaves."""
+    """Run one synchronised backward pass of a `Prescribed` model, and return the gradients that DDP
+    leaves.
+    """
     ddp_model.zero_grad()
     ddp_model(gradients).backward()
-    return {name: p.grad.clone() for name, p in ddp_model.module.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone()
+        for name, p in ddp_model.module.named_parameters()
+        if p.grad is not None
+    }
 
 
-def wrap(shapes: Shapes, bucket_cap_mb: float = 25, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
-    """Wrap a `Prescribed` model in DDP. With a cap of `EVERY_PARAMETER` each parameter has a bucket of its own."""
+def wrap(
+    shapes: Shapes, bucket_cap_mb: float = 25, dtype: torch.dtype = torch.float32
+) -> DistributedDataParallel:
+    """Wrap a `Prescribed` model in DDP. With a cap of `EVERY_PARAMETER` each parameter has a bucket
+    of its own.
+    """
     return DistributedDataParallel(Prescribed(shapes, dtype), bucket_cap_mb=bucket_cap_mb)
 
 
@@ -74,7 +93,9 @@ EVERY_PARAMETER = 1e-6
 
 
 def masks(pretend: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Context manager: treat tensors on the CPU as if they were on an accelerator, which the host must not read."""
+    """Context manager: treat tensors on the CPU as if they were on an accelerator, which the host
+    must not read.
+    """
     return mock.patch.object(precision, "is_host_readable", lambda device: not pretend)
 
 

@@ -10,7 +10,8 @@ _NET = "10.91"
 
 
 class Hosts:
-    """A namespace per name, each with a link to a router, the namespace `router`, which connects them.
+    """A namespace per name, each with a link to a router, the namespace `router`, which connects
+    them.
 
     Host number i has the address 10.91.i.2, and the router 10.91.i.1 there.
     """
@@ -45,15 +46,32 @@ class Hosts:
                 _run("-n", where, "addr", "add", f"{_NET}.{number}.{address}/24", "dev", link)
                 _run("-n", where, "link", "set", link, "up")
             _run("-n", namespace, "route", "add", "default", "via", f"{_NET}.{number}.1")
-        forward = ["ip", "netns", "exec", self.router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]
+        forward = [
+            "ip",
+            "netns",
+            "exec",
+            self.router,
+            "sh",
+            "-c",
+            "echo 1 > /proc/sys/net/ipv4/ip_forward",
+        ]
         subprocess.run(forward, check=True)
 
     def cut(self, name: str, *, off: bool) -> None:
-        """Let the router refuse what other hosts send to this one, or no longer refuse it. The router itself is still
-        reached."""
+        """Let the router refuse what other hosts send to this one, or no longer refuse it. The
+        router itself is still reached.
+        """
         number = self.names.index(name) + 1
         for other in self.names.replace(name, ""):
-            how = ("iif", f"to-{other}", "to", f"{_NET}.{number}.0/24", "priority", "10", "prohibit")
+            how = (
+                "iif",
+                f"to-{other}",
+                "to",
+                f"{_NET}.{number}.0/24",
+                "priority",
+                "10",
+                "prohibit",
+            )
             _run("-n", self.router, "rule", "add" if off else "del", *how)
 
     def remove(self) -> None:

@@ -1,7 +1,8 @@
 """`auto` with prescribed times, so that its decision is always the same. Everything else is real.
 
-It begins its trials at step 2. A step takes a second with all-reduce, and `tried_s` with anything else. If `tried_s` is
-a tenth, only the candidate that sends least is tried, because the bytes of the others alone would take longer.
+It begins its trials at step 2. A step takes a second with all-reduce, and `tried_s` with anything
+else. If `tried_s` is a tenth, only the candidate that sends least is tried, because the bytes of
+the others alone would take longer.
 """
 
 import dataclasses
@@ -22,7 +23,11 @@ BEGIN = 2
 """The step at which the trials begin."""
 TRIAL = WARM_UP + TRIAL_STEPS
 """Steps of one trial."""
-QUALITIES["low rank"] = (ALLREDUCE, powersgd(2, {}))  # PowerSGD, of a rank that compresses the small layers of tests
+# PowerSGD, of a rank that compresses the small layers of tests
+QUALITIES["low rank"] = (
+    ALLREDUCE,
+    powersgd(2, {}),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,11 @@ class PrescribedAutoCompressor(AutoCompressor):
     def _offered(self, ranks: Ranks) -> list[Candidate]:
         with mock.patch.object(ranks, "size", 2):  # also where it is alone
             offered = super()._offered(ranks)
-        return [each for each in offered if each.hook != "bf16_compress" or self.config.bf16_s is not None]
+        return [
+            each
+            for each in offered
+            if each.hook != "bf16_compress" or self.config.bf16_s is not None
+        ]
 
     def with_start(self, start: int) -> AutoCompressor:
         """Decided at once, for tests without `reconsidered`."""

@@ -17,7 +17,9 @@ PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 def sources() -> dict[str, str]:
     """Return the text of each Python file of the packages, by its path in the repository."""
     files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
-    return {file.relative_to(REPOSITORY).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    return {
+        file.relative_to(REPOSITORY).as_posix(): file.read_text(encoding="utf-8") for file in files
+    }
 
 
 @functools.cache
@@ -27,7 +29,15 @@ def nodes() -> dict[str, list[ast.AST]]:
 
 
 def make(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run make, independently of a make that may be running these tests, which passes on its ARGS."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
+    """Run make, independently of a make that may be running these tests, which passes on its
+    ARGS.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS", "ARGS"))
+    }
     command = ["make", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=env | environ, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=env | environ, capture_output=True, text=True, timeout=280
+    )

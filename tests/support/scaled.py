@@ -1,4 +1,6 @@
-"""A compressor with features that no built-in one needs: every kind of collective, and a further learned field."""
+"""A compressor with features that no built-in one needs: every kind of collective, and a further
+learned field.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +9,17 @@ from typing import Any, ClassVar
 import torch
 
 import commhooks
-from commhooks import RESIDUAL, HookConfig, ParameterInfo, Send, State, StateField, StepInfo, UnitPlan, Verdict
+from commhooks import (
+    RESIDUAL,
+    HookConfig,
+    ParameterInfo,
+    Send,
+    State,
+    StateField,
+    StepInfo,
+    UnitPlan,
+    Verdict,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +28,8 @@ class Scaled(HookConfig):
 
     Args:
         levels: the largest of these numbers.
-        remembered: how many of the largest elements of each gradient are remembered, to clip the next one.
+        remembered: how many of the largest elements of each gradient are remembered, to clip the
+            next one.
     """
 
     hook_name: ClassVar[str] = "scaled"
@@ -40,16 +53,24 @@ class Largest(StateField):
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return value.detach().to("cpu", copy=True)
 
-    def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
+    def from_saved(
+        self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int
+    ) -> torch.Tensor | None:
         return saved.detach()
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
+    def refit(
+        self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Fill missing elements with the smallest one."""
         (wanted,) = self.shape(plan)
         return torch.cat([value, value[-1:].expand(max(0, wanted - len(value)))])[:wanted].clone()
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        return None if value.dim() == 1 and len(value) else f"a {self.key} of shape {tuple(value.shape)}"
+        return (
+            None
+            if value.dim() == 1 and len(value)
+            else f"a {self.key} of shape {tuple(value.shape)}"
+        )
 
 
 class ScaledCompressor(commhooks.Compressor[Scaled]):
@@ -60,9 +81,17 @@ class ScaledCompressor(commhooks.Compressor[Scaled]):
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         alone = ScaledPlan.uncompressed(info, "")
         assert isinstance(alone, ScaledPlan)
-        return replace(alone, compressed=True, numel_compressed=info.numel, flags=2, remembered=self.config.remembered)
+        return replace(
+            alone,
+            compressed=True,
+            numel_compressed=info.numel,
+            flags=2,
+            remembered=self.config.remembered,
+        )
 
-    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> commhooks.Exchange:
+    def exchange(
+        self, flat: torch.Tensor, work: Any, state: State, step: StepInfo
+    ) -> commhooks.Exchange:
         layout, plans = work
         deltas = [commhooks.with_residual(slot, flat, state, step) for slot in layout.slots]
         # Those that are known clip: what a resume forgets shows in the gradients.
@@ -70,9 +99,13 @@ class ScaledCompressor(commhooks.Compressor[Scaled]):
             largest = state["largest"].get(slot.name)
             if largest is not None:
                 delta.clamp_(-2 * largest[0], 2 * largest[0])
-        units = yield Send(torch.stack([delta.abs().amax() for delta in deltas]), what="scale", op="max")
+        units = yield Send(
+            torch.stack([delta.abs().amax() for delta in deltas]), what="scale", op="max"
+        )
         units = units / self.config.levels + 1e-30
-        counts = yield Send(torch.stack([delta.abs().mean() for delta in deltas]), what="means", op="gather")
+        counts = yield Send(
+            torch.stack([delta.abs().mean() for delta in deltas]), what="means", op="gather"
+        )
         assert counts.shape == (step.world_size, len(deltas))
         # Ranks with large gradients count for more.
         own = [counts[:, i] / counts[:, i].sum() for i in range(len(deltas))]

@@ -25,7 +25,11 @@ SHAPES = {
     # Parameters of the root: fully_shard reduces them at the end of the backward pass.
     "": {"own": (17, 16), "own_bias": (5,)},
 }
-NAMES = {f"{unit}.{name}" if unit else name: shape for unit, own in SHAPES.items() for name, shape in own.items()}
+NAMES = {
+    f"{unit}.{name}" if unit else name: shape
+    for unit, own in SHAPES.items()
+    for name, shape in own.items()
+}
 
 
 class _Unit(nn.Module):
@@ -44,7 +48,9 @@ class _Unit(nn.Module):
 
 
 class Prescribed(_Unit):
-    """A model in which each parameter's gradient is passed to `forward`; None for parameters that are not passed."""
+    """A model in which each parameter's gradient is passed to `forward`; None for parameters that
+    are not passed.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(SHAPES[""], dtype)
@@ -71,11 +77,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compression_rate": 1.0, "random_seed": 3}
+POWERSGD = {
+    "matrix_approximation_rank": 2,
+    "start_powerSGD_iter": 1,
+    "min_compression_rate": 1.0,
+    "random_seed": 3,
+}
 
 
 def attached(
-    replicas: int, shards: int, hook: Any = "powerSGD", dtype: torch.dtype = torch.float64, **more: Any
+    replicas: int,
+    shards: int,
+    hook: Any = "powerSGD",
+    dtype: torch.dtype = torch.float64,
+    **more: Any,
 ) -> tuple[nn.Module, CommHook]:
     """Make a sharded `Prescribed` and its hook. `more`: arguments of `attach`."""
     mesh = mesh_of(replicas, shards)
@@ -83,16 +98,23 @@ def attached(
     return model, commhooks.attach(model, hook, replicate_group=mesh["replicate"], **more)
 
 
-def random_gradients(step: int, rank: int | None = None, dtype: torch.dtype = torch.float64) -> Gradients:
+def random_gradients(
+    step: int, rank: int | None = None, dtype: torch.dtype = torch.float64
+) -> Gradients:
     """Return the gradients of this step and rank, the same in every process."""
-    generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if rank is None else rank))
+    generator = torch.Generator().manual_seed(
+        1000 * step + (dist.get_rank() if rank is None else rank)
+    )
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in NAMES.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in NAMES.items()
     }
 
 
 def backward(model: nn.Module, gradients: Gradients) -> dict[str, torch.Tensor]:
-    """Run one backward pass into gradients that start as None, and return the whole gradients on every rank."""
+    """Run one backward pass into gradients that start as None, and return the whole gradients on
+    every rank.
+    """
     model.zero_grad(set_to_none=True)
     model(gradients).backward()
     return whole_gradients(model)
@@ -100,7 +122,9 @@ def backward(model: nn.Module, gradients: Gradients) -> dict[str, torch.Tensor]:
 
 def whole_gradients(model: nn.Module) -> Gradients:
     """Return the gradients of all shards, by name. All ranks of a sharding group must call this."""
-    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None
+    }
     padded = []
     for gradient in gradients.values():
         assert isinstance(gradient, DTensor) and gradient.placements == (Shard(0),)
@@ -131,26 +155,41 @@ def mean_over_ranks(step: int, world_size: int) -> Gradients:
 
 
 def learned(hook: CommHook) -> dict[str, torch.Tensor]:
-    """Return copies of the hook's learned state on this rank, with its counters; empty for a hook without learned
-    state."""
+    """Return copies of the hook's learned state on this rank, with its counters; empty for a hook
+    without learned state.
+    """
     if not learns(hook):
         return {}
     session = session_of(hook)
     session.held.settle()
     state = session.state
-    found = {f"{key} of {name}": t.clone() for key, own in state.entries.items() for name, t in own.items()}
-    return found | {"step": torch.tensor(state.step), "nonfinite": torch.tensor(state.nonfinite_steps)}
+    found = {
+        f"{key} of {name}": t.clone()
+        for key, own in state.entries.items()
+        for name, t in own.items()
+    }
+    return found | {
+        "step": torch.tensor(state.step),
+        "nonfinite": torch.tensor(state.nonfinite_steps),
+    }
 
 
 def whole_residuals(hook: CommHook) -> Gradients:
-    """Return the mean residuals over the replicas, assembled from the shards. Changes the residuals as a save does."""
+    """Return the mean residuals over the replicas, assembled from the shards. Changes the residuals
+    as a save does.
+    """
     saved = hook.state_dict("distributed").get("residual", {})
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in saved.items()}
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in saved.items()
+    }
 
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, setter: str = "set_requires_gradient_sync") -> Any:
-    """Context manager: accumulate gradients. `setter`: the method of FSDPModule that turns communication off."""
+    """Context manager: accumulate gradients. `setter`: the method of FSDPModule that turns
+    communication off.
+    """
     assert isinstance(model, FSDPModule)
     getattr(model, setter)(False)
     try:

@@ -1,17 +1,20 @@
-"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a training queues.
+"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a
+training queues.
 
-`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a program with a GPU would
-have on the host. Operators run at once, with two additional effects:
+`simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a
+program with a GPU would have on the host. Operators run at once, with two additional effects:
 
-- Each is work on the current stream. Every stream has a vector clock: the latest work of each other stream that it
-  comes after. A read or a write that does not come after the latest conflicting access to the same bytes is a fault.
-- Memory belongs to the stream that allocated it. It is a fault to free it while another stream may still use it,
-  unless `record_stream` was called (the rule of torch's caching allocator).
+- Each is work on the current stream. Every stream has a vector clock: the latest work of each other
+  stream that it comes after. A read or a write that does not come after the latest conflicting
+  access to the same bytes is a fault.
+- Memory belongs to the stream that allocated it. It is a fault to free it while another stream may
+  still use it, unless `record_stream` was called (the rule of torch's caching allocator).
 
-A collective of gloo is work on a stream of its group; `wait()` makes the current stream wait for it. A future made with
-a device holds an event of the stream on which it was completed; DDP and `wait()` wait for that event, and `then` calls
-back on a stream of its own (as torch's `ivalue::Future`). When the host reads a tensor, it waits for the current
-stream, and everything queued later comes after that.
+A collective of gloo is work on a stream of its group; `wait()` makes the current stream wait for
+it. A future made with a device holds an event of the stream on which it was completed; DDP and
+`wait()` wait for that event, and `then` calls back on a stream of its own (as torch's
+`ivalue::Future`). When the host reads a tensor, it waits for the current stream, and everything
+queued later comes after that.
 """
 
 import contextlib
@@ -51,14 +54,36 @@ from tests.support.late_execution import (
     written,
 )
 
-COLLECTIVES = ["all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_to_all_single", "reduce_scatter_tensor"]
-COLLECTIVES += [name for name in ("reduce_scatter_single",) if hasattr(dist, name)]  # of FSDP since torch 2.13
-FACTORIES = "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor".split()
-READ_BY_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
+COLLECTIVES = [
+    "all_reduce",
+    "all_gather",
+    ALL_GATHER,
+    "broadcast",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+]
+# of FSDP since torch 2.13
+COLLECTIVES += [name for name in ("reduce_scatter_single",) if hasattr(dist, name)]
+FACTORIES = (
+    "tensor empty zeros ones full arange rand randn randint frombuffer from_numpy scalar_tensor"
+).split()
+READ_BY_HOST = {
+    "_local_scalar_dense",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "_unique2",
+    "unique_dim",
+}
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
-METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$")
+METADATA_ONLY = re.compile(
+    r"aten::(new_.*|.*_like|_unsafe_view|is_same_size|sym_.*|_has_.*|stride|size)$"
+)
 HIDDEN_WRITES = {"fsdp::all_gather_copy_in": "all_gather_output"}
-"""Operator -> the argument into which it writes, and of which its results are views, unknown to its schema."""
+"""Operator -> the argument into which it writes, and of which its results are views, unknown to its
+schema.
+"""
 WHOLE = 1 << 62
 _TO = torch.Tensor.to
 DEVICE = torch.device("cpu")
@@ -119,11 +144,13 @@ class Accelerator:
         self._lock = threading.RLock()
         self.local = threading.local()
 
-    # ------------------------------------------------------------------------------------------------------- memory
+    # ----------------------------------------------------------------------------------------------
+    # memory
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """Return the record of a tensor's memory. Memory that was not seen being allocated is on the device, allocated
-        long ago."""
+        """Return the record of a tensor's memory. Memory that was not seen being allocated is on
+        the device, allocated long ago.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         found = self._memory.get(key)
@@ -157,13 +184,21 @@ class Accelerator:
             if memory.on_host or not self.running:
                 return
             for stream, number in memory.used.items():
-                safe = [memory.home.clock, self.cuda.host, *(each.clock for each in memory.kept_for)]
-                if stream is not memory.home and all(clock.get(stream, 0) < number for clock in safe):
+                safe = [
+                    memory.home.clock,
+                    self.cuda.host,
+                    *(each.clock for each in memory.kept_for),
+                ]
+                if stream is not memory.home and all(
+                    clock.get(stream, 0) < number for clock in safe
+                ):
                     self._fault(
-                        f"memory of {memory.made_by}, allocated on {memory.home}, is freed while {stream} may use it"
+                        f"memory of {memory.made_by}, allocated on {memory.home}, is freed while"
+                        f" {stream} may use it"
                     )
 
-    # --------------------------------------------------------------------------------------------------------- work
+    # ----------------------------------------------------------------------------------------------
+    # work
 
     def launch(
         self,
@@ -172,8 +207,9 @@ class Accelerator:
         writes: Sequence[torch.Tensor],
         stream: Stream | None = None,
     ) -> tuple[Stream, int, Clock]:
-        """Queue work. `stream`: of a collective, which keeps its tensors itself; None: the current one. Returns its
-        stream, its number, and the work that it comes after."""
+        """Queue work. `stream`: of a collective, which keeps its tensors itself; None: the current
+        one. Returns its stream, its number, and the work that it comes after.
+        """
         with self._lock:
             on, number = stream or self.cuda.current(), next(self._numbers)
             on.see(self.cuda.host)
@@ -183,14 +219,19 @@ class Accelerator:
                     memory = self.memory(tensor)
                     if memory.on_host or tensor.numel() == 0:
                         continue
-                    self._access(memory, tensor, Access(*_extent(tensor), on, number, what), writing)
+                    self._access(
+                        memory, tensor, Access(*_extent(tensor), on, number, what), writing
+                    )
                     if stream is None:
                         memory.used[on] = number
             on.clock[on] = number
             return on, number, after
 
     def _access(self, memory: Memory, tensor: torch.Tensor, new: Access, writing: bool) -> None:
-        for earlier, kind in ((memory.writes, "writes"), (memory.reads if writing else [], "reads")):
+        for earlier, kind in (
+            (memory.writes, "writes"),
+            (memory.reads if writing else [], "reads"),
+        ):
             for old in earlier:
                 if (
                     old.overlaps(new.begin, new.end)
@@ -199,26 +240,39 @@ class Accelerator:
                 ):
                     verb = "writes" if writing else "reads"
                     self._fault(
-                        f"{new.what} on {new.stream} {verb} {tuple(tensor.shape)} of memory of {memory.made_by}, which "
-                        f"{old.what} on {old.stream} {kind}: nothing orders them"
+                        f"{new.what} on {new.stream} {verb} {tuple(tensor.shape)} of memory of"
+                        f" {memory.made_by}, which {old.what} on {old.stream} {kind}: nothing"
+                        " orders them"
                     )
         if writing:
             for accesses in (memory.reads, memory.writes):
-                accesses[:] = [each for each in accesses if not (new.begin <= each.begin and each.end <= new.end)]
+                accesses[:] = [
+                    each
+                    for each in accesses
+                    if not (new.begin <= each.begin and each.end <= new.end)
+                ]
             memory.writes.append(new)
         else:
-            same = (each for each in memory.reads if each.stream is not new.stream or each.begin != new.begin)
+            same = (
+                each
+                for each in memory.reads
+                if each.stream is not new.stream or each.begin != new.begin
+            )
             memory.reads[:] = [*same, new]
 
     def allocate(self, tensor: torch.Tensor, what: str, *, on_host: bool) -> None:
-        """Record a new storage. Its memory may have been used by earlier work of the current stream."""
+        """Record a new storage. Its memory may have been used by earlier work of the current
+        stream.
+        """
         for part in _parts(tensor):
             memory = self.memory(part)
             memory.on_host, memory.made_by, memory.home = on_host, what, self.cuda.current()
             memory.reads, memory.writes = [], []
             if not on_host:
                 number = memory.home.clock.get(memory.home, 0)
-                memory.writes.append(Access(0, WHOLE, memory.home, number, f"the allocation by {what}"))
+                memory.writes.append(
+                    Access(0, WHOLE, memory.home, number, f"the allocation by {what}")
+                )
 
     def wait_on_host(self, why: str, clock: Clock | None = None) -> None:
         """Make the host wait for this work, by default for the current stream."""
@@ -236,9 +290,13 @@ class Accelerator:
             self.late.force(self.cuda.current().clock if clock is None else clock)
 
     def read_by_host(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Record that the host reads the numbers: of device tensors once they are ready, of host tensors at once."""
+        """Record that the host reads the numbers: of device tensors once they are ready, of host
+        tensors at once.
+        """
         if any(
-            n > self.cuda.host.get(stream, 0) for each in tensors for stream, n in self.memory_on_host(each).items()
+            n > self.cuda.host.get(stream, 0)
+            for each in tensors
+            for stream, n in self.memory_on_host(each).items()
         ):
             self._fault(f"{what} reads on the host what a copy may not have written yet")
         if not all(map(self.is_on_host, tensors)):
@@ -249,20 +307,27 @@ class Accelerator:
         if sentence not in self.faults:
             self.faults.append(sentence)
 
-    # ---------------------------------------------------------------------------------------------------- operators
+    # ----------------------------------------------------------------------------------------------
+    # operators
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if is_view(func):
             return func(*args, **kwargs)
-        if self.late is not None and (found := self._begin(self.late, func, args, kwargs)) is not None:
+        if (
+            self.late is not None
+            and (found := self._begin(self.late, func, args, kwargs)) is not None
+        ):
             return found[0]
         result = func(*args, **kwargs)
         self.note(func, args, kwargs, result)
         return result
 
-    def _begin(self, late: LateExecution, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """Queue an operator for later, and return its result. None: it must run now, after everything that it comes
-        after."""
+    def _begin(
+        self, late: LateExecution, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        """Queue an operator for later, and return its result. None: it must run now, after
+        everything that it comes after.
+        """
         name, given = func._schema.name, _tensors([*args, *kwargs.values()])
         short, to = name.partition("::")[2], getattr(self.local, "to", None)
         hosts = [self.is_on_host(each) for each in given]
@@ -271,7 +336,9 @@ class Accelerator:
             return None
         if METADATA_ONLY.match(name):
             return None
-        crosses = short in COPIES and (len(set(hosts)) == 2 or (to is not None and (to == "host") != hosts[0]))
+        crosses = short in COPIES and (
+            len(set(hosts)) == 2 or (to is not None and (to == "host") != hosts[0])
+        )
         if name.startswith("c10d::") and plain and getattr(self.local, "started", None) is not None:
             self.force()
             answers = _tensors(args[0])
@@ -290,12 +357,16 @@ class Accelerator:
             later = (args, kwargs)
             if not crosses:  # the host's numbers are those of now
                 later = tree_map(
-                    lambda e: e.clone() if isinstance(e, torch.Tensor) and self.is_on_host(e) else e, later
+                    lambda e: (
+                        e.clone() if isinstance(e, torch.Tensor) and self.is_on_host(e) else e
+                    ),
+                    later,
                 )
             if writes(func):
                 result, new = written(func, args, kwargs), []
             else:
-                result = func(*args, **kwargs)  # of numbers that may not be there yet: only the shapes count
+                # of numbers that may not be there yet: only the shapes count
+                result = func(*args, **kwargs)
                 new = _tensors(result)
             work = self.note(func, args, kwargs, result)
             spoil(new)
@@ -304,7 +375,9 @@ class Accelerator:
         late.queue(*work, run)
         return (result,)
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Stream, int, Clock]:
+    def note(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> tuple[Stream, int, Clock]:
         """Record that an operator has run. Returns the result of `launch`."""
         name = func._schema.name
         if name.startswith("c10d::"):
@@ -317,25 +390,46 @@ class Accelerator:
             if kind != "nothing":
                 (writes if kind == "write" else reads).extend(tensors)
         known = {part.untyped_storage()._cdata for each in given for part in _parts(each)}
-        new = [part for each in _tensors(result) for part in _parts(each) if part.untyped_storage()._cdata not in known]
+        new = [
+            part
+            for each in _tensors(result)
+            for part in _parts(each)
+            if part.untyped_storage()._cdata not in known
+        ]
         to = getattr(self.local, "to", None)
         hosts = [self.is_on_host(each) for each in given]
         for tensor in new:
-            self.allocate(tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host")
+            self.allocate(
+                tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host"
+            )
         work = self.launch(name, reads, [*writes, *new])
-        ready = self.cuda.current().clock if not all(map(self.is_on_host, [*writes, *new])) else self.cuda.host
-        if any(number > ready.get(stream, 0) for each in reads for stream, number in self.memory_on_host(each).items()):
+        ready = (
+            self.cuda.current().clock
+            if not all(map(self.is_on_host, [*writes, *new]))
+            else self.cuda.host
+        )
+        if any(
+            number > ready.get(stream, 0)
+            for each in reads
+            for stream, number in self.memory_on_host(each).items()
+        ):
             self._fault(f"{name} reads on the host what a copy may not have written yet")
         short = name.partition("::")[2]
         if short in READ_BY_HOST:
             self.read_by_host(short, given)
-        elif short == "index" and any(each.dtype == torch.bool for each in given[1:]) and not all(hosts):
+        elif (
+            short == "index"
+            and any(each.dtype == torch.bool for each in given[1:])
+            and not all(hosts)
+        ):
             self.wait_on_host("an index by a mask reads")
         elif short in COPIES:
             self._between(reads, [*writes, *new], _is_non_blocking(short, args, kwargs))
         return work
 
-    def _between(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool) -> None:
+    def _between(
+        self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool
+    ) -> None:
         """Record a copy, perhaps between host and device."""
         on_host = [each for each in written if self.is_on_host(each)]
         if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
@@ -359,18 +453,27 @@ class Accelerator:
                 if argument.name == HIDDEN_WRITES.get(schema.name):
                     kind = "write"
                 found.append((place, argument.name, kind))
-                if kind == "write" and schema.name.endswith("_") and place == 0:  # in place: most read it, too
+                # in place: most read it, too
+                if kind == "write" and schema.name.endswith("_") and place == 0:
                     found.append((place, argument.name, "nothing"))
         return found
 
-    def _collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Stream, int, Clock]:
-        group = next((str(_group_name(each)) for each in [*args, *kwargs.values()] if _group_name(each)), "")
+    def _collective(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Stream, int, Clock]:
+        group = next(
+            (str(_group_name(each)) for each in [*args, *kwargs.values()] if _group_name(each)), ""
+        )
         stream = self._groups.setdefault(group, Stream(name=f"the stream of group {group!r}"))
         tensors = [_tensors(each) for each in args]
         reads, writes = tensors[1:2], tensors[:1]
         if name in ("c10d::send",):
             reads, writes = writes, []
-        current, read, written = self.cuda.current(), [*itertools.chain(*reads)], [*itertools.chain(*writes)]
+        current, read, written = (
+            self.cuda.current(),
+            [*itertools.chain(*reads)],
+            [*itertools.chain(*writes)],
+        )
         stream.see(current.clock)
         work = self.launch(name, read, written, stream)
         started = getattr(self.local, "started", None)
@@ -386,10 +489,15 @@ class Work:
     """Stands in for a `dist.Work` of NCCL."""
 
     def __init__(
-        self, work: Any, accelerator: Accelerator, started: Sequence[tuple[Clock, list[torch.Tensor]]]
+        self,
+        work: Any,
+        accelerator: Accelerator,
+        started: Sequence[tuple[Clock, list[torch.Tensor]]],
     ) -> None:
         self._work, self._accelerator = work, accelerator
-        self._clock: Clock = {stream: number for clock, _ in started for stream, number in clock.items()}
+        self._clock: Clock = {
+            stream: number for clock, _ in started for stream, number in clock.items()
+        }
         self._tensors = [each for _, tensors in started for each in tensors]
 
     def wait(self, *args: Any) -> bool:
@@ -478,8 +586,10 @@ class _Operators(TorchDispatchMode):
 
 
 def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
-    """Replace the functions that determine what a program with a GPU has on the host: tensors that are made without a
-    device or copied to "cpu". A mode for Python functions would be off in backward passes."""
+    """Replace the functions that determine what a program with a GPU has on the host: tensors that
+    are made without a device or copied to "cpu". A mode for Python functions would be off in
+    backward passes.
+    """
     local, to = accelerator.local, _TO
 
     def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -502,7 +612,11 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
             return to(tensor, *args, **kwargs)
         to_host = isinstance(target, str)
         with mock.patch.object(local, "to", "host" if to_host else "device", create=True):
-            return to(tensor, *args, **kwargs | ({"copy": True} if to_host != accelerator.is_on_host(tensor) else {}))
+            return to(
+                tensor,
+                *args,
+                **kwargs | ({"copy": True} if to_host != accelerator.is_on_host(tensor) else {}),
+            )
 
     def read(name: str) -> Callable[..., Any]:
         method = getattr(torch.Tensor, name)
@@ -515,7 +629,9 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
         return by_host
 
     def like(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args, **kwargs: (made(factory) if "device" in kwargs else factory)(*args, **kwargs)
+        return lambda *args, **kwargs: (made(factory) if "device" in kwargs else factory)(
+            *args, **kwargs
+        )
 
     yield from ((torch, name, made(getattr(torch, name))) for name in FACTORIES)
     yield from ((torch, name, like(getattr(torch, name))) for name in ("empty_like", "zeros_like"))
@@ -526,7 +642,8 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
-    """Context manager, for this process and its threads. Models are made, moved to `DEVICE` and wrapped inside.
+    """Context manager, for this process and its threads. Models are made, moved to `DEVICE` and
+    wrapped inside.
 
     Args:
         late: the seed of an order in which operators run late; None: each runs when it is called.
@@ -561,14 +678,21 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
                 future = hook(state, bucket)
                 # Before DDP's own callback, which waits for the futures on the current stream.
-                torch.autograd.Variable._execution_engine.queue_callback(getattr(future, "synchronize", lambda: None))
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    getattr(future, "synchronize", lambda: None)
+                )
                 return future
 
             register(model, state, reduce)
 
         def free(tensor: torch.Tensor) -> None:
-            """As FSDP frees parameters: later work of the stream that allocated them may get the memory."""
-            with cuda.on(accelerator.memory(tensor).home), torch.autograd._unsafe_preserve_version_counter(tensor):
+            """As FSDP frees parameters: later work of the stream that allocated them may get the
+            memory.
+            """
+            with (
+                cuda.on(accelerator.memory(tensor).home),
+                torch.autograd._unsafe_preserve_version_counter(tensor),
+            ):
                 spoil([tensor])
 
         for owner, name, value in (
@@ -577,7 +701,11 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             (torch.cpu, "Event", cuda.new_event),
             (torch.cpu, "current_stream", cuda.current),
             (torch.cpu, "stream", cuda.on),
-            (torch.Tensor, "record_stream", lambda tensor, stream: accelerator.keep(tensor, stream)),
+            (
+                torch.Tensor,
+                "record_stream",
+                lambda tensor, stream: accelerator.keep(tensor, stream),
+            ),
             (torch.futures, "Future", _future_of(accelerator)),
             (threading.Thread, "run", run_thread),
             (DistributedDataParallel, "__init__", wrap),
@@ -598,18 +726,25 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
         patches.callback(setattr, accelerator, "running", False)
         if accelerator.late is not None:
             save = torch.save
-            patches.enter_context(mock.patch.object(torch, "save", lambda *given: (accelerator.force(), save(*given))))
+            patches.enter_context(
+                mock.patch.object(torch, "save", lambda *given: (accelerator.force(), save(*given)))
+            )
             patches.callback(accelerator.late.run_all)
         yield accelerator
 
 
-# -------------------------------------------------------------------------------------------------------------- helpers
+# --------------------------------------------------------------------------------------------------
+# helpers
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+    return (
+        [tensor for each in value for tensor in _tensors(each)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def _is_non_blocking(copy: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -627,7 +762,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     last = tensor.numel() - 1
     if not tensor.is_contiguous():
-        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     begin = tensor.storage_offset() * size
     return begin, begin + (last + 1) * size
 
@@ -639,7 +776,9 @@ def _group_name(value: Any) -> str | None:
 
 
 def _place() -> tuple[str, bool]:
-    """Return the innermost line of the packages, and True; the innermost line of the tests if there is none."""
+    """Return the innermost line of the packages, and True; the innermost line of the tests if there
+    is none.
+    """
     in_tests = None
     for frame, number in traceback.walk_stack(None):
         file = frame.f_code.co_filename

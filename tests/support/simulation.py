@@ -15,9 +15,15 @@ from tests.support.kernels import use_own_kernel
 
 class SimulatedRanks(testing.SimulatedRanks):
     def __init__(
-        self, new_compressor: Callable[[], Compressor[Any]], world_size: int, parameters: Mapping[str, torch.Tensor]
+        self,
+        new_compressor: Callable[[], Compressor[Any]],
+        world_size: int,
+        parameters: Mapping[str, torch.Tensor],
     ) -> None:
-        first, dtypes = next(iter(parameters.values())), {parameter.dtype for parameter in parameters.values()}
+        first, dtypes = (
+            next(iter(parameters.values())),
+            {parameter.dtype for parameter in parameters.values()},
+        )
 
         def with_kernel() -> Compressor[Any]:
             compressor = new_compressor()
@@ -28,10 +34,14 @@ class SimulatedRanks(testing.SimulatedRanks):
 
 
 class SimulatedPowerSGD:
-    """`world_size` ranks that compress one n x m matrix, each with its own learned state (`states`)."""
+    """`world_size` ranks that compress one n x m matrix, each with its own learned state
+    (`states`).
+    """
 
     def __init__(self, world_size: int, n: int, m: int, rank: int) -> None:
-        config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3)
+        config = PowerSGD(
+            matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3
+        )
         parameters = {"w": torch.empty(n, m)}
         self._ranks = SimulatedRanks(lambda: PowerSGDCompressor(config), world_size, parameters)
         self._rank, self._m = rank, m
@@ -43,7 +53,11 @@ class SimulatedPowerSGD:
         return draw(0, "w", "Q", self._rank, self._m, torch.float32).T
 
     def step(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run one step on an n x m gradient per rank, and return the gradient that each rank continues with."""
+        """Run one step on an n x m gradient per rank, and return the gradient that each rank
+        continues with.
+        """
         buckets = [gradient.flatten().clone() for gradient in gradients]
         assert self._ranks.step(buckets)
-        return [bucket.view_as(gradient) for bucket, gradient in zip(buckets, gradients, strict=True)]
+        return [
+            bucket.view_as(gradient) for bucket, gradient in zip(buckets, gradients, strict=True)
+        ]

@@ -1,4 +1,6 @@
-"""Several trainings in one process, as with Optuna, with forked DataLoader workers in which Python collects garbage."""
+"""Several trainings in one process, as with Optuna, with forked DataLoader workers in which Python
+collects garbage.
+"""
 
 import gc
 import os
@@ -12,7 +14,9 @@ TRAININGS = 4
 
 
 class CollectsGarbage(Dataset[Any]):
-    """Regression data. Its worker collects the garbage of earlier trainings, as any allocation may."""
+    """Regression data. Its worker collects the garbage of earlier trainings, as any allocation
+    may.
+    """
 
     def __len__(self) -> int:
         return 8
@@ -26,7 +30,9 @@ class CollectsGarbage(Dataset[Any]):
 
 def loader() -> DataLoader[Any]:
     """Make a loader with a forked worker. A worker that hangs is an error after 30 s."""
-    return DataLoader(CollectsGarbage(), 2, num_workers=1, multiprocessing_context="fork", timeout=30)
+    return DataLoader(
+        CollectsGarbage(), 2, num_workers=1, multiprocessing_context="fork", timeout=30
+    )
 
 
 def thread_count() -> int:
@@ -35,8 +41,9 @@ def thread_count() -> int:
 
 
 def threads_after_each(train: Callable[[], object]) -> list[int]:
-    """Return the number of threads after each call of `train`. Nothing may depend on the garbage collector, which here
-    runs in the forked processes only."""
+    """Return the number of threads after each call of `train`. Nothing may depend on the garbage
+    collector, which here runs in the forked processes only.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -52,4 +59,8 @@ def assert_nothing_piles_up(threads: list[int]) -> None:
 
 def tensor_bytes() -> int:
     """Return the bytes of all tensors that Python knows."""
-    return sum(each.numel() * each.element_size() for each in gc.get_objects() if isinstance(each, torch.Tensor))
+    return sum(
+        each.numel() * each.element_size()
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor)
+    )

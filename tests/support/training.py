@@ -29,7 +29,9 @@ def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     ).to(dtype)
 
 
-def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    step: int, rank: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the batch of a step and rank, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     images = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
@@ -44,7 +46,9 @@ class Run:
     optimizer: torch.optim.Optimizer
     hook: commhooks.CommHook
     step: int = 0
-    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    scaler: torch.amp.GradScaler = field(
+        default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False)
+    )
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -57,16 +61,22 @@ class Run:
         ddp: dict[str, Any] | None = None,
         **attach: Any,
     ) -> "Run":
-        wrapped = DistributedDataParallel(model or make_model(), bucket_cap_mb=bucket_cap_mb, **(ddp or {}))
+        wrapped = DistributedDataParallel(
+            model or make_model(), bucket_cap_mb=bucket_cap_mb, **(ddp or {})
+        )
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         return cls(wrapped, optimizer, commhooks.attach(wrapped, hook, **attach))
 
     def train(self, steps: int) -> "Run":
         for _ in range(steps):
             first = next(self.ddp.parameters())
-            images, labels = (each.to(first.device) for each in batch(self.step, dist.get_rank(), first.dtype))
+            images, labels = (
+                each.to(first.device) for each in batch(self.step, dist.get_rank(), first.dtype)
+            )
             self.optimizer.zero_grad()
-            self.scaler.scale(torch.nn.functional.cross_entropy(self.ddp(images), labels)).backward()
+            self.scaler.scale(
+                torch.nn.functional.cross_entropy(self.ddp(images), labels)
+            ).backward()
             self.gradients.append(flat(p.grad for p in self.ddp.parameters() if p.grad is not None))
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -77,7 +87,9 @@ class Run:
         return flat(self.ddp.parameters())
 
     def save(self, **how: Any) -> dict[str, Any]:
-        """Return everything that a checkpoint contains, after converting it to bytes and back as for a file."""
+        """Return everything that a checkpoint contains, after converting it to bytes and back as
+        for a file.
+        """
         import io
 
         content = {
@@ -99,7 +111,9 @@ class Run:
 
 
 def flat(tensors: Any) -> torch.Tensor:
-    """Concatenate the values of all tensors. All ranks must call this for tensors that are sharded."""
+    """Concatenate the values of all tensors. All ranks must call this for tensors that are
+    sharded.
+    """
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
     return torch.cat([tensor.detach().flatten() for tensor in whole]).clone()
 
@@ -111,7 +125,9 @@ def residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a payload, or a part of it, to objects that `==` compares and that training does not change."""
+    """Convert a payload, or a part of it, to objects that `==` compares and that training does not
+    change.
+    """
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), value.tolist())
     if isinstance(value, dict):

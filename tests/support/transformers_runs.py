@@ -22,7 +22,9 @@ POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 
 
 class Moments(TrainerCallback):
-    """Records the hook's learned state at the first step of each attempt to train, and the number of hooks."""
+    """Records the hook's learned state at the first step of each attempt to train, and the number
+    of hooks.
+    """
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -64,8 +66,18 @@ def make_trainer(
     """
     torch.manual_seed(seed)
     model = make_model(width=16)
-    usual = {"max_steps": EPOCH, "save_steps": 4, "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
-    usual |= {"ddp_bucket_cap_mb": 0.005, "per_device_train_batch_size": 4} if sharding is None else sharding
+    usual = {
+        "max_steps": EPOCH,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    usual |= (
+        {"ddp_bucket_cap_mb": 0.005, "per_device_train_batch_size": 4}
+        if sharding is None
+        else sharding
+    )
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -96,7 +108,9 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "residuals": {} if hook is None or hook.name != "powerSGD" else residuals(hook),
         "stats": {} if hook is None else hook.stats(),
-        "seen": next(each.seen for each in trainer.callback_handler.callbacks if isinstance(each, Moments)),
+        "seen": next(
+            each.seen for each in trainer.callback_handler.callbacks if isinstance(each, Moments)
+        ),
     }
 
 

@@ -1,14 +1,16 @@
 """Python processes that have imported torch, Lightning and the like already.
 
-    command = [warm.python("lightning.pytorch"), "script.py", "an argument"]     # instead of sys.executable
+    # instead of sys.executable
+    command = [warm.python("lightning.pytorch"), "script.py", "argument"]
 
-Half of the time of a short training in its own process is the import of the framework. `warm.python` is a program that
-takes Python's command line, requests a process from a server, and represents it: it forwards signals and ends as that
-process ends. The server has imported the frameworks once and forks. The process has its own environment variables,
-folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that represents it.
-commhooks is imported in it too, unless its `sys.path` leads to another copy. Processes that it starts by
-`sys.executable` or multiprocessing are forked as well. Do not use this in tests of the start itself, or of Ctrl-C for a
-whole process group.
+Half of the time of a short training in its own process is the import of the framework.
+`warm.python` is a program that takes Python's command line, requests a process from a server, and
+represents it: it forwards signals and ends as that process ends. The server has imported the
+frameworks once and forks. The process has its own environment variables, folder, `sys.path`,
+`__main__` and session, and the file descriptors and the network of the program that represents it.
+commhooks is imported in it too, unless its `sys.path` leads to another copy. Processes that it
+starts by `sys.executable` or multiprocessing are forked as well. Do not use this in tests of the
+start itself, or of Ctrl-C for a whole process group.
 """
 
 import atexit
@@ -36,7 +38,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-# ------------------------------------------------------------------------------------------------------- in the tests
+# --------------------------------------------------------------------------------------------------
+# in the tests
 
 _servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
 SHARED = "COMMHOOKS_WARM_SERVERS"
@@ -56,7 +59,9 @@ _ALWAYS = (
 
 
 def python(*modules: str, server: int = 0) -> str:
-    """Return a program to use instead of `sys.executable`. `modules` are imported in the server before it forks."""
+    """Return a program to use instead of `sys.executable`. `modules` are imported in the server
+    before it forks.
+    """
     if not hasattr(os, "pidfd_open"):
         return sys.executable
     shared = os.environ[SHARED].split(os.pathsep) if SHARED in os.environ else []
@@ -88,12 +93,17 @@ def _start() -> tuple[subprocess.Popen[bytes], Path]:
     stub, program = folder / "python", folder / "stub.py"
     program.write_text(f"SOCKET = {str(folder / 'socket')!r}\nREAL = {sys.executable!r}\n{_STUB}")
     # Not Python in its first line: there may be a space in the path.
-    stub.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(program))} "$@"\n')
+    stub.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(program))} "$@"\n'
+    )
     stub.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, __file__, str(folder), str(write), str(stub)], env=env, pass_fds=[write], cwd=folder
+        [sys.executable, __file__, str(folder), str(write), str(stub)],
+        env=env,
+        pass_fds=[write],
+        cwd=folder,
     )
     os.close(write)
     os.read(read, 1)  # it listens
@@ -108,13 +118,14 @@ def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# What `python(...)` leads to: started often, so it imports little; json, socket and signal would double its time.
+# What `python(...)` leads to: started often, so it imports little; json, socket and signal would
+# double its time.
 _STUB = """
 import os, sys
 
 words = sys.argv[1:]
 unbuffered = False
-while words[:1] in (["-u"], ["-B"]):  # multiprocessing passes -B on where no bytecode is to be written
+while words[:1] in (["-u"], ["-B"]):  # multiprocessing passes -B on
     unbuffered |= words.pop(0) == "-u"
 if not words or words[0].startswith("-") and words[0] not in ("-m", "-c"):
     os.execv(REAL, [REAL, *sys.argv[1:]])
@@ -139,7 +150,8 @@ def answer():
 descriptors = [each for each in map(int, os.listdir("/proc/self/fd")) if is_open(each)]
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(SOCKET)
-request = {"words": words, "unbuffered": unbuffered, "environ": dict(os.environ), "folder": os.getcwd()}
+request = {"words": words, "unbuffered": unbuffered}
+request |= {"environ": dict(os.environ), "folder": os.getcwd()}
 request |= {"descriptors": descriptors, "stub": os.getpid()}
 data = marshal.dumps(request)
 data = len(data).to_bytes(8, "big") + data
@@ -166,7 +178,8 @@ signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
 os.kill(os.getpid(), -status)
 """
 
-# ------------------------------------------------------------------------------------------------------ in the server
+# --------------------------------------------------------------------------------------------------
+# in the server
 
 
 def _serve(folder: Path, ready: int) -> dict[str, Any]:
@@ -179,10 +192,12 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, "asked")
     selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, "alone")
-    running: dict[int, socket.socket] = {}  # process id -> connection to the program that stands for it
+    # process id -> connection to the program that stands for it
+    running: dict[int, socket.socket] = {}
     stands_for: dict[int, int] = {}  # that program -> process id
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    with contextlib.suppress(PermissionError):  # a kill is to arrive at once, also where the machine is busy
+    # a kill is to arrive at once, also where the machine is busy
+    with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, usual - 10)
     while True:
         for key, _ in selector.select():
@@ -212,11 +227,13 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 stands_for[request["stub"]] = pid
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("ended", pid))
                 selector.register(connection, selectors.EVENT_READ, ("left", pid))
-                with contextlib.suppress(OSError):  # somebody has killed the program that asked: "left" comes next
+                # somebody has killed the program that asked: "left" comes next
+                with contextlib.suppress(OSError):
                     connection.sendall(f"{pid}\n".encode())
             elif key.data[1] in running:
                 kind, pid = key.data
-                if kind == "left":  # somebody has killed the program that stands for it; "ended" comes next
+                # somebody has killed the program that stands for it; "ended" comes next
+                if kind == "left":
                     selector.unregister(running[pid])
                     _kill(pid, stands_for)
                     continue
@@ -227,13 +244,16 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if connection.fileno() in selector.get_map():
                     selector.unregister(connection)
-                    with contextlib.suppress(OSError):  # somebody has killed the program at this very moment
+                    # somebody has killed the program at this very moment
+                    with contextlib.suppress(OSError):
                         connection.sendall(f"{status}\n".encode())
                 connection.close()
 
 
 def _kill(pid: int, stands_for: dict[int, int]) -> None:
-    """Kill a process, and everything it has started, in its session or as a process of this server."""
+    """Kill a process, and everything it has started, in its session or as a process of this
+    server.
+    """
     for stub, other in stands_for.items():
         with contextlib.suppress(OSError):  # it has ended by itself
             if int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
@@ -272,24 +292,28 @@ def _import(modules: list[str]) -> bytes:
     if rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous"):
         rendezvous.get_method_name = _method_name
     gc.collect()
-    gc.freeze()  # so that a collection in a forked process does not touch, and thereby copy, all of this
+    # so that a collection in a forked process does not touch, and thereby copy, all of this
+    gc.freeze()
     return b"ready"
 
 
 def _method_name(depth: int = 2) -> str:
-    """Return the same as torchrun's function, which reads the sources of the whole stack: that was most of a torchrun's
-    CPU time."""
+    """Return the same as torchrun's function, which reads the sources of the whole stack: that was
+    most of a torchrun's CPU time.
+    """
     return sys._getframe(depth).f_code.co_name
 
 
-# -------------------------------------------------------------------------------------------- in the forked processes
+# -------------------------------------------------------------------------------------------- in
+# the forked processes
 
 
 def _become(request: dict[str, Any], stub: str) -> None:
     """Do what Python does between its start and the first line of a program."""
     os.setsid()
     _enter_namespaces(request["stub"])
-    # Move descriptors to high numbers first, because the number of one may be the target of another.
+    # Move descriptors to high numbers first, because the number of one may be the target of
+    # another.
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in request["received"]]
     for descriptor in request["received"]:
         os.close(descriptor)
@@ -301,7 +325,9 @@ def _become(request: dict[str, Any], stub: str) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1), write_through=request["unbuffered"])
+        stream.reconfigure(
+            line_buffering=stream is sys.stderr or os.isatty(1), write_through=request["unbuffered"]
+        )
     tempfile.tempdir = None  # TMPDIR is another one
     sys.executable = stub
     multiprocessing.spawn.set_executable(stub)
@@ -327,18 +353,23 @@ def _become(request: dict[str, Any], stub: str) -> None:
 
 
 def _forget_another_copy() -> None:
-    """Let this process import commhooks itself if its `sys.path` leads to another one than that of the server."""
+    """Let this process import commhooks itself if its `sys.path` leads to another one than that of
+    the server.
+    """
     if tables := sys.modules.get("commhooks.compressors.native.tables"):
         tables._IMPORTED_IN = os.getpid()  # this is no fork of a program that has used OpenMP
     found = importlib.machinery.PathFinder.find_spec("commhooks")
-    if found is not None and found.origin != getattr(sys.modules.get("commhooks"), "__file__", None):
+    if found is not None and found.origin != getattr(
+        sys.modules.get("commhooks"), "__file__", None
+    ):
         for name in [name for name in sys.modules if name.partition(".")[0] == "commhooks"]:
             del sys.modules[name]
 
 
 def _enter_namespaces(pid: int) -> None:
-    """Enter the namespaces in which `ip netns exec` has started the program that represents this process; `mnt`
-    includes /sys."""
+    """Enter the namespaces in which `ip netns exec` has started the program that represents this
+    process; `mnt` includes /sys.
+    """
     for kind in ("net", "mnt"):
         theirs = f"/proc/{pid}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
@@ -375,6 +406,9 @@ def _end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = ""  # not this file's folder: transformers would take its kernels.py for a package of that name
+    sys.path[0] = (
+        # not this file's folder: transformers would take its kernels.py for a package of that name
+        ""
+    )
     task = _serve(Path(sys.argv[1]), int(sys.argv[2]))
     _end(_status_of(task, sys.argv[3]))

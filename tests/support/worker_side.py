@@ -33,8 +33,11 @@ for _module in pkgutil.walk_packages(commhooks.__path__, "commhooks."):
         importlib.import_module(_module.name)
 
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks
-GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
-_SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
+# of a collective; below the default task limit, so that a lost rank shows as torch's own error
+GROUP_TIMEOUT_S = 30.0
+_SELF_DESTRUCT_S = (
+    30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +78,13 @@ def worker_main(stack_path: str) -> None:
         _, rank, world_size, store, timeout_s, sys_path, payload = message
         sys.path[:] = sys_path
         if hasattr(signal, "SIGUSR1"):
-            # Anew for every task: Lightning installs a handler for this signal in a batch job, and takes out ours.
+            # Anew for every task: Lightning installs a handler for this signal in a batch job, and
+            # takes out ours.
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-        faulthandler.dump_traceback_later(timeout_s + FINISH_TIMEOUT_S + _SELF_DESTRUCT_S, exit=True, file=stack_file)
+        faulthandler.dump_traceback_later(
+            timeout_s + FINISH_TIMEOUT_S + _SELF_DESTRUCT_S, exit=True, file=stack_file
+        )
         before = Surroundings.now()
         connection.send(("answer", *_call(payload, rank, world_size, store, timeout_s)))
         try:
@@ -94,29 +100,37 @@ def worker_main(stack_path: str) -> None:
             dist.destroy_process_group()
         misnamed = _next_group_is_misnamed()
         if misnamed:
-            leaks.append("the name of the next process group: the ranks of the next task would not find each other")
+            leaks.append(
+                "the name of the next process group: the ranks of the next task would not find each"
+                " other"
+            )
         forget_meshes()
         _collect_garbage()
-        del group  # now: no `Reducer` of a DDP model without a hook may be the last to hold it, see gradients/ddp.py
+        # now: no `Reducer` of a DDP model without a hook may be the last to hold it, see
+        # gradients/ddp.py
+        del group
         more_leaks, beyond_repair = before.restore()
         faulthandler.cancel_dump_traceback_later()
         connection.send(("leaks", leaks + more_leaks, beyond_repair or misnamed))
 
 
 def _next_group_is_misnamed() -> bool:
-    """Whether torch (2.8 to 2.15) would not call the next process group "0": it counts attempts to join one, begins
-    anew when the default group is destroyed, and so never after an attempt that failed. The name is part of the keys by
-    which ranks find each other. Private: torch has no public way to ask."""
+    """Whether torch (2.8 to 2.15) would not call the next process group "0": it counts attempts to
+    join one, begins anew when the default group is destroyed, and so never after an attempt that
+    failed. The name is part of the keys by which ranks find each other. Private: torch has no
+    public way to ask.
+    """
     return dist.distributed_c10d._world.group_count != 0
 
 
 def _collect_garbage() -> None:
-    """Collect models and objects of users' functions, which refer to each other. Until then they hold the task's
-    process groups, with three threads each. Everything imported since the last call is exempted from this and later
-    collections, to make them short."""
-    time.sleep(
-        0.001
-    )  # gloo's threads end what they are at: while a group is destroyed, none may wait for the interpreter
+    """Collect models and objects of users' functions, which refer to each other. Until then they
+    hold the task's process groups, with three threads each. Everything imported since the last call
+    is exempted from this and later collections, to make them short.
+    """
+    # gloo's threads end what they are at: while a group is destroyed, none may wait for the
+    # interpreter
+    time.sleep(0.001)
     gc.collect()
     if len(sys.modules) > _modules[0]:
         _modules[0] = len(sys.modules)
@@ -127,16 +141,19 @@ _modules = [0]
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches. It caches results of operations by mesh, and would confuse a mesh of the next task, with
-    the same shape but other groups, with this task's mesh. And its plans of redistributions keep meshes, and so their
-    groups, alive."""
+    """Clear DTensor's caches. It caches results of operations by mesh, and would confuse a mesh of
+    the next task, with the same shape but other groups, with this task's mesh. And its plans of
+    redistributions keep meshes, and so their groups, alive.
+    """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor, _redistribute, debug
 
         # Private, torch 2.11 to 2.15; torch 2.8 has only Python's cache.
         clear = getattr(debug, "_clear_sharding_prop_cache", None)
         if clear is None:
-            clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+            clear = (
+                DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+            )
         clear()
         _redistribute._gen_transform_infos.cache_clear()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
@@ -144,7 +161,8 @@ def forget_meshes() -> None:
 
 def _leave_with_parent() -> None:
     parent = os.getppid()  # it ends when the tests end
-    while os.getppid() == parent:  # a killed parent cannot end its workers, and in the middle of a task none listens
+    # a killed parent cannot end its workers, and in the middle of a task none listens
+    while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
@@ -152,13 +170,16 @@ def _leave_with_parent() -> None:
 def _call(
     payload: bytes, rank: int, world_size: int, path: str | None, timeout_s: float
 ) -> tuple[bytes | None, RankFailure | None]:
-    """Return the pickled result and None, or None and the failure. `path`: of the store of the group to join, if
-    any."""
+    """Return the pickled result and None, or None and the failure. `path`: of the store of the
+    group to join, if any.
+    """
     try:
-        with warnings.catch_warnings():  # also forgets which warnings were shown, so that "warns once" can be tested
+        # also forgets which warnings were shown, so that "warns once" can be tested
+        with warnings.catch_warnings():
             store = None if path is None else dist.FileStore(path, world_size)
             try:
-                fn, args, kwargs = from_bytes(payload)  # imports the test's module: on a busy machine half a minute
+                # imports the test's module: on a busy machine half a minute
+                fn, args, kwargs = from_bytes(payload)
             finally:
                 if store is not None:
                     _meet(store, rank, world_size, timeout_s)
@@ -174,12 +195,15 @@ def _call(
                 )
             with registries_as_before():
                 return to_bytes(fn(*args, **kwargs)), None
-    except BaseException as error:  # SystemExit and pytest's own exceptions too: the worker must live on
+    except (
+        BaseException
+    ) as error:  # SystemExit and pytest's own exceptions too: the worker must live on
         failure = RankFailure(type(error).__name__, str(error), traceback.format_exc())
-        # A failed rank says goodbye at once: the ranks that wait for it in a collective get an error, not a time-out.
+        # A failed rank says goodbye at once: the ranks that wait for it in a collective get an
+        # error, not a time-out.
         if path is not None and dist.is_initialized():
-            # torch 2.13: the end of a gloo group waits, with the GIL, for threads that may need the GIL to let go of
-            # an all-reduce that is just over. A moment without the GIL lets them.
+            # torch 2.13: the end of a gloo group waits, with the GIL, for threads that may need the
+            # GIL to let go of an all-reduce that is just over. A moment without the GIL lets them.
             time.sleep(0.05)
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -187,14 +211,16 @@ def _call(
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has come this far, so that the time to join a group does not count from the first rank's
-    arrival."""
+    """Wait until every rank has come this far, so that the time to join a group does not count from
+    the first rank's arrival.
+    """
     store.set_timeout(timedelta(seconds=timeout_s))
     store.set(f"rank {rank}", "")
     store.wait([f"rank {other}" for other in range(world_size)])
 
 
-# ---- what a task must leave as it found it ---------------------------------------------------------------------------
+# ---- what a task must leave as it found it
+# ---------------------------------------------------------------------------
 
 
 _THREAD_GRACE_S = 2.0  # for threads that are about to end
@@ -219,14 +245,19 @@ class Surroundings:
         )
 
     def restore(self) -> tuple[list[str], bool]:
-        """Restore everything. Returns a sentence per leak, and whether one of them could not be undone."""
+        """Restore everything. Returns a sentence per leak, and whether one of them could not be
+        undone.
+        """
         leaks = []
         now = dict(os.environ)
         for name in sorted(now.keys() | self.environ.keys()):
             if name in _SET_BY_TORCH:
                 continue
             if now.get(name) != self.environ.get(name):
-                leaks.append(f"environment variable {name}: {self.environ.get(name)!r} became {now.get(name)!r}")
+                leaks.append(
+                    f"environment variable {name}: {self.environ.get(name)!r} became"
+                    f" {now.get(name)!r}"
+                )
                 if name in self.environ:
                     os.environ[name] = self.environ[name]
                 else:
@@ -263,8 +294,14 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default device": (torch.get_default_device, torch.set_default_device),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "float32 matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
     "autocast on CPU": (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda enabled: torch.set_autocast_enabled("cpu", enabled),

@@ -1,24 +1,29 @@
-"""A pool of persistent worker processes: multi-rank tests without starting Python and torch for each of them.
+"""A pool of persistent worker processes: multi-rank tests without starting Python and torch for
+each of them.
 
-    results = run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)     # a fixture of conftest.py
+    # a fixture of conftest.py
+    results = run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)
 
-Worker `i` is rank `i`; what it does is in `worker_side.py`. It is started when the first test asks for it, forked from
-a process that has imported torch (`warm.py`; with `COMMHOOKS_TEST_CUDA=1` it is started alone), uses one thread, and is
-kept for the tests that follow. `worker_pool.import_first("lightning.pytorch")` has the same done for other modules, in
-new workers. For one task every worker takes part in
+Worker `i` is rank `i`; what it does is in `worker_side.py`. It is started when the first test asks
+for it, forked from a process that has imported torch (`warm.py`; with `COMMHOOKS_TEST_CUDA=1` it is
+started alone), uses one thread, and is kept for the tests that follow.
+`worker_pool.import_first("lightning.pytorch")` has the same done for other modules, in new workers.
+For one task every worker takes part in
 
     parent                             worker
     ("task", rank, ..., payload)  ->
-                                       joins a fresh gloo group (file store in a temporary directory, no ports)
-                                       calls fn(*args, **kwargs)
+                                       joins a fresh gloo group (file store in a temporary
+                                       directory, no ports) calls fn(*args, **kwargs)
                                   <-   ("answer", result or failure)
-    ("finish",)                   ->   sent once every rank has answered, or at once when one has failed
-                                       destroys the group, looks for leaks, puts back what it can
+    ("finish",)                   ->   sent once every rank has answered, or at once when one has
+                                       failed destroys the group, looks for leaks, puts back what it
+                                       can
                                   <-   ("leaks", list of sentences)
 
-so that no rank closes its connections while another still talks to it, and a failed rank closes them at once, which
-ends the collectives that the others wait in. Payloads travel as bytes of `torch.save`: tensors by value, no shared
-memory. Whatever goes wrong ends in one `RanksFailed` in the parent that shows all ranks.
+so that no rank closes its connections while another still talks to it, and a failed rank closes
+them at once, which ends the collectives that the others wait in. Payloads travel as bytes of
+`torch.save`: tensors by value, no shared memory. Whatever goes wrong ends in one `RanksFailed` in
+the parent that shows all ranks.
 """
 
 import atexit
@@ -59,7 +64,8 @@ class WorkerPool:
     """The workers of one pytest session. Not thread-safe: one task at a time."""
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []  # index = rank; see `warm.py` for what they are
+        # index = rank; see `warm.py` for what they are
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._pids: list[int] = []
         self._modules: tuple[str, ...] = ()
         self._connections: list[multiprocessing.connection.Connection] = []
@@ -73,7 +79,9 @@ class WorkerPool:
         return list(self._pids)
 
     def import_first(self, *modules: str) -> None:
-        """Start further workers with these modules imported, without the cost of importing them in each."""
+        """Start further workers with these modules imported, without the cost of importing them in
+        each.
+        """
         if not set(modules) <= set(self._modules):
             self.close()
             self._modules += modules
@@ -87,14 +95,17 @@ class WorkerPool:
         init: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` in `world_size` workers and returns what they returned, by rank.
+        """Calls `fn(*args, **kwargs)` in `world_size` workers and returns what they returned, by
+        rank.
 
-        `fn` must be importable (a function at the top level of a test module). With `init=True` the default process
-        group is a fresh gloo group of `world_size` ranks, destroyed afterwards; with `init=False` there is none, and
-        `fn` must destroy what it creates. Every rank starts from the same seeds. `timeout_s` limits the whole task.
+        `fn` must be importable (a function at the top level of a test module). With `init=True` the
+        default process group is a fresh gloo group of `world_size` ranks, destroyed afterwards;
+        with `init=False` there is none, and `fn` must destroy what it creates. Every rank starts
+        from the same seeds. `timeout_s` limits the whole task.
 
-        Raises `RanksFailed` with the tracebacks of all ranks that raised, or which ranks leaked, died or did not
-        answer in time (then the pool is killed, and the next call starts a new one).
+        Raises `RanksFailed` with the tracebacks of all ranks that raised, or which ranks leaked,
+        died or did not answer in time (then the pool is killed, and the next call starts a new
+        one).
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_WORLD_SIZE} workers")
@@ -103,7 +114,9 @@ class WorkerPool:
             return self._run_task(fn, args, kwargs, world_size, timeout_s, init)
         except RanksFailed:
             raise
-        except BaseException:  # Ctrl-C or pytest-timeout: the workers are somewhere in the middle of a task
+        except (
+            BaseException
+        ):  # Ctrl-C or pytest-timeout: the workers are somewhere in the middle of a task
             self.kill()
             raise
 
@@ -122,7 +135,9 @@ class WorkerPool:
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[rank] if rank < len(self._pids) else process.pid, signal.SIGKILL)
+                    os.kill(
+                        self._pids[rank] if rank < len(self._pids) else process.pid, signal.SIGKILL
+                    )
         for process in self._processes:
             process.wait()
         for connection in self._connections:
@@ -134,11 +149,14 @@ class WorkerPool:
 
     def _grow(self, world_size: int) -> None:
         if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="commhooks-tests-", ignore_cleanup_errors=True)
+            self._scratch = tempfile.TemporaryDirectory(
+                prefix="commhooks-tests-", ignore_cleanup_errors=True
+            )
         new = range(len(self._processes), world_size)
         for index in new:
             ours, theirs = socket.socketpair()
-            # Strings have other hashes in every second worker: an order that depends on them must not go unnoticed.
+            # Strings have other hashes in every second worker: an order that depends on them must
+            # not go unnoticed.
             python = _cuda_python() or warm.python(*self._modules, server=index % 2)
             command = [python, "-c", _WORKER, str(self._stack_file(index))]
             environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
@@ -168,8 +186,11 @@ class WorkerPool:
         ranks = list(range(world_size))
         payload = to_bytes((fn, args, kwargs))
         for rank in ranks:
-            with contextlib.suppress(OSError):  # a worker that died since the last task: found when reading from it
-                self._connections[rank].send(("task", rank, world_size, store, timeout_s, list(sys.path), payload))
+            # a worker that died since the last task: found when reading from it
+            with contextlib.suppress(OSError):
+                self._connections[rank].send(
+                    ("task", rank, world_size, store, timeout_s, list(sys.path), payload)
+                )
 
         finishing = False
 
@@ -181,13 +202,21 @@ class WorkerPool:
                     with contextlib.suppress(OSError):
                         self._connections[rank].send(("finish",))
 
-        answers = self._collect(ranks, timeout_s, on_message=lambda answer: answer[2] is not None and finish())
+        answers = self._collect(
+            ranks, timeout_s, on_message=lambda answer: answer[2] is not None and finish()
+        )
         if len(answers) < world_size:
             raise self._lost(headline, ranks, answers, f"did not answer within {timeout_s:g} s")
         finish()
         leaks = self._collect(ranks, FINISH_TIMEOUT_S)
         if len(leaks) < world_size:
-            raise self._lost(headline, ranks, answers, f"did not clean up within {FINISH_TIMEOUT_S:g} s", cleaned=leaks)
+            raise self._lost(
+                headline,
+                ranks,
+                answers,
+                f"did not clean up within {FINISH_TIMEOUT_S:g} s",
+                cleaned=leaks,
+            )
         if store is not None:
             Path(store).unlink(missing_ok=True)
 
@@ -204,13 +233,17 @@ class WorkerPool:
     def _collect(
         self, ranks: list[int], timeout_s: float, on_message: Callable[[Any], object] | None = None
     ) -> dict[int, Any]:
-        """One message of each rank; without those ranks that died or did not send one within `timeout_s`."""
+        """One message of each rank; without those ranks that died or did not send one within
+        `timeout_s`.
+        """
         waiting = {self._connections[rank]: rank for rank in ranks}
         messages: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         lost = False
         while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            ready = multiprocessing.connection.wait(
+                list(waiting), max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             for connection in ready:
@@ -223,7 +256,9 @@ class WorkerPool:
                 else:
                     if on_message is not None:
                         on_message(messages[rank])
-            if lost:  # the task has failed: what the others have to say is worth a moment, not the whole limit
+            # the task has failed: what the others have to say is worth a moment, not the whole
+            # limit
+            if lost:
                 deadline = min(deadline, time.monotonic() + 2.0)
         return messages
 
@@ -235,11 +270,14 @@ class WorkerPool:
         complaint: str,
         cleaned: dict[int, Any] | None = None,
     ) -> RanksFailed:
-        """Describes the ranks that are missing in the last round of messages, and kills the pool."""
+        """Describes the ranks that are missing in the last round of messages, and kills the
+        pool.
+        """
         done = answers if cleaned is None else cleaned
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:
-            ends = self._connections[rank].closed or self._connections[rank].poll()  # one that hangs says nothing
+            # one that hangs says nothing
+            ends = self._connections[rank].closed or self._connections[rank].poll()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._processes[rank].wait(5 if ends else 0.2)
         alive = [rank for rank in silent if self._processes[rank].poll() is None]
@@ -257,13 +295,19 @@ class WorkerPool:
             complaint = "had not answered when another rank died"
         problems = []
         for rank in silent:
-            end = complaint if rank in alive else f"died (exit code {self._processes[rank].returncode})"
+            end = (
+                complaint
+                if rank in alive
+                else f"died (exit code {self._processes[rank].returncode})"
+            )
             stack = self._stack_file(rank).read_text(errors="replace")
             problems.append(f"rank {rank} {end}" + (f"; it was here:\n{stack}" if stack else ""))
         errors = _errors(answers)
         problems += [_describe(rank, error) for rank, error in errors.items()]
         self.kill()
-        return RanksFailed(f"{headline}{len(silent)} of the ranks lost\n" + "\n\n".join(problems), errors)
+        return RanksFailed(
+            f"{headline}{len(silent)} of the ranks lost\n" + "\n\n".join(problems), errors
+        )
 
     def _stack_file(self, index: int) -> Path:
         assert self._scratch is not None
@@ -271,8 +315,9 @@ class WorkerPool:
 
 
 def _cuda_python() -> str | None:
-    """Return a Python without a server, for tests with CUDA: a process whose parent has used the driver cannot use
-    it."""
+    """Return a Python without a server, for tests with CUDA: a process whose parent has used the
+    driver cannot use it.
+    """
     return sys.executable if os.environ.get("COMMHOOKS_TEST_CUDA") == "1" else None
 
 

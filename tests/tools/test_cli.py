@@ -1,4 +1,6 @@
-"""The `commhooks` command: its arguments, `hooks`, `plan`, and the user's functions that it imports."""
+"""The `commhooks` command: its arguments, `hooks`, `plan`, and the user's functions that it
+imports.
+"""
 
 import json
 import os
@@ -28,18 +30,50 @@ MODEL = "tests.support.plan_models:build_mlp"
 NO_MODEL = "tests.support.plan_models:no_model"
 ERRORS = [
     # arguments, what stderr says, exit status
-    (["plan", "m:f", "--exclud", "a"], "unrecognized arguments: --exclud (did you mean '--exclude'?)", 2),
-    (["plan", "m:f", "--option", "a=4"], "unrecognized arguments: --option (did you mean '--options'?)", 2),
+    (
+        ["plan", "m:f", "--exclud", "a"],
+        "unrecognized arguments: --exclud (did you mean '--exclude'?)",
+        2,
+    ),
+    (
+        ["plan", "m:f", "--option", "a=4"],
+        "unrecognized arguments: --option (did you mean '--options'?)",
+        2,
+    ),
     (["hooks", "powerSGD"], "unrecognized arguments: powerSGD", 2),
     (["--vers"], "unrecognized arguments: --vers", 2),
     (["hoks"], "invalid choice: 'hoks'", 2),
-    (["plan", MODEL, "--hook", "powerSDG"], "unknown hook 'powerSDG' (did you mean 'powerSGD'?)", 1),
-    (["plan", MODEL, "--options", "rank=4"], "no option 'rank' (did you mean 'matrix_approximation_rank'?)", 1),
+    (
+        ["plan", MODEL, "--hook", "powerSDG"],
+        "unknown hook 'powerSDG' (did you mean 'powerSGD'?)",
+        1,
+    ),
+    (
+        ["plan", MODEL, "--options", "rank=4"],
+        "no option 'rank' (did you mean 'matrix_approximation_rank'?)",
+        1,
+    ),
     (["plan", MODEL, "--options", "rank"], "--options rank: expected NAME=VALUE", 1),
-    (["plan", MODEL, "--options", "exclude=[*a*]"], "--options exclude=[*a*]: a value is not YAML; quote text", 1),
-    (["plan", MODEL, "--options", "rank=${x}"], "--options rank=${x}: rank: Interpolation key 'x' not found", 1),
-    (["plan", MODEL, "--options", "exclude=['a']", "--exclude", "b"], "give the patterns in one of them", 1),
-    (["plan", MODEL, "--options", "start_powerSGD_iter=0.5"], "is a fraction of the run, whose length is unknown", 1),
+    (
+        ["plan", MODEL, "--options", "exclude=[*a*]"],
+        "--options exclude=[*a*]: a value is not YAML; quote text",
+        1,
+    ),
+    (
+        ["plan", MODEL, "--options", "rank=${x}"],
+        "--options rank=${x}: rank: Interpolation key 'x' not found",
+        1,
+    ),
+    (
+        ["plan", MODEL, "--options", "exclude=['a']", "--exclude", "b"],
+        "give the patterns in one of them",
+        1,
+    ),
+    (
+        ["plan", MODEL, "--options", "start_powerSGD_iter=0.5"],
+        "is a fraction of the run, whose length is unknown",
+        1,
+    ),
     (["plan", MODEL, "--hook", NO_MODEL], "is a function, whose traffic cannot be planned", 1),
     (["plan", NO_MODEL], "returned a int, not an nn.Module", 1),
     (["plan", "torch.nn:Identity"], "has no parameter that requires a gradient", 1),
@@ -56,11 +90,17 @@ def test_what_is_wrong(arguments: list[str], says: str, status: int, capsys: Any
     else:
         assert main(arguments) == 1
     out, err = capsys.readouterr()
-    assert out == "" and says in err and (status == 2 or err.startswith("commhooks plan: ") and err.count("\n") == 1)
+    assert (
+        out == ""
+        and says in err
+        and (status == 2 or err.startswith("commhooks plan: ") and err.count("\n") == 1)
+    )
 
 
 def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
-    """Which takes seconds to import: here nothing can import it. Completion as bash asks argcomplete for it."""
+    """Which takes seconds to import: here nothing can import it. Completion as bash asks
+    argcomplete for it.
+    """
     commands, typed = ["hooks", "plan", "network", "env"], "commhooks plan --wr"
     code = f"""
 import contextlib, os, sys
@@ -73,12 +113,20 @@ os.environ |= dict(_ARGCOMPLETE="1", COMP_LINE={typed!r}, COMP_POINT="{len(typed
 os.environ["_ARGCOMPLETE_STDOUT_FILENAME"] = "found"
 main([])
 """
-    run: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "timeout": 280}
+    run: Any = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        "timeout": 280,
+    }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **run)
     assert done.returncode == 0 and done.stdout.count("usage: ") == 1 + len(commands), done.stderr
     assert f"commhooks {commhooks.__version__}\n" in done.stdout and "--step-ms" in done.stdout
     assert (tmp_path / "found").read_text().strip() == "--wrapper"
-    assert "powerSGD" in cli.hook_names() and "noop" not in cli.hook_names() and tuple(WIRE_DTYPES) == cli.WRAPPERS
+    assert (
+        "powerSGD" in cli.hook_names()
+        and "noop" not in cli.hook_names()
+        and tuple(WIRE_DTYPES) == cli.WRAPPERS
+    )
 
 
 def test_a_reader_that_has_seen_enough() -> None:
@@ -86,17 +134,23 @@ def test_a_reader_that_has_seen_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [warm.python(), "-m", "commhooks", "hooks"], stdout=writing, stderr=subprocess.PIPE, timeout=280
+        [warm.python(), "-m", "commhooks", "hooks"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=280,
     )
     os.close(writing)
     assert done.returncode == 1 and done.stderr == b""
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
+# ---- hooks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_names_options_and_explanations_are_whole(columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_options_and_explanations_are_whole(
+    columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["hooks"]) == 0
     output = capsys.readouterr().out
@@ -110,7 +164,9 @@ def test_names_options_and_explanations_are_whole(columns: int, capsys: Any, mon
 
 
 def test_every_option_is_explained_and_none_is_listed_in_vain() -> None:
-    explained = {name: cli.explained_options(compressor.Config) for name, compressor in COMPRESSORS.items()}
+    explained = {
+        name: cli.explained_options(compressor.Config) for name, compressor in COMPRESSORS.items()
+    }
     for name, options in explained.items():
         assert all(5 < len(text) < 200 for text in options.values()), name
     assert explained["powerSGD"].keys() == commhooks.available_hooks()["powerSGD"]["options"].keys()
@@ -118,16 +174,26 @@ def test_every_option_is_explained_and_none_is_listed_in_vain() -> None:
     assert left_out == {"exclude", "min_compression_rate"}
 
 
-# ---- plan ------------------------------------------------------------------------------------------------------------
+# ---- plan
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_flags_of_plan_and_its_json(capsys: Any) -> None:
-    options = ["--options", "matrix_approximation_rank=2", "start_powerSGD_iter=0.1", "--total-steps", "50"]
+    options = [
+        "--options",
+        "matrix_approximation_rank=2",
+        "start_powerSGD_iter=0.1",
+        "--total-steps",
+        "50",
+    ]
     assert main(["plan", MODEL, *options, "--exclude", "4.*", "--wrapper", "bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["hook"], found["start_step"], found["wire_dtype"]) == ("powerSGD", 5, "bfloat16")
     rows = {row["name"]: row for row in found["parameters"]}
-    assert rows["0.weight"]["bytes_after"] == 2 * (32 + 24) * 2 and rows["0.weight"]["bytes_before"] == 4 * 32 * 24
+    assert (
+        rows["0.weight"]["bytes_after"] == 2 * (32 + 24) * 2
+        and rows["0.weight"]["bytes_before"] == 4 * 32 * 24
+    )
     assert rows["4.weight"]["reason"] == "excluded by '4.*'" and rows["4.weight"]["matrix"] is None
     for total in ("bytes_before", "bytes_after"):
         assert sum(row[total] for row in rows.values()) == found[total]
@@ -142,7 +208,9 @@ def test_a_pattern_without_a_match_is_told(capsys: Any, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("hook", ["powerSGD", "int8", "fp16", "diloco", "auto"])
 def test_it_prints_the_plan_of_the_attached_hook(hook: str, capsys: Any) -> None:
-    """Except for the memory, which depends on the kernel of the ranks, and the checkpoints of all ranks."""
+    """Except for the memory, which depends on the kernel of the ranks, and the checkpoints of all
+    ranks.
+    """
 
     def lines(text: str) -> list[str]:
         return [line for line in text.splitlines() if not line.startswith(("Memory", "Residuals"))]
@@ -158,12 +226,15 @@ def test_env_prints_what_a_bug_report_needs(capsys: Any) -> None:
     text = capsys.readouterr().out
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["torch"] == torch.__version__ and "gloo" in found["backends"] and found["interfaces"]
+    assert (
+        found["torch"] == torch.__version__ and "gloo" in found["backends"] and found["interfaces"]
+    )
     assert found["native kernels"] in ("compiled and loaded", "turned off by COMMHOOKS_NATIVE=0")
     assert all(name in text and each in text for name, each in found.items())
 
 
-# ---- the user's functions --------------------------------------------------------------------------------------------
+# ---- the user's functions
+# --------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import argparse, sys
@@ -193,11 +264,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("script_of_this_test", None)
 
 
-@pytest.mark.parametrize("target", ["script_of_this_test:build", "./script_of_this_test.py:Nets.build"])
+@pytest.mark.parametrize(
+    "target", ["script_of_this_test:build", "./script_of_this_test.py:Nets.build"]
+)
 def test_a_script_does_not_see_the_arguments_of_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    """As with `commhooks plan train:build --hook int8` where the script has a flag of that name, too."""
+    """As with `commhooks plan train:build --hook int8` where the script has a flag of that name,
+    too.
+    """
     (folder / "script_of_this_test.py").write_text(SCRIPT.format(PARSES.format("default=None")))
     monkeypatch.setattr(sys, "argv", given := ["commhooks", "plan", target, "--hook", "int8"])
     assert main() == 0
@@ -216,7 +291,9 @@ def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, e
     ):
         assert main(arguments) == 1
         *_, last = capsys.readouterr().err.splitlines()
-        assert last.startswith(f"commhooks plan: 'script_of_this_test:build' has called sys.exit({argument})")
+        assert last.startswith(
+            f"commhooks plan: 'script_of_this_test:build' has called sys.exit({argument})"
+        )
         assert last.endswith("belongs under `if __name__ == '__main__':`")
 
 
@@ -225,12 +302,21 @@ def test_a_script_that_ends_the_program_is_an_error(folder: Path, capsys: Any, e
     [
         ("plan_models.py", "is not a path: expected 'package.module:function'"),
         ("tests.support.plan_models:", "expected 'package.module:function' with the full name"),
-        ("no_such_module:build", "cannot import 'no_such_module': No module named 'no_such_module'; start where"),
+        (
+            "no_such_module:build",
+            "cannot import 'no_such_module': No module named 'no_such_module'; start where",
+        ),
         ("no/such_module.py:build", "there is no file '/.*/no/such_module.py'"),
         ("../no/such_module.py:build", "there is no file '/.*/no/such_module.py'"),
-        ("tests.support.plan_models:build", "'tests.support.plan_models' has no 'build' .did you mean 'build_mlp'"),
+        (
+            "tests.support.plan_models:build",
+            "'tests.support.plan_models' has no 'build' .did you mean 'build_mlp'",
+        ),
         ("tests.support.plan_models:Net.biuld", "'tests.support.plan_models.Net' has no 'biuld'"),
-        ("tests.support.plan_models:not_callable", "is a int; expected a function that builds the model"),
+        (
+            "tests.support.plan_models:not_callable",
+            "is a int; expected a function that builds the model",
+        ),
         ("tests.support.plan_models:needs_an_argument", "cannot be called without arguments"),
     ],
 )
@@ -251,9 +337,15 @@ def build():
 @pytest.mark.parametrize("written", ["../job/NAME", "{absolute}/NAME", "~/job/NAME"])
 @pytest.mark.parametrize("package", [False, True])
 def test_a_path_of_a_file_is_a_path(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: str, package: bool
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    written: str,
+    package: bool,
 ) -> None:
-    """Outside of the current folder, with imports from the file's own folder at any time, and inside of a package."""
+    """Outside of the current folder, with imports from the file's own folder at any time, and
+    inside of a package.
+    """
     (folder / "job" / "inside").mkdir(parents=True)
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
@@ -274,7 +366,10 @@ def test_a_path_of_a_file_is_a_path(
 
 def test_a_path_whose_name_another_module_has_is_an_error(folder: Path) -> None:
     (folder / "json.py").write_text(JOB.format(""))
-    with pytest.raises(HookConfigError, match=r"`import json` finds /.*json/__init__.py instead of /.*json.py: rename"):
+    with pytest.raises(
+        HookConfigError,
+        match=r"`import json` finds /.*json/__init__.py instead of /.*json.py: rename",
+    ):
         call("json.py:build")
     (folder / "train.v2.py").write_text(JOB.format(""))
     with pytest.raises(HookConfigError, match="a file with a '.' in its name: rename it"):
@@ -289,9 +384,13 @@ def test_other_errors_of_the_script_pass_through(folder: Path) -> None:
 
 def test_lighthouse_prints_its_address_and_ends_with_ctrl_c() -> None:
     command = [warm.python("torchft.coordination"), "-m", "commhooks", "lighthouse", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
-        assert re.fullmatch(r"export TORCHFT_LIGHTHOUSE=http://\S+:[1-9]\d+\n", process.stdout.readline())
+        assert re.fullmatch(
+            r"export TORCHFT_LIGHTHOUSE=http://\S+:[1-9]\d+\n", process.stdout.readline()
+        )
         assert "Ctrl-C ends it" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert (process.wait(30), process.communicate()[1].count("Traceback")) == (0, 0)

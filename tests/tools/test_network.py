@@ -51,7 +51,10 @@ def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
     assert [each["ranks"] for each in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
     assert all(each["mbit_per_s"] > 0 and each["latency_ms"] > 0 for each in report["pairs"])
     assert list(report["machines"].values()) == [[0, 1, 2]]
-    assert report["link"]["mbit_per_s"] > 0 and 0 < report["link"]["latency_ms"] / 1000 < report["took_s"]
+    assert (
+        report["link"]["mbit_per_s"] > 0
+        and 0 < report["link"]["latency_ms"] / 1000 < report["took_s"]
+    )
     assert report["advice"] and report["advice"][-1] in " ".join(text.split())
     for name in ("plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"):
         assert name in text
@@ -65,7 +68,9 @@ def test_pairs_are_those_of_all_ranks_or_of_machines() -> None:
     eight = [list(range(8 * node, 8 * node + 8)) for node in range(4)]
     between = [(0, 8), (0, 16), (0, 24), (8, 16), (8, 24), (16, 24)]
     assert pairs_to_measure(eight) == [*between, (0, 1)]
-    assert pairs_to_measure([[rank] for rank in range(40)]) == [(rank, rank + 1) for rank in range(39)]
+    assert pairs_to_measure([[rank] for rank in range(40)]) == [
+        (rank, rank + 1) for rank in range(39)
+    ]
     assert len(pairs_to_measure([[rank] for rank in range(12)])) == MOST
 
 
@@ -91,26 +96,41 @@ def test_the_interface_is_the_one_whose_counter_grows(tmp_path: Path) -> None:
 
 
 def test_sizes_of_models() -> None:
-    assert [parsed_size(text) for text in ("350k", "124M", "1.5B", "7b", "1000")] == [3.5e5, 1.24e8, 1.5e9, 7e9, 1e3]
+    assert [parsed_size(text) for text in ("350k", "124M", "1.5B", "7b", "1000")] == [
+        3.5e5,
+        1.24e8,
+        1.5e9,
+        7e9,
+        1e3,
+    ]
     for wrong in ("big", "", "1.5.2M", "0", "-3M", "12T"):
-        with pytest.raises(commhooks.HookConfigError, match="expected a number of parameters such as 350k"):
+        with pytest.raises(
+            commhooks.HookConfigError, match="expected a number of parameters such as 350k"
+        ):
             parsed_size(wrong)
     for numel in (1e6, 1.24e8, 1.5e9):
-        assert sum(each.numel() for each in transformer(numel).values()) == pytest.approx(numel, rel=0.15)
+        assert sum(each.numel() for each in transformer(numel).values()) == pytest.approx(
+            numel, rel=0.15
+        )
 
 
 def test_bytes_and_messages_by_hand() -> None:
     """Of docs/commands.md."""
 
-    def seconds(nodes: int, counted: float, ops: Any, together: int, backend: Any, latency: float = 0.0) -> float:
-        return Cluster(nodes, together, 1e9, 9e9, latency, backend).seconds(counted, ops, 3, together)
+    def seconds(
+        nodes: int, counted: float, ops: Any, together: int, backend: Any, latency: float = 0.0
+    ) -> float:
+        return Cluster(nodes, together, 1e9, 9e9, latency, backend).seconds(
+            counted, ops, 3, together
+        )
 
     assert seconds(2, 100e6, ("sum",), 1, "nccl") == pytest.approx(0.8)
     assert seconds(4, 100e6, ("sum",), 1, "nccl") == pytest.approx(1.2)
     # Up and down a tree of 8, for each of 3 buckets; a ring with gloo.
     assert seconds(8, 0, ("sum",), 1, "nccl", 1.0) == 3 * 2 * 3
     assert seconds(8, 0, ("sum",), 1, "gloo", 1.0) == 3 * 2 * 7
-    # Four nodes of eight ranks: each rank sends to the 24 of other nodes, and all of a node over one card.
+    # Four nodes of eight ranks: each rank sends to the 24 of other nodes, and all of a node over
+    # one card.
     for ops, per_byte, messages in (
         (("sum",), 2 * 31 / 32, {"nccl": 10, "gloo": 62}),
         (("all_to_all",), 2 * 8 * 24 / 32, {"nccl": 24, "gloo": 24}),
@@ -118,15 +138,21 @@ def test_bytes_and_messages_by_hand() -> None:
         for backend, number in messages.items():
             expected = 8 * per_byte * 100e6 / 1e9 + 3 * number
             assert seconds(4, 100e6, ops, 8, backend, 1.0) == pytest.approx(expected)
-    assert seconds(4, 100e6, ("gather",), 8, "nccl", 1.0) == pytest.approx(8 * 2 * 31 / 32 * 0.1 + 3 * 31)
-    assert seconds(4, 100e6, ("gather",), 8, "gloo", 1.0) == pytest.approx(8 * 2 * 8 * 24 / 32 * 0.1 + 3 * 24)
+    assert seconds(4, 100e6, ("gather",), 8, "nccl", 1.0) == pytest.approx(
+        8 * 2 * 31 / 32 * 0.1 + 3 * 31
+    )
+    assert seconds(4, 100e6, ("gather",), 8, "gloo", 1.0) == pytest.approx(
+        8 * 2 * 8 * 24 / 32 * 0.1 + 3 * 24
+    )
     both = seconds(4, 100e6, ("all_to_all", "gather"), 8, "gloo")
-    assert both == pytest.approx(seconds(4, 100e6, ("gather",), 8, "gloo"))  # half of the bytes in either
+    # half of the bytes in either
+    assert both == pytest.approx(seconds(4, 100e6, ("gather",), 8, "gloo"))
 
 
 def test_what_is_predicted() -> None:
     link = Link(mbit_per_s=1000.0, latency_ms=4.0)
-    alone = cluster_of([[0, 1]], link, 9000.0, "gloo")  # one machine: each rank sends over its network card
+    # one machine: each rank sends over its network card
+    alone = cluster_of([[0, 1]], link, 9000.0, "gloo")
     assert (alone.machines, alone.ranks_per_machine, alone.bandwidth) == (2, 1, 1e9)
     assert 2 * alone.latency == pytest.approx(4e-3)  # an all-reduce of two ranks is two messages
     uneven = cluster_of([[0, 1], [2]], link, 9000.0, "gloo")
@@ -137,10 +163,15 @@ def test_what_is_predicted() -> None:
     found = {each.candidate.label: each for each in exchanges(1e8, nodes)}
     assert list(found) == [each.label for each in CANDIDATES]
     plain, buckets = found["plain DDP"], math.ceil(4 * numel / 25 / 2**20)
-    assert plain.seconds == pytest.approx(8 * 1.5 * 4 * numel / 1e9 + buckets * 4e-3) and not plain.between_nodes
+    assert (
+        plain.seconds == pytest.approx(8 * 1.5 * 4 * numel / 1e9 + buckets * 4e-3)
+        and not plain.between_nodes
+    )
     assert found["bf16"].between_nodes
     inside = 8 * 4 * numel / 9e9
-    assert found["bf16"].seconds == pytest.approx(8 * 2 * numel / 1e9 + inside + 2 * buckets * 4e-3 / 6, rel=1e-3)
+    assert found["bf16"].seconds == pytest.approx(
+        8 * 2 * numel / 1e9 + inside + 2 * buckets * 4e-3 / 6, rel=1e-3
+    )
     assert found["diloco, every 30 steps"].seconds < found["diloco, every 5 steps"].seconds / 5
 
 
@@ -155,57 +186,100 @@ def _report(**changes: Any) -> NetworkReport:
     machines = {"one": [0, 1], "two": [2, 3]}
     at = {"one": Interface("eth0", 1000.0), "two": Interface("eth0", 1000.0)}
     known = {"124M": exchanges(1.24e8, cluster_of(list(machines.values()), link, 20_000.0, "gloo"))}
-    as_usual = {"machines": machines, "interfaces": at, "backend": "gloo", "pairs": pairs, "link": link}
-    return NetworkReport(**{**as_usual, "exchanges": known, "step_ms": None, "took_s": 1.0} | changes)
+    as_usual = {
+        "machines": machines,
+        "interfaces": at,
+        "backend": "gloo",
+        "pairs": pairs,
+        "link": link,
+    }
+    return NetworkReport(
+        **{**as_usual, "exchanges": known, "step_ms": None, "took_s": 1.0} | changes
+    )
 
 
 def test_advice() -> None:
     (only,) = _report().advice()
     assert only.startswith(
-        "124M parameters: with plain DDP a step spends 6 s on the network. If it computes for 40 s or"
+        "124M parameters: with plain DDP a step spends 6 s on the network. If it computes for 40"
+        " s or"
     )
     assert only.endswith('hook="diloco" sends the least. --step-ms names one.')
     (enough,) = _report(step_ms=120_000.0).advice()
-    assert enough.endswith("spends 6 s on the network, beside 120000 ms of computing: nothing needed.")
+    assert enough.endswith(
+        "spends 6 s on the network, beside 120000 ms of computing: nothing needed."
+    )
     (some,) = _report(step_ms=20_000.0).advice()
-    assert 'With hook="bf16_compress", ranks_per_node="auto" it would be' in some and ": small beside" in some
+    assert (
+        'With hook="bf16_compress", ranks_per_node="auto" it would be' in some
+        and ": small beside" in some
+    )
     (least,) = _report(step_ms=1.0).advice()
-    assert "hook=\"diloco\", hook_options={'sync_every': 30}" in least and "the least of all, but not small" in least
+    assert (
+        "hook=\"diloco\", hook_options={'sync_every': 30}" in least
+        and "the least of all, but not small" in least
+    )
     slow = Pair((1, 3), 90.0, 0.1)
-    (connection, _) = _report(pairs=[*_report().pairs, slow]).advice()
-    assert connection.startswith("Ranks 1 and 3 reach 90 Mbit/s where 920 Mbit/s is usual between machines")
-    (interface, _) = _report(interfaces=dict.fromkeys(("one", "two"), Interface("eth0", 10_000.0))).advice()
-    assert interface.startswith("one (and 1 more) sends over eth0, rated at 10 Gbit/s, but reaches 1 Gbit/s.")
+    connection, _ = _report(pairs=[*_report().pairs, slow]).advice()
+    assert connection.startswith(
+        "Ranks 1 and 3 reach 90 Mbit/s where 920 Mbit/s is usual between machines"
+    )
+    interface, _ = _report(
+        interfaces=dict.fromkeys(("one", "two"), Interface("eth0", 10_000.0))
+    ).advice()
+    assert interface.startswith(
+        "one (and 1 more) sends over eth0, rated at 10 Gbit/s, but reaches 1 Gbit/s."
+    )
 
 
 def test_the_report_says_what_differs_between_its_rates() -> None:
-    """With one unit for both; on one machine they may differ by five, and neither is the speed of a network."""
+    """With one unit for both; on one machine they may differ by five, and neither is the speed of a
+    network.
+    """
     two_machines = " ".join(str(_report(link=Link(11_000.0, 2.0))).split())
     assert " 0 - 1 20,000 0.01 " in two_machines and " all at once 11,000 2 " in two_machines
     assert "Two ranks: one large message in one direction while no other rank sends" in two_machines
-    assert "All at once: what every rank sends, and receives at the same time, in an all-reduce" in two_machines
+    assert (
+        "All at once: what every rank sends, and receives at the same time, in an all-reduce"
+        in two_machines
+    )
     assert network.ONE_MACHINE not in two_machines
     assert network.ONE_MACHINE in " ".join(str(_report(machines={"one": [0, 1, 2, 3]})).split())
 
 
 def test_the_report_as_text() -> None:
     assert "  one: rank 0; " in str(_report(machines={"one": [0], "two": [1, 2, 3]}))
-    assert [network._figures(each) for each in (0.03456, 999.0, 2751.4)] == ["0.0346", "999", "2,751"]
+    assert [network._figures(each) for each in (0.03456, 999.0, 2751.4)] == [
+        "0.0346",
+        "999",
+        "2,751",
+    ]
 
 
 def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
-    """Two ranks with 9.2 Gbit/s and 0.8 ms per all-reduce, beside steps of 300 ms: PowerSGD takes 35 ms."""
+    """Two ranks with 9.2 Gbit/s and 0.8 ms per all-reduce, beside steps of 300 ms: PowerSGD takes
+    35 ms.
+    """
     cluster = cluster_of([[0, 1]], Link(9200.0, 0.8), 9200.0, "gloo")
-    known = {size: exchanges(numel, cluster) for size, numel in (("350k", 3.5e5), ("124M", 1.24e8), ("1.5B", 1.5e9))}
+    known = {
+        size: exchanges(numel, cluster)
+        for size, numel in (("350k", 3.5e5), ("124M", 1.24e8), ("1.5B", 1.5e9))
+    }
     powersgd = known["124M"][3]
     assert powersgd.candidate.label == "powerSGD rank 4" and 0.030 < powersgd.seconds < 0.040
     small, middle, large = _report(exchanges=known, step_ms=300.0).advice()
-    assert small.startswith("350k parameters: ") and small.endswith("beside 300 ms of computing: nothing needed.")
-    assert "124M parameters: " in middle and 'hook="powerSGD"' in middle and ": small beside" in middle
+    assert small.startswith("350k parameters: ") and small.endswith(
+        "beside 300 ms of computing: nothing needed."
+    )
+    assert (
+        "124M parameters: " in middle and 'hook="powerSGD"' in middle and ": small beside" in middle
+    )
     assert large.startswith("1.5B parameters: ") and 'hook="diloco"' in large
 
 
-def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["network"]) == 1
     assert "no process group: start this like the training" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
@@ -213,20 +287,36 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     for value in ("0.0", "nan", "inf"):  # JSON has no infinite number
         assert main(["network", "--step-ms", value]) == 1
         assert f"--step-ms {value}: expected a number above 0" in capsys.readouterr().err
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["network", "--backend", "gloo"]) == 1
     assert "there is one rank, and no network to measure" in capsys.readouterr().err
     assert main(["network", "--backend", "glo"]) == 1
-    assert "the ranks cannot make a process group with backend 'glo': Unknown backend" in capsys.readouterr().err
+    assert (
+        "the ranks cannot make a process group with backend 'glo': Unknown backend"
+        in capsys.readouterr().err
+    )
 
 
 def _command() -> str:
-    def measured(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float) -> NetworkReport:
+    def measured(
+        group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float
+    ) -> NetworkReport:
         cluster = cluster_of([[0, 1]], Link(1000.0, 0.1), 1000.0, "gloo")
-        return _report(step_ms=step_ms, exchanges={size: exchanges(numel, cluster) for size, numel in sizes.items()})
+        return _report(
+            step_ms=step_ms,
+            exchanges={size: exchanges(numel, cluster) for size, numel in sizes.items()},
+        )
 
-    with mock.patch.object(network, "measure", measured), contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        mock.patch.object(network, "measure", measured),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         assert main(["network", "--json", "--params", "350k", "--step-ms", "5"]) == 0
     return printed.getvalue()
 
@@ -235,12 +325,16 @@ def test_rank_0_prints(run_ranks: Any) -> None:
     first, second = run_ranks(_command)
     assert second == ""
     found = json.loads(first)
-    assert found["step_ms"] == 5 and found["exchanges"]["350k"][0]["candidate"]["label"] == "plain DDP"
+    assert (
+        found["step_ms"] == 5 and found["exchanges"]["350k"][0]["candidate"]["label"] == "plain DDP"
+    )
 
 
 def _far_away() -> Link:
     """100 Mbit/s, and 50 ms for each message."""
-    with mock.patch.object(network, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes):
+    with mock.patch.object(
+        network, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes
+    ):
         return measure_link(dist.group.WORLD, CPU)  # type: ignore[arg-type]
 
 

@@ -1,9 +1,11 @@
-"""Runs the tests with the versions of `version_sets.py`, each in its own environment, and prints a Markdown table.
+"""Runs the tests with the versions of `version_sets.py`, each in its own environment, and prints a
+Markdown table.
 
-    python3 -m tests.versions.run_versions 2.8 2.15 -- tests/comm -x   # make test-versions VERSIONS="2.8 2.15" ARGS=...
+    # make test-versions VERSIONS="2.8 2.15" ARGS=...
+    python3 -m tests.versions.run_versions 2.8 2.15 -- tests/comm -x
 
-The environments stay in .venvs/ for the next time. torch from PyPI brings the libraries of CUDA: count on 8 GB each,
-though nothing runs on a GPU.
+The environments stay in .venvs/ for the next time. torch from PyPI brings the libraries of CUDA:
+count on 8 GB each, though nothing runs on a GPU.
 """
 
 import argparse
@@ -29,16 +31,28 @@ class Counts:
 
 
 def environment(name: str) -> Path:
-    """Return the folder of the environment of the set `name`; install it if it is missing or out of date."""
+    """Return the folder of the environment of the set `name`; install it if it is missing or out of
+    date.
+    """
     folder = ENVIRONMENTS / f"torch-{name}"
-    wanted = f"{sets.constraints(name)}# {sys.version}\n{(sets.ROOT / 'pyproject.toml').read_text()}"
+    wanted = (
+        f"{sets.constraints(name)}# {sys.version}\n{(sets.ROOT / 'pyproject.toml').read_text()}"
+    )
     stamp, constraints = folder / "ready", folder / "constraints.txt"
     if stamp.is_file() and stamp.read_text() == wanted:
         return folder
     print(f"Setting up {folder}: this downloads some gigabytes.", flush=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     constraints.write_text(sets.constraints(name))
-    install = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--constraint", constraints]
+    install = [
+        folder / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--constraint",
+        constraints,
+    ]
     subprocess.run([*install, "--editable", ".[dev]"], cwd=sets.ROOT, check=True)
     stamp.write_text(wanted)
     return folder
@@ -53,10 +67,19 @@ def run(name: str, arguments: list[str]) -> Counts:
     folder = environment(name)
     report = folder / "results.xml"
     report.unlink(missing_ok=True)
-    pytest = [folder / "bin/python", "examples/clean_env.py", "-m", "pytest", *PYTEST, f"--junit-xml={report}"]
+    pytest = [
+        folder / "bin/python",
+        "examples/clean_env.py",
+        "-m",
+        "pytest",
+        *PYTEST,
+        f"--junit-xml={report}",
+    ]
     status = subprocess.run([*pytest, *arguments], cwd=sets.ROOT).returncode
     if status not in (0, 1) or not report.is_file():
-        raise SystemExit(f"the tests of the set {name} could not be run: pytest ended with status {status}")
+        raise SystemExit(
+            f"the tests of the set {name} could not be run: pytest ended with status {status}"
+        )
     return counts(report)
 
 
@@ -73,7 +96,9 @@ def counts(report: Path) -> Counts:
 
 def row(name: str, what: str, found: Counts) -> str:
     """Return one line of the table in docs/versions.md."""
-    versions = [sets.SETS[name][package] for package in ("torch", "lightning", "accelerate", "transformers")]
+    versions = [
+        sets.SETS[name][package] for package in ("torch", "lightning", "accelerate", "transformers")
+    ]
     today = datetime.date.today().isoformat()
     cells = [*versions, today, what, str(found.passed), str(found.skipped), str(found.failed)]
     return f"| {' | '.join(cells)} |"
@@ -86,13 +111,20 @@ HEAD = (
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="VERSION", help=f"{', '.join(sets.SETS)}; default: all of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="VERSION", help=f"{', '.join(sets.SETS)}; default: all of them"
+    )
     parser.usage = "%(prog)s [-h] [VERSION ...] [-- PYTEST ARGUMENTS]"
     end = argv.index("--") if "--" in argv else len(argv)
     names, arguments = parser.parse_args(argv[:end]).names, argv[end + 1 :]
     if unknown := [name for name in names if name not in sets.SETS]:
-        parser.error(f"{unknown[0]} is none of the sets of tests/versions/version_sets.py: {', '.join(sets.SETS)}")
+        parser.error(
+            f"{unknown[0]} is none of the sets of tests/versions/version_sets.py:"
+            f" {', '.join(sets.SETS)}"
+        )
     rows, failed = [HEAD], 0
     try:
         for name in names or sets.SETS:

@@ -1,7 +1,9 @@
-"""The sets of versions that the tests are run with: the oldest that `pyproject.toml` allows, one between, the newest.
+"""The sets of versions that the tests are run with: the oldest that `pyproject.toml` allows, one
+between, the newest.
 
-`make test-versions` installs them, `docs/versions.md` has the results, and tests/project/test_versions.py checks that
-the three agree. All other packages are as in constraints-dev.txt, which is the set of `make test`.
+`make test-versions` installs them, `docs/versions.md` has the results, and
+tests/project/test_versions.py checks that the three agree. All other packages are as in
+constraints-dev.txt, which is the set of `make test`.
 """
 
 import re
@@ -9,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# All of Lightning's packages: `lightning` contains `lightning.pytorch` and installs `pytorch-lightning`, which needs
-# `lightning-fabric`.
+# All of Lightning's packages: `lightning` contains `lightning.pytorch` and installs
+# `pytorch-lightning`, which needs `lightning-fabric`.
 SETS: dict[str, dict[str, str]] = {
     "2.8": {
         "torch": "2.8.0",
@@ -50,9 +52,15 @@ def pinned() -> dict[str, str]:
 
 
 def constraints(name: str) -> str:
-    """Return pip's constraints for the set `name`: the constraints of `make test`, with the set's own versions."""
+    """Return pip's constraints for the set `name`: the constraints of `make test`, with the set's
+    own versions.
+    """
     own = SETS[name]
     others = [
-        line for line in (ROOT / "constraints-dev.txt").read_text().splitlines() if line.partition("==")[0] not in own
+        line
+        for line in (ROOT / "constraints-dev.txt").read_text().splitlines()
+        if line.partition("==")[0] not in own
     ]
-    return "\n".join([*others, *(f"{package}=={version}" for package, version in own.items())]) + "\n"
+    return (
+        "\n".join([*others, *(f"{package}=={version}" for package, version in own.items())]) + "\n"
+    )

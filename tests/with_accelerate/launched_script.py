@@ -1,4 +1,5 @@
-"""A script as users write it, started by test_accelerate_launcher.py: notes what it has got, and takes three steps.
+"""A script as users write it, started by test_accelerate_launcher.py: notes what it has got, and
+takes three steps.
 
 launched_script.py FOLDER whatever else
 """
@@ -27,7 +28,9 @@ if sharded:
 else:
     model = accelerator.prepare(model)
 for step in range(3):
-    accelerator.backward(model(torch.full((2, 64), step + accelerator.process_index + 1.0)).square().mean())
+    accelerator.backward(
+        model(torch.full((2, 64), step + accelerator.process_index + 1.0)).square().mean()
+    )
 found = {
     "arguments": sys.argv[2:],
     "main": __name__,

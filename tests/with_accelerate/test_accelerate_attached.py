@@ -1,5 +1,6 @@
-"""To what `CommHookKwargs` attaches, and that it acts there: several models and accelerators, models that go, compiled
-ones; and DDP without a hook."""
+"""To what `CommHookKwargs` attaches, and that it acts there: several models and accelerators,
+models that go, compiled ones; and DDP without a hook.
+"""
 
 import copy
 import gc
@@ -20,7 +21,15 @@ import commhooks
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.yaml_settings import VARIABLE, Settings
 from commhooks import AttachError, HookConfigError
-from tests.support.accelerators import FILES, Training, Warnings, hook_files, launched, new_accelerator, power_sgd
+from tests.support.accelerators import (
+    FILES,
+    Training,
+    Warnings,
+    hook_files,
+    launched,
+    new_accelerator,
+    power_sgd,
+)
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
 from tests.support.training import SEVERAL_BUCKETS_MB, make_model, residuals
@@ -32,7 +41,9 @@ def _compresses() -> dict[str, Any]:
     return {
         "weights": run.weights(),
         "stats": run.hook.stats(),
-        "attached": [run.handler.is_attached(model) for model in (run.model, run.model.module, make_model())],
+        "attached": [
+            run.handler.is_attached(model) for model in (run.model, run.model.module, make_model())
+        ],
         "kept": [run.model.bucket_bytes_cap, run.model.gradient_as_bucket_view],
     }
 
@@ -51,18 +62,25 @@ def test_the_hook_acts_in_the_stock_accelerator(run_ranks: Any) -> None:
 
 @launched
 def _several_gpus(folder: str) -> dict[str, Any]:
-    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the handler elsewhere."""
-    with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):  # or DDP is given the number of a GPU
+    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the
+    handler elsewhere.
+    """
+    # or DDP is given the number of a GPU
+    with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):
         handler = power_sgd()
         accelerator = new_accelerator(handler)
-        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_GPU
+        accelerator.state.distributed_type = PartialState().distributed_type = (
+            DistributedType.MULTI_GPU
+        )
         run = Training(handler, accelerator=accelerator).train(5).save(folder)
         frozen = accelerator.prepare(make_model().requires_grad_(False))
         weights = run.train(2).weights()
         accelerator._models.pop()
         assert accelerator.distributed_type == DistributedType.MULTI_GPU
         # Accelerate loads weights to the device "cpu:0", which safetensors does not know.
-        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_CPU
+        accelerator.state.distributed_type = PartialState().distributed_type = (
+            DistributedType.MULTI_CPU
+        )
         again = run.load(folder, 5).train(2).weights()
     return {
         "stats": run.hook.stats(),
@@ -90,7 +108,9 @@ def _attach_later() -> dict[str, Any]:
         power_sgd().attach(new_accelerator(DistributedDataParallelKwargs()))
     other = new_accelerator()
     other.state.distributed_type = DistributedType.DEEPSPEED
-    with pytest.raises(HookConfigError, match="DEEPSPEED, which does not wrap models in DistributedDataParallel"):
+    with pytest.raises(
+        HookConfigError, match="DEEPSPEED, which does not wrap models in DistributedDataParallel"
+    ):
         power_sgd().attach(other)
     return run.hook.stats()
 
@@ -102,7 +122,9 @@ def test_attach_to_an_existing_accelerator(run_ranks: Any) -> None:
 
 @launched
 def _several_of_everything() -> None:
-    """Two models of one accelerator, a second accelerator, a model in evaluation mode: a state for each DDP model."""
+    """Two models of one accelerator, a second accelerator, a model in evaluation mode: a state for
+    each DDP model.
+    """
     handler = power_sgd()
     run = Training(handler).train(4)
     evaluated = run.accelerator.prepare_model(make_model(), evaluation_mode=True)
@@ -128,7 +150,9 @@ def test_a_state_for_each_model_and_accelerator(run_ranks: Any) -> None:
 def _nothing_is_kept_alive() -> None:
     handler = power_sgd()
     run = Training(handler).train(4)
-    gone = [weakref.ref(each) for each in (run.model, run.hook, session_of(run.hook), run.accelerator)]
+    gone = [
+        weakref.ref(each) for each in (run.model, run.hook, session_of(run.hook), run.accelerator)
+    ]
     kept_stats = run.hook.stats()
     run.model, run.optimizer = run.accelerator.free_memory(run.model, run.optimizer)
     gc.collect()
@@ -153,7 +177,9 @@ class Blocks(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -174,14 +200,23 @@ def _compiled() -> tuple[list[bool], list[str], int]:
     for _ in range(2):
         accelerator.backward(model(torch.ones(2, 16)).sum())
     attached = [handler.is_attached(each) for each in (model, module)]
-    return attached, list(handler.attached.state_dict()["parameters"]), handler.attached.stats()["compressed_steps"]
+    return (
+        attached,
+        list(handler.attached.state_dict()["parameters"]),
+        handler.attached.stats()["compressed_steps"],
+    )
 
 
 def test_models_that_are_compiled_by_regions(run_ranks: Any) -> None:
     """Of DDP models that are compiled as a whole: local_steps/test_rounds.py."""
     for attached, names, steps in run_ranks(_compiled):
         assert attached == [True, True]
-        assert names == ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight", "blocks.1.0.bias"]
+        assert names == [
+            "blocks.0.0.weight",
+            "blocks.0.0.bias",
+            "blocks.1.0.weight",
+            "blocks.1.0.bias",
+        ]
         assert steps == 2
 
 
@@ -193,7 +228,9 @@ def _shared_state() -> None:
     other = Learned()
     twice = CommHookKwargs(hook=_own_hook, hook_state=other)
     first = Training(twice).train(1)
-    with pytest.raises(AttachError, match=r"hook_state \(Learned\) is one object, and is used by another model"):
+    with pytest.raises(
+        AttachError, match=r"hook_state \(Learned\) is one object, and is used by another model"
+    ):
         Training(twice)
     assert twice.attached_hooks == [first.hook]
 
@@ -223,7 +260,9 @@ def _given_to_nobody() -> dict[str, Any]:
         hooked = Training(power_sgd()).train(1)
         copied = copy.deepcopy(hooked.handler)
         hooked.train(1)
-    members = CommHookKwargs(hook="diloco", members=commhooks.Torchft(lighthouse="http://127.0.0.1:1"))
+    members = CommHookKwargs(
+        hook="diloco", members=commhooks.Torchft(lighthouse="http://127.0.0.1:1")
+    )
     with pytest.raises(HookConfigError) as error:
         Training(members)
     assert handler.attached is off.attached is copied.attached is None
@@ -236,7 +275,10 @@ def test_a_handler_that_no_accelerator_has_is_named_at_the_first_step(run_ranks:
         assert "hook 'powerSGD' is attached to no model, and training begins without it" in text
         assert "Write `CommHookKwargs().attach(accelerator)`" in text
         assert rank["later"] == []  # a copy of a handler is no handler that was forgotten
-        assert "beside DDP: call handler.attach(accelerator) before accelerator.prepare(...)" in rank["members"]
+        assert (
+            "beside DDP: call handler.attach(accelerator) before accelerator.prepare(...)"
+            in rank["members"]
+        )
 
 
 @launched
@@ -256,7 +298,11 @@ def test_without_an_accelerator_nobody_saves(run_ranks: Any) -> None:
 def _trained(folder: str, variable: str) -> dict[str, Any]:
     plain = Training(DistributedDataParallelKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB)).train(4)
     with log_lines() as lines, Warnings() as warned:
-        run = Training(CommHookKwargs(hook=None, bucket_cap_mb=SEVERAL_BUCKETS_MB)).train(4).save(folder)
+        run = (
+            Training(CommHookKwargs(hook=None, bucket_cap_mb=SEVERAL_BUCKETS_MB))
+            .train(4)
+            .save(folder)
+        )
         run.load(folder, 4)
     with mock.patch.dict(os.environ, {VARIABLE: variable}):
         from_outside = Training(CommHookKwargs()).train(4)
@@ -264,7 +310,11 @@ def _trained(folder: str, variable: str) -> dict[str, Any]:
         "plain": plain.weights(),
         "none": run.weights(),
         "outside": from_outside.weights(),
-        "attached": (run.handler.attached, from_outside.handler.attached, run.handler.is_attached(run.model)),
+        "attached": (
+            run.handler.attached,
+            from_outside.handler.attached,
+            run.handler.is_attached(run.model),
+        ),
         "files": hook_files(folder),
         "said": lines,
         "warned": warned,
@@ -272,12 +322,20 @@ def _trained(folder: str, variable: str) -> dict[str, Any]:
 
 
 def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> None:
-    settings = {"hook": "none", "hook_options": {"matrix_approximation_rank": 2}, "bucket_cap_mb": SEVERAL_BUCKETS_MB}
+    settings = {
+        "hook": "none",
+        "hook_options": {"matrix_approximation_rank": 2},
+        "bucket_cap_mb": SEVERAL_BUCKETS_MB,
+    }
     given = Settings(settings, "my.yaml", tmp_path / "message")
     ranks = run_ranks(_trained, str(tmp_path / "state"), given.to_environment())
     for rank in ranks:
-        assert torch.equal(rank["none"], rank["plain"]) and torch.equal(rank["outside"], rank["plain"])
-        assert rank["attached"] == (None, None, False) and rank["files"] == [] and rank["warned"] == []
+        assert torch.equal(rank["none"], rank["plain"]) and torch.equal(
+            rank["outside"], rank["plain"]
+        )
+        assert (
+            rank["attached"] == (None, None, False) and rank["files"] == [] and rank["warned"] == []
+        )
     assert ranks[0]["said"] == ["commhooks: none: no hook, DDP averages the gradients itself"]
     assert ranks[1]["said"] == []
     assert given.message_file.read_text() == ""  # the launcher has nothing to say

@@ -1,4 +1,6 @@
-"""What Accelerate needs besides the state of a hook so that a resumed run meets the same batches."""
+"""What Accelerate needs besides the state of a hook so that a resumed run meets the same
+batches.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,19 @@ SKIPPED = 2
 
 
 @launched
-def _weights(hook: str | None, seedable: bool, sets_epoch: bool, folder: str, middle: bool, resumes: bool) -> Any:
-    """Train for three epochs, save in the second or at its beginning, or begin there with what was saved."""
+def _weights(
+    hook: str | None, seedable: bool, sets_epoch: bool, folder: str, middle: bool, resumes: bool
+) -> Any:
+    """Train for three epochs, save in the second or at its beginning, or begin there with what was
+    saved.
+    """
     set_seed(0)
     order = DataLoaderConfiguration(use_seedable_sampler=seedable)
     accelerator = Accelerator(kwargs_handlers=[CommHookKwargs(hook=hook)], dataloader_config=order)
     numbers = torch.Generator().manual_seed(5)
-    data = TensorDataset(torch.randn(64, 16, generator=numbers), torch.randn(64, 4, generator=numbers))
+    data = TensorDataset(
+        torch.randn(64, 16, generator=numbers), torch.randn(64, 4, generator=numbers)
+    )
     model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader: Any = DataLoader(data, batch_size=4, shuffle=True)
@@ -53,8 +61,10 @@ def _weights(hook: str | None, seedable: bool, sets_epoch: bool, folder: str, mi
 def test_a_resumed_run_is_bit_equal_with_a_seedable_sampler_and_set_epoch(
     run_ranks: Any, tmp_path: Path, hook: str | None, middle: bool
 ) -> None:
-    """At the end of an epoch, too, and without a hook: otherwise Accelerate shuffles the next epoch differently. Should
-    it restore the order by itself some day, docs/accelerate.md and docs/resume.md may ask for less."""
+    """At the end of an epoch, too, and without a hook: otherwise Accelerate shuffles the next epoch
+    differently. Should it restore the order by itself some day, docs/accelerate.md and
+    docs/resume.md may ask for less.
+    """
     for seedable, sets_epoch in ((True, True), (True, False), (False, True)):
         folder = str(tmp_path / f"{seedable}{sets_epoch}")
         arguments = (hook, seedable, sets_epoch, folder, middle)

@@ -1,4 +1,6 @@
-"""`CommHookKwargs` as an object: what the stock `Accelerator` accepts, what is refused, and what Python does to it."""
+"""`CommHookKwargs` as an object: what the stock `Accelerator` accepts, what is refused, and what
+Python does to it.
+"""
 
 import copy
 import dataclasses
@@ -49,7 +51,9 @@ def test_the_accelerator_is_left_as_it_is(
         assert vars(accelerator).keys() - stock == {"prepare"}
 
 
-@pytest.mark.parametrize(("started", "text"), [("1", "Start the script with"), ("2", "has started 2 processes")])
+@pytest.mark.parametrize(
+    ("started", "text"), [("1", "Start the script with"), ("2", "has started 2 processes")]
+)
 def test_a_single_process_is_warned_of(
     one_process: None, monkeypatch: pytest.MonkeyPatch, started: str, text: str
 ) -> None:
@@ -61,7 +65,11 @@ def test_a_single_process_is_warned_of(
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
         optimizer.step()
         optimizer.step()
-    assert len(lines) == 1 and lines[0].startswith("commhooks: powerSGD: there is one rank") and text in lines[0]
+    assert (
+        len(lines) == 1
+        and lines[0].startswith("commhooks: powerSGD: there is one rank")
+        and text in lines[0]
+    )
 
 
 def test_members_without_attach_are_an_error(one_process: None) -> None:
@@ -72,7 +80,10 @@ def test_members_without_attach_are_an_error(one_process: None) -> None:
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
     for _ in range(2):
-        with pytest.raises(AttachError, match=r"trains without the others: call handler\.attach\(accelerator\) before"):
+        with pytest.raises(
+            AttachError,
+            match=r"trains without the others: call handler\.attach\(accelerator\) before",
+        ):
             optimizer.step()
     del handler, accelerator.ddp_handler
     gc.collect()
@@ -82,7 +93,9 @@ def test_members_without_attach_are_an_error(one_process: None) -> None:
 
 def test_one_handler_of_ddp_arguments_only(one_process: None) -> None:
     for other in (DistributedDataParallelKwargs(), CommHookKwargs(hook="fp16")):
-        with pytest.raises(ValueError, match="You can only pass one .*DistributedDataParallelKwargs"):
+        with pytest.raises(
+            ValueError, match="You can only pass one .*DistributedDataParallelKwargs"
+        ):
             Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="powerSGD"), other])
 
 
@@ -96,11 +109,16 @@ def test_accelerate_still_refuses_an_honest_subclass(one_process: None) -> None:
         Accelerator(cpu=True, kwargs_handlers=[Honest()])
 
 
-# ---- an object like others -------------------------------------------------------------------------------------------
+# ---- an object like others
+# -------------------------------------------------------------------------------------------
 
 
 HANDLER = CommHookKwargs(
-    bucket_cap_mb=50, hook="powerSGD", hook_options={"matrix_approximation_rank": 2}, wrapper="bf16", total_steps=9
+    bucket_cap_mb=50,
+    hook="powerSGD",
+    hook_options={"matrix_approximation_rank": 2},
+    wrapper="bf16",
+    total_steps=9,
 )
 
 
@@ -108,7 +126,9 @@ STOCK = CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")
 
 
 @pytest.mark.parametrize("handler", [HANDLER, STOCK, CommHookKwargs(hook=None)])
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))]
+)
 def test_copies(handler: CommHookKwargs, way: Any) -> None:
     other = way(handler)
     assert type(other) is CommHookKwargs and other is not handler
@@ -136,10 +156,14 @@ def test_repr_can_be_read_and_evaluated() -> None:
 def test_to_kwargs_has_ddp_arguments_only() -> None:
     given = {"bucket_cap_mb": 50, "find_unused_parameters": True, "gradient_as_bucket_view": True}
     assert CommHookKwargs(hook="powerSGD", **given).to_kwargs() == given
-    assert CommHookKwargs(hook="powerSGD", **given).to_dict() == DistributedDataParallelKwargs(**given).to_dict()
+    assert (
+        CommHookKwargs(hook="powerSGD", **given).to_dict()
+        == DistributedDataParallelKwargs(**given).to_dict()
+    )
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- what is asked for
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -157,14 +181,27 @@ REFUSED = [
         "CommHookKwargs has no argument 'bucket_cap' .did you mean 'bucket_cap_mb'.*; known are",
     ),
     Refused({"hook": PowerSGD(start_powerSGD_iter=0.1)}, "fraction of the run.*pass total_steps="),
-    Refused({"comm_hook": "power_sgd", "hook": "fp16"}, "comm_hook together with hook=.*DDP takes only one"),
+    Refused(
+        {"comm_hook": "power_sgd", "hook": "fp16"},
+        "comm_hook together with hook=.*DDP takes only one",
+    ),
     Refused({"comm_wrapper": "fp16", "hook": "powerSGD"}, "comm_wrapper together with hook="),
-    Refused({"comm_state_option": {"random_seed": 1}, "hook": "powerSGD"}, "comm_state_option together with hook="),
-    Refused({"comm_hook": "fp16", "wrapper": "bf16"}, "comm_hook together with hook_options or wrapper="),
-    Refused({"comm_hook": "powersgd"}, "comm_hook='powersgd'; expected .* .did you mean 'power_sgd'"),
+    Refused(
+        {"comm_state_option": {"random_seed": 1}, "hook": "powerSGD"},
+        "comm_state_option together with hook=",
+    ),
+    Refused(
+        {"comm_hook": "fp16", "wrapper": "bf16"}, "comm_hook together with hook_options or wrapper="
+    ),
+    Refused(
+        {"comm_hook": "powersgd"}, "comm_hook='powersgd'; expected .* .did you mean 'power_sgd'"
+    ),
     Refused({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "comm_wrapper='power_sgd'"),
     Refused({"comm_wrapper": "fp16"}, "comm_wrapper without comm_hook"),
-    Refused({"comm_hook": "fp16", "comm_state_option": {"random_seed": 1}}, "'fp16_compress' has no options"),
+    Refused(
+        {"comm_hook": "fp16", "comm_state_option": {"random_seed": 1}},
+        "'fp16_compress' has no options",
+    ),
 ]
 
 
@@ -178,7 +215,9 @@ def test_refused_at_construction(
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(HookConfigError, match=refused.text) as raised:
             CommHookKwargs(**refused.kwargs)
-        assert capsys.readouterr().err == (f"commhooks: error: {raised.value}\n" if rank == "0" else "")
+        assert capsys.readouterr().err == (
+            f"commhooks: error: {raised.value}\n" if rank == "0" else ""
+        )
 
 
 @pytest.mark.parametrize("kind", [DDPCommunicationHookType, str], ids=["enum", "string"])
@@ -187,6 +226,9 @@ def test_only_the_name_of_the_class_changes(kind: Any) -> None:
         return CommHookKwargs(comm_hook=kind(name), **more).request
 
     assert [request(name).name for name in ("fp16", "bf16")] == ["fp16_compress", "bf16_compress"]
-    for name, ours, wrapper in (("power_sgd", PowerSGD, "fp16"), ("batched_power_sgd", BatchedPowerSGD, "bf16")):
+    for name, ours, wrapper in (
+        ("power_sgd", PowerSGD, "fp16"),
+        ("batched_power_sgd", BatchedPowerSGD, "bf16"),
+    ):
         found = request(name, comm_wrapper=kind(wrapper), comm_state_option=OPTIONS)
         assert (found.config, found.wrapper) == (ours(**OPTIONS), wrapper)

@@ -1,4 +1,6 @@
-"""`accelerate-commhooks launch`, and `accelerate launch` with the environment variable, as users start them."""
+"""`accelerate-commhooks launch`, and `accelerate launch` with the environment variable, as users
+start them.
+"""
 
 import json
 import os
@@ -34,14 +36,19 @@ fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_
 parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}
 """
 )
-HOOK = "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter: 1}\nbucket_cap_mb: 9\n"
+HOOK = (
+    "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter:"
+    " 1}\nbucket_cap_mb: 9\n"
+)
 SECTION = section(HOOK).removeprefix(ACCELERATE)
 SENTENCE = "Write `CommHookKwargs().attach(accelerator)`"
 
 
 @contextmanager
 def default_file(text: str) -> Iterator[Path]:
-    """Accelerate's default configuration file, which holds `text` for as long as this is used as a context."""
+    """Accelerate's default configuration file, which holds `text` for as long as this is used as a
+    context.
+    """
     path = Path(default_config_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -74,7 +81,12 @@ def started(command: list[str], temporary: Path, **environ: str) -> Iterator[sub
     """Context manager: a process. At the end it is killed with all of its descendants."""
     env = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)} | environ
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield process
@@ -91,20 +103,42 @@ def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-# ---- it works --------------------------------------------------------------------------------------------------------
+# ---- it works
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [pytest.param("section", marks=fully_shard_on_gloo), "variable"])
-def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary: Path, tmp_path: Path) -> None:
-    """The section of our launcher with replicas that are sharded, the variable of Accelerate's with DDP."""
-    arguments = ["--config_file", "other.yaml", "-m", "--lr=0.1", "two words", "--", "-x"]  # all of them the script's
+def test_the_workers_use_what_was_handed_over(
+    way: str, config: Path, temporary: Path, tmp_path: Path
+) -> None:
+    """The section of our launcher with replicas that are sharded, the variable of Accelerate's with
+    DDP.
+    """
+    # all of them the script's
+    arguments = [
+        "--config_file",
+        "other.yaml",
+        "-m",
+        "--lr=0.1",
+        "two words",
+        "--",
+        "-x",
+    ]
     if way == "section":
-        before, ranks, environ = SHARDED + SECTION, 4, {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        before, ranks, environ = (
+            SHARDED + SECTION,
+            4,
+            {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        )
         command = [*OURS, f"--config_file={config}", "-m", "tests.with_accelerate.launched_script"]
     else:
         before, ranks, environ = ACCELERATE, 2, {VARIABLE: str(tmp_path / "hook.yaml")}
         (tmp_path / "hook.yaml").write_text(HOOK)
-        command = [*STOCK, f"--config_file={config}", str(Path(__file__).with_name("launched_script.py"))]
+        command = [
+            *STOCK,
+            f"--config_file={config}",
+            str(Path(__file__).with_name("launched_script.py")),
+        ]
     config.write_text(before)
     status, output = run([*command, str(tmp_path), *arguments], temporary, **environ)
     assert status == 0, output
@@ -115,20 +149,27 @@ def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary:
         assert way == "variable" or "dp_shard_cp=2" in found["mesh"]
         options = "{'matrix_approximation_rank': 1, 'start_powerSGD_iter': 1}"
         # The script's own bucket_cap_mb=3 wins over the 9 of the file.
-        assert found["handler"] == f"CommHookKwargs(bucket_cap_mb=3, hook='powerSGD', hook_options={options})"
+        assert (
+            found["handler"]
+            == f"CommHookKwargs(bucket_cap_mb=3, hook='powerSGD', hook_options={options})"
+        )
         assert found["stats"]["compressed_steps"] == 2
     assert "accelerate-commhooks launch: " not in output
     assert left_behind(temporary) == []
     assert config.read_text() == before
 
 
-# ---- it is not used --------------------------------------------------------------------------------------------------
+# ---- it is not used
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("uses", "says"),
     [
-        ("", "{script} did not read {config}, section comm_hook_config and trained without a hook. "),
+        (
+            "",
+            "{script} did not read {config}, section comm_hook_config and trained without a hook. ",
+        ),
         (
             "from accelerate_commhooks import CommHookKwargs\nCommHookKwargs()\n",
             "the hook 'powerSGD' of {config}, section comm_hook_config was attached to no model. ",
@@ -136,14 +177,20 @@ def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary:
     ],
     ids=["no handler", "for no accelerator"],
 )
-def test_a_message_after_the_run(uses: str, says: str, config: Path, temporary: Path, tmp_path: Path) -> None:
+def test_a_message_after_the_run(
+    uses: str, says: str, config: Path, temporary: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "trains.py"
     # One write: two processes share the output.
-    script.write_text(f"{uses}import os\nos.write(1, f\"ran as rank {{os.environ['RANK']}}\\n\".encode())\n")
+    script.write_text(
+        f"{uses}import os\nos.write(1, f\"ran as rank {{os.environ['RANK']}}\\n\".encode())\n"
+    )
     status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
     assert status == 0 and "ran as rank 0" in output and "ran as rank 1" in output
     last = output.splitlines()[-1]
-    assert last.startswith("accelerate-commhooks launch: " + says.format(script=script, config=config) + SENTENCE)
+    assert last.startswith(
+        "accelerate-commhooks launch: " + says.format(script=script, config=config) + SENTENCE
+    )
     assert "CommHookTrainer" in last
     assert left_behind(temporary) == []
 
@@ -161,15 +208,17 @@ def test_a_hook_that_does_nothing(config: Path, temporary: Path, tmp_path: Path)
     config.write_text(section("hook: powerSGD\n"))
     script = tmp_path / "trains.py"
     script.write_text(
-        "import torch\nfrom accelerate import Accelerator\nfrom accelerate_commhooks import CommHookKwargs\n"
-        "accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs()])\n"
-        "model = accelerator.prepare(torch.nn.Linear(64, 64))\n"
-        "for _ in range(9):\n    accelerator.backward(model(torch.ones(2, 64)).sum())\n"
-        "accelerator.end_training()\n"
+        "import torch\nfrom accelerate import Accelerator\nfrom accelerate_commhooks import"
+        " CommHookKwargs\naccelerator = Accelerator(cpu=True,"
+        " kwargs_handlers=[CommHookKwargs()])\nmodel = accelerator.prepare(torch.nn.Linear(64,"
+        " 64))\nfor _ in range(9):\n    accelerator.backward(model(torch.ones(2,"
+        " 64)).sum())\naccelerator.end_training()\n"
     )
     status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
     assert status == 0, output
-    text = "hook 'powerSGD' has compressed nothing in 9 backward passes: it begins at step 100. Set "
+    text = (
+        "hook 'powerSGD' has compressed nothing in 9 backward passes: it begins at step 100. Set "
+    )
     assert output.count(f"commhooks: {text}") == 1 and output.count(text) == 2, output
     assert output.splitlines()[-1].startswith(f"accelerate-commhooks launch: {text}"), output
     assert left_behind(temporary) == []
@@ -177,7 +226,9 @@ def test_a_hook_that_does_nothing(config: Path, temporary: Path, tmp_path: Path)
 
 @pytest.fixture
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For launches of one process by `main` in the test's process, which is much faster than another launcher."""
+    """For launches of one process by `main` in the test's process, which is much faster than
+    another launcher.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setattr(sys, "executable", warm.python("accelerate"))
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
@@ -194,7 +245,9 @@ def launch_one(in_this_process: Path, tmp_path: Path) -> Callable[[Path | None, 
     return launch
 
 
-READS = "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs().hook == 'powerSGD'\n"
+READS = (
+    "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs().hook == 'powerSGD'\n"
+)
 
 
 def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any) -> None:
@@ -212,16 +265,24 @@ def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any)
     assert os.environ == before and left_behind(temporary) == []
 
 
-# ---- before anything is started --------------------------------------------------------------------------------------
+# ---- before anything is started
+# --------------------------------------------------------------------------------------
 
 
 REFUSED = {
     ACCELERATE + "comm_hook_config: {hook: powerSDG}\n": "did you mean 'powerSGD'",
-    ACCELERATE: "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set",
-    ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
+    ACCELERATE: (
+        "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set"
+    ),
+    ACCELERATE.replace("MULTI_GPU", "DEEPSPEED")
+    + SECTION: "yaml: distributed_type: DEEPSPEED: Accelerate",
     ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION: "AMAZON_SAGEMAKER",
-    ACCELERATE.replace("num_machines", "num_machine") + SECTION: "/accelerate.yaml had unknown keys (['num_machine'])",
-    SECTION: "accelerate.yaml has only the hook's settings, and this command needs a configuration of Accelerate",
+    ACCELERATE.replace("num_machines", "num_machine")
+    + SECTION: "/accelerate.yaml had unknown keys (['num_machine'])",
+    SECTION: (
+        "accelerate.yaml has only the hook's settings, and this command needs a configuration of"
+        " Accelerate"
+    ),
 }
 
 
@@ -231,14 +292,21 @@ def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -
     config.write_text(text)
     assert main(["launch", "--config_file", str(config), "no_such_script.py"]) == 2
     err = capfd.readouterr().err
-    assert REFUSED[text] in err and "accelerate-commhooks launch: error: " in err and "commhooks-launch-" not in err
+    assert (
+        REFUSED[text] in err
+        and "accelerate-commhooks launch: error: " in err
+        and "commhooks-launch-" not in err
+    )
     assert left_behind(in_this_process) == []
 
 
 @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_megatron_lm", "--tpu"])
 def test_refused_flags(flag: str, config: Path, in_this_process: Path, capfd: Any) -> None:
     assert main(["launch", "--config_file", str(config), flag, "no_such_script.py"]) == 2
-    assert f"error: {flag}: Accelerate does not wrap models in DistributedDataParallel" in capfd.readouterr().err
+    assert (
+        f"error: {flag}: Accelerate does not wrap models in DistributedDataParallel"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,9 +329,14 @@ def test_unreadable_files(
 def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, launch_one: Any, capfd: Any) -> None:
     """The launcher cannot import what lies beside the script; everything else is checked."""
     config = tmp_path / "accelerate.yaml"
-    config.write_text(ACCELERATE + "comm_hook_config: {hook: 'beside:hook', hook_state: 'beside:STATE'}\n")
+    config.write_text(
+        ACCELERATE + "comm_hook_config: {hook: 'beside:hook', hook_state: 'beside:STATE'}\n"
+    )
     (tmp_path / "beside.py").write_text("STATE = {}\ndef hook(state, bucket): ...\n")
-    code = "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs().hook_state == {}\n"
+    code = (
+        "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs().hook_state =="
+        " {}\n"
+    )
     assert launch_one(config, code) == 0
     config.write_text(config.read_text().replace("}", ", wrapper: fp8}"))
     assert launch_one(config, code) == 2
@@ -291,15 +364,21 @@ def test_the_default_configuration_file(tmp_path: Path, in_this_process: Path, c
 
 
 def test_without_accelerate_it_is_one_line() -> None:
-    block = "import sys; sys.modules['accelerate'] = None; from accelerate_commhooks.__main__ import main; "
+    block = (
+        "import sys; sys.modules['accelerate'] = None; from accelerate_commhooks.__main__ import"
+        " main; "
+    )
     for arguments, status in ((["launch", "script.py"], 1), (["--version"], 0)):
         command = [sys.executable, "-c", f"{block}sys.exit(main({arguments}))"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        line = "accelerate-commhooks: accelerate_commhooks needs Accelerate: pip install accelerate\n"
+        line = (
+            "accelerate-commhooks: accelerate_commhooks needs Accelerate: pip install accelerate\n"
+        )
         assert (done.returncode, done.stderr) == (status, line if status else "")
 
 
-# ---- it is interrupted -----------------------------------------------------------------------------------------------
+# ---- it is interrupted
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,15 +391,29 @@ def test_without_accelerate_it_is_one_line() -> None:
     ids=["Ctrl-C, one process", "SIGTERM, one process", "SIGTERM, two processes"],
 )
 def test_interrupted(
-    signum: signal.Signals, to_all: bool, flags: list[str], config: Path, temporary: Path, tmp_path: Path
+    signum: signal.Signals,
+    to_all: bool,
+    flags: list[str],
+    config: Path,
+    temporary: Path,
+    tmp_path: Path,
 ) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
+        "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK',"
+        " '0')).write_text(str(os.getpid()))\n"
         "time.sleep(60)\n"  # longer than anybody waits here
     )
-    command = [warm.python("accelerate"), *OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)]
+    command = [
+        warm.python("accelerate"),
+        *OURS,
+        "--config_file",
+        str(config),
+        *flags,
+        str(script),
+        str(tmp_path),
+    ]
     with started(command, temporary) as process:
         files = [tmp_path / f"pid{rank}" for rank in range(1 if flags else 2)]
         deadline = time.monotonic() + LIMIT_S
@@ -334,4 +427,8 @@ def test_interrupted(
         output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signum, output
     assert left_behind(temporary) == []
-    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        worker
+        for worker in workers
+        if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+    ]

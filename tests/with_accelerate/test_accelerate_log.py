@@ -1,4 +1,6 @@
-"""`CommHookKwargs.log`: what the hooks do, in the accelerator's trackers, read back from a real TensorBoard file."""
+"""`CommHookKwargs.log`: what the hooks do, in the accelerator's trackers, read back from a real
+TensorBoard file.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accelerate_commhooks import CommHookKwargs
 from commhooks import HookRunError
 from commhooks.hook.meter import NAMES
-from tests.support.accelerators import Training, Warnings, accelerate_launched, launched, new_accelerator, power_sgd
+from tests.support.accelerators import (
+    Training,
+    Warnings,
+    accelerate_launched,
+    launched,
+    new_accelerator,
+    power_sgd,
+)
 from tests.support.training import make_model
 
-OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")  # metrics that PowerSGD has not
+# metrics that PowerSGD has not
+OF_OTHERS = (
+    "chosen_at",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+    "members",
+)
 ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
 
 
@@ -45,7 +60,8 @@ class Notes(GeneralTracker):
 def _logged(folder: str) -> dict[str, Any]:
     handler, notes = power_sgd(), Notes()
     training = Training(
-        handler, accelerator=new_accelerator(handler, log_with=["tensorboard", notes], project_dir=folder)
+        handler,
+        accelerator=new_accelerator(handler, log_with=["tensorboard", notes], project_dir=folder),
     )
     training.accelerator.init_trackers("run")
     stats = []
@@ -56,8 +72,9 @@ def _logged(folder: str) -> dict[str, Any]:
         stats.append(training.hook.stats())
     training.optimizer.zero_grad()
     handler.log(training.accelerator)
-    # Not `end_training`: it destroys the process group, and DDP is its last owner then. torch 2.13 ends the group's
-    # threads with the GIL held, and hangs if one of them is just giving back a tensor.
+    # Not `end_training`: it destroys the process group, and DDP is its last owner then. torch 2.13
+    # ends the group's threads with the GIL held, and hangs if one of them is just giving back a
+    # tensor.
     for tracker in training.accelerator.trackers:
         tracker.finish()
     return {"rows": notes.rows, "stats": stats, "weights": training.weights()}
@@ -94,7 +111,9 @@ def _two_models() -> list[dict[str, float]]:
         for _ in range(count):
             accelerator.backward(model(torch.ones(2, 1, 8, 8)).sum())
     handler.log(accelerator)
-    gradient = float(torch.stack([p.grad.norm() for p in models[1].parameters() if p.dim() > 1]).norm())
+    gradient = float(
+        torch.stack([p.grad.norm() for p in models[1].parameters() if p.dim() > 1]).norm()
+    )
     for _, values in notes.rows:
         assert abs(values["commhooks/1/gradient_norm"] - gradient) < 1e-4 * gradient
     del models, model
@@ -115,7 +134,9 @@ def test_each_model_has_values_of_its_own(run_ranks: Any) -> None:
 def _no_trackers() -> list[str]:
     texts = []
     for log_with in (None, Notes()):
-        training = Training(None, accelerator=new_accelerator(handler := power_sgd(), log_with=log_with))
+        training = Training(
+            None, accelerator=new_accelerator(handler := power_sgd(), log_with=log_with)
+        )
         training.handler = handler
         training.train(1)
         try:
@@ -127,7 +148,9 @@ def _no_trackers() -> list[str]:
 
 def test_no_trackers(run_ranks: Any) -> None:
     (without, not_begun), others = run_ranks(_no_trackers)
-    assert "has no trackers; give Accelerator(log_with=...) an installed tracker, and call" in without
+    assert (
+        "has no trackers; give Accelerator(log_with=...) an installed tracker, and call" in without
+    )
     assert "has no trackers; call accelerator.init_trackers(...) first" in not_begun
     assert others == []  # Accelerate makes trackers on the main process only
 
@@ -149,7 +172,8 @@ def _one_process() -> tuple[int, list[str]]:
 def test_one_process_has_no_hook_and_nothing_to_log(run_ranks: Any) -> None:
     [(rows, texts)] = run_ranks(_one_process, world_size=1, init=False)
     said = (
-        "commhooks: {}: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
-        "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several ranks."
+        "commhooks: {}: there is one rank, so nothing is sent. Accelerate does not wrap its model"
+        " in DDP: there is no hook, and the gradients are exact. Start the script with torchrun or"
+        " accelerate launch for several ranks."
     )
     assert rows == 0 and texts == [said.format("powerSGD"), said.format("int8_compress")]

@@ -9,9 +9,10 @@ from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm
 
 @pytest.mark.timeout(180)
 def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
-    """It takes weights, optimizer, prepared scheduler, and what the script has registered, from the other one, with
-    settings from YAML, which goes on to the end alone. Batches that only accumulate gradients do not count. A save in
-    mid-round changes no weights, and loads."""
+    """It takes weights, optimizer, prepared scheduler, and what the script has registered, from the
+    other one, with settings from YAML, which goes on to the end alone. Batches that only accumulate
+    gradients do not count. A save in mid-round changes no weights, and loads.
+    """
     a, b, end = one_comes_and_is_killed(tmp_path, "accelerate", front="accelerate", steps=70)
     saved = [line["same"] for each in (a, b) for line in each.lines if line["what"] == "saved"]
     assert len(saved) > 1 and all(saved)
@@ -23,7 +24,9 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_sharded_models(tmp_path: Path) -> None:
-    _, _, end = one_comes_and_is_killed(tmp_path, "accelerate", front="accelerate", steps=60, world=2)
+    _, _, end = one_comes_and_is_killed(
+        tmp_path, "accelerate", front="accelerate", steps=60, world=2
+    )
     assert end["same"] and end["loaded"] == end["round"] - 1
 
 

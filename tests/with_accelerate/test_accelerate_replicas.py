@@ -1,5 +1,6 @@
-"""Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook averages between
-the replicas."""
+"""Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook
+averages between the replicas.
+"""
 
 import os
 from pathlib import Path
@@ -36,13 +37,19 @@ DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 2, "start_iter": 1}}
 
 
 class Run:
-    """A training on this rank, with accumulation and clipping. `handler` None: as FSDP itself does it (HSDP)."""
+    """A training on this rank, with accumulation and clipping. `handler` None: as FSDP itself does
+    it (HSDP).
+    """
 
     def __init__(self, handler: Any = None, **accelerator: Any) -> None:
         handlers = [] if handler is None else [handler]
-        self.accelerator = sharding_accelerator(*handlers, gradient_accumulation_steps=2, **accelerator)
+        self.accelerator = sharding_accelerator(
+            *handlers, gradient_accumulation_steps=2, **accelerator
+        )
         model = make_model()
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        )
         self.handler, self.step, self.losses = handler, 0, []
 
     def train(self, steps: int) -> "Run":
@@ -67,7 +74,8 @@ class Run:
         return self.handler.attached
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
+# --------------------------------------------------------------------------------------------------
+# gradients
 
 
 @launched
@@ -76,7 +84,9 @@ def _beside_native(message_file: Path) -> dict[str, Any]:
     start = native.weights()
     native.train(2)
     hooked = Run(CommHookKwargs(hook="allreduce")).train(2)
-    with mock.patch.dict(os.environ, {VARIABLE: Settings({"hook": "none"}, "a.yaml", message_file).to_environment()}):
+    with mock.patch.dict(
+        os.environ, {VARIABLE: Settings({"hook": "none"}, "a.yaml", message_file).to_environment()}
+    ):
         without = Run(CommHookKwargs())
     return {
         "difference": float((native.weights() - hooked.weights()).abs().max()),
@@ -97,7 +107,8 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path)
         assert found["placed"] == {("dp_shard_cp",)} and found["none"] == (None, {2})
 
 
-# --------------------------------------------------------------------------------------------------------------- saved
+# --------------------------------------------------------------------------------------------------
+# saved
 
 
 @launched
@@ -118,7 +129,9 @@ def _saved_and_resumed(folder: str) -> dict[str, Any]:
     return {
         "same weights": torch.equal(run.weights(), again.weights()),
         "same losses": run.losses[at_save:] == again.losses,
-        "same state": one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one),
+        "same state": (
+            one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        ),
         "silent": texts == [],
         "weights": again.weights(),
         "stats": again.hook.stats(),
@@ -129,12 +142,19 @@ def test_it_saves_in_mid_round_and_resumes(run_ranks: Any, tmp_path: Path) -> No
     """As a full state dict. The sharded one, of PowerSGD, is that of a run that loses a replica."""
     ranks = run_ranks(_saved_and_resumed, str(tmp_path), world_size=4)
     for found in ranks:
-        assert found["same weights"] and found["same losses"] and found["same state"] and found["silent"]
+        assert (
+            found["same weights"]
+            and found["same losses"]
+            and found["same state"]
+            and found["silent"]
+        )
         assert torch.equal(found["weights"], ranks[0]["weights"])
         assert found["stats"]["step"] == 2
         assert found["stats"]["bytes_sent"] < 0.8 * found["stats"]["bytes_uncompressed"]
     assert (tmp_path / "comm_hook" / ".metadata").is_file()
-    refused = {name for rank in run_ranks(_incomplete, str(tmp_path), world_size=4) for name in rank}
+    refused = {
+        name for rank in run_ranks(_incomplete, str(tmp_path), world_size=4) for name in rank
+    }
     assert refused == {"holds no state of a communication hook (comm_hook)", ""}
 
 
@@ -151,7 +171,11 @@ def _incomplete(folder: str) -> list[str]:
     assert hook.detached and len(run.handler.attached_hooks) == 1
     hook = run.hook
     hook.detach()
-    assert run.hook is None and not run.handler.is_attached(run.model) and ", detached, rank" in repr(hook)
+    assert (
+        run.hook is None
+        and not run.handler.is_attached(run.model)
+        and ", detached, rank" in repr(hook)
+    )
     return [text[text.index("holds") : text.index(")") + 1] for text in texts] or [""]
 
 
@@ -209,7 +233,8 @@ def test_each_of_two_models_loads_its_folder_or_none_does(run_ranks: Any, tmp_pa
         assert "remove this folder" in found["error"]
 
 
-# ---------------------------------------------------------------------------------------------------- lost replicas
+# --------------------------------------------------------------------------------------------------
+# lost replicas
 
 
 @launched
@@ -224,26 +249,38 @@ def _elastic(folder: str, replicas: int, resume: bool) -> dict[str, Any]:
         run.accelerator.save_state(folder)
         loaded = whole_residuals(run.hook)
     stats = run.hook.stats()
-    return {"weights": run.weights(), "residuals": loaded, "step": stats["step"], "here": stats["compressed_steps"]}
+    return {
+        "weights": run.weights(),
+        "residuals": loaded,
+        "step": stats["step"],
+        "here": stats["compressed_steps"],
+    }
 
 
 def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -> None:
-    """From 2 x 2 to 1 x 2. Another number of shards: tests/checkpoint/test_fully_shard_checkpoints.py."""
+    """From 2 x 2 to 1 x 2. Another number of shards:
+    tests/checkpoint/test_fully_shard_checkpoints.py.
+    """
     folder = str(tmp_path / "saved")
     before = run_ranks(_elastic, folder, 2, False, world_size=4)[0]
     for after in run_ranks(_elastic, folder, 1, True, world_size=2):
         assert after["step"] == before["step"] + 2 and after["here"] == 2
-        assert after["weights"].isfinite().all() and not torch.equal(after["weights"], before["weights"])
+        assert after["weights"].isfinite().all() and not torch.equal(
+            after["weights"], before["weights"]
+        )
         assert sum(bool(residual.any()) for residual in after["residuals"].values()) == 3
         for name, residual in after["residuals"].items():
             assert torch.allclose(residual, before["residuals"][name], atol=1e-6), name
 
 
-# ---------------------------------------------------------------------------------------------------- what cannot work
+# --------------------------------------------------------------------------------------------------
+# what cannot work
 
 
 def _forgotten() -> str:
-    """An accelerator shards, and has the handler among its `kwargs_handlers` only, or gets it after `prepare`."""
+    """An accelerator shards, and has the handler among its `kwargs_handlers` only, or gets it after
+    `prepare`.
+    """
     handler = CommHookKwargs(hook="int8")
     run = Run(None)
     run.accelerator.ddp_handler = handler  # as its constructor does
@@ -277,7 +314,9 @@ def _refused() -> dict[str, str]:
     found["FSDP1"] = str(error.value)
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError) as refused:
-        Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+        Accelerator(
+            cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        )
     found["CPUs, by Accelerate"] = str(refused.value)
     return found
 
@@ -285,20 +324,30 @@ def _refused() -> dict[str, str]:
 @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.MULTI_GPU])
 def test_other_dimensions_of_parallelism_are_refused(kind: DistributedType) -> None:
     sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    accelerator = mock.Mock(distributed_type=kind, is_fsdp2=kind is DistributedType.FSDP, parallelism_config=sizes)
-    with pytest.raises(HookConfigError, match="^tp_size in ParallelismConfig: a communication hook works with dp_rep"):
+    accelerator = mock.Mock(
+        distributed_type=kind, is_fsdp2=kind is DistributedType.FSDP, parallelism_config=sizes
+    )
+    with pytest.raises(
+        HookConfigError,
+        match="^tp_size in ParallelismConfig: a communication hook works with dp_rep",
+    ):
         check_takes_hook(accelerator)
 
 
 SENTENCES = {
     "per_rank": "expected 'mean' (the default), the mean over the replicas, or 'drop'",
-    "over all": "use one replica per machine: ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=",
+    "over all": (
+        "use one replica per machine: ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size="
+    ),
     "CPUs, by Accelerate": "but got DistributedType.MULTI_CPU",  # as docs/transformers.md says
-    "FSDP1": "Use fsdp_version=2, with ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH)",
+    "FSDP1": (
+        "Use fsdp_version=2, with ParallelismConfig(dp_replicate_size=MACHINES,"
+        " dp_shard_size=GPUS_OF_EACH)"
+    ),
 }
 SENTENCES["forgotten"] = (
-    "hook 'int8_compress' is attached to no model, and Accelerate (FSDP) averages the gradients without it: call "
-    "handler.attach(accelerator) before accelerator.prepare(...)"
+    "hook 'int8_compress' is attached to no model, and Accelerate (FSDP) averages the gradients"
+    " without it: call handler.attach(accelerator) before accelerator.prepare(...)"
 )
 SENTENCES["over all, attach"] = SENTENCES["over all"]
 

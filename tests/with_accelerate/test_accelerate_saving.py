@@ -1,5 +1,7 @@
-"""`accelerator.save_state` and `load_state` with a hook, on real ranks: the tables in docs/accelerate.md. That a run
-resumes bit-equal, `checkpoint/test_resume.py` shows for every front end."""
+"""`accelerator.save_state` and `load_state` with a hook, on real ranks: the tables in
+docs/accelerate.md. That a run resumes bit-equal, `checkpoint/test_resume.py` shows for every front
+end.
+"""
 
 import os
 import shutil
@@ -45,7 +47,9 @@ def _saved(folder: str, save_at: int = 6, then: int = 3, **handler: Any) -> dict
 
 
 @launched
-def _resumed(folder: str, step: int = 6, then: int = 3, options: Any = WRONG, **handler: Any) -> dict[str, Any]:
+def _resumed(
+    folder: str, step: int = 6, then: int = 3, options: Any = WRONG, **handler: Any
+) -> dict[str, Any]:
     with Warnings() as texts:
         run = Training.resumed(folder, step, power_sgd(options, **handler))
         loaded = residuals(run.hook)
@@ -58,8 +62,12 @@ def _truncate(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved_by_two(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of two ranks, and the weights three steps after a resume from it without any residual."""
+def saved_by_two(
+    worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of two ranks, and the weights three steps after a resume from it without any
+    residual.
+    """
     folder = tmp_path_factory.mktemp("saved")
     worker_pool.import_first("accelerate")
     worker_pool.run(_saved, str(folder))
@@ -77,7 +85,8 @@ def checkpoint(saved_by_two: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_by_two[0], tmp_path / "checkpoint"))
 
 
-# ---- ways in which people save ---------------------------------------------------------------------------------------
+# ---- ways in which people save
+# ---------------------------------------------------------------------------------------
 
 
 def test_the_files(run_ranks: Any, tmp_path: Path) -> None:
@@ -99,7 +108,11 @@ def _scaled(folder: str) -> dict[str, Any]:
     run = Training(scale=64.0).train(6).save(folder).train(3)
     resumed = Training.resumed(folder, 6, scale=2.0)
     # The scale has grown at the end of the step whose residual was saved.
-    assert resumed.accelerator.scaler.get_scale() == session_of(resumed.hook).state.loss_scale * 2 == 256
+    assert (
+        resumed.accelerator.scaler.get_scale()
+        == session_of(resumed.hook).state.loss_scale * 2
+        == 256
+    )
     return {"run": outcome(run), "resumed": outcome(resumed.train(3))}
 
 
@@ -113,7 +126,10 @@ def _two_nodes(folder: str) -> dict[str, Any]:
             "comm_hook.pt",
             f"comm_hook_rank{rank}.pt",
         ]
-        return {"run": outcome(run.train(3)), "resumed": outcome(Training.resumed(mine, 6).train(3))}
+        return {
+            "run": outcome(run.train(3)),
+            "resumed": outcome(Training.resumed(mine, 6).train(3)),
+        }
 
 
 @pytest.mark.parametrize("work", [_scaled, _two_nodes])
@@ -177,9 +193,14 @@ def _mean_on_main(folder: str) -> dict[str, Any]:
     return outcome(run) | {"warnings": texts}
 
 
-def test_the_mean_on_the_main_process_only_is_marked(run_ranks: Any, saved_by_two: Any, tmp_path: Path) -> None:
+def test_the_mean_on_the_main_process_only_is_marked(
+    run_ranks: Any, saved_by_two: Any, tmp_path: Path
+) -> None:
     saving = run_ranks(_mean_on_main, str(tmp_path))
-    assert "without residuals, because not every rank took part within 0.5 s" in saving[0]["warnings"][0]
+    assert (
+        "without residuals, because not every rank took part within 0.5 s"
+        in saving[0]["warnings"][0]
+    )
     assert not torch.load(tmp_path / FILES[0], weights_only=True)["exact"]
     assert torch.load(tmp_path / "all" / FILES[0], weights_only=True)["exact"]
     resumed = run_ranks(_resumed, str(tmp_path), save_residual="mean")
@@ -194,7 +215,11 @@ def _large(folder: str) -> list[list[str]]:
     run.save(folder)
     own = torch.load(f"{folder}/{FILES[1]}", weights_only=True)["residuals"]
     limit = run.accelerator.num_processes * sum(each.nbytes for each in own.values())
-    for saving, least in ((run, limit), (run, limit - 1), (Training(power_sgd(save_residual="mean")).train(4), 1)):
+    for saving, least in (
+        (run, limit),
+        (run, limit - 1),
+        (Training(power_sgd(save_residual="mean")).train(4), 1),
+    ):
         with mock.patch("accelerate_commhooks.saving.LARGE_SAVE_BYTES", least), Warnings() as texts:
             saving.save(folder).save(folder)
         found.append(list(texts))
@@ -211,16 +236,21 @@ def test_a_large_save_suggests_the_mean_once(run_ranks: Any, tmp_path: Path) -> 
 def _save_model(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     run = Training(CommHookKwargs(hook="local_sgd", hook_options={"sync_every": 3})).train(4)
     run.accelerator.save_model(run.model, folder)
-    return run.weights(), {name: p.detach().clone() for name, p in run.model.module.named_parameters()}
+    return run.weights(), {
+        name: p.detach().clone() for name, p in run.model.module.named_parameters()
+    }
 
 
 def test_save_model_in_mid_round_saves_the_common_weights(run_ranks: Any, tmp_path: Path) -> None:
     (first, named), (second, _) = run_ranks(_save_model, str(tmp_path))
     saved = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(first, second) and all(torch.equal(named[name], saved[name]) for name in named)
+    assert torch.equal(first, second) and all(
+        torch.equal(named[name], saved[name]) for name in named
+    )
 
 
-# ---- over a folder of an earlier run ---------------------------------------------------------------------------------
+# ---- over a folder of an earlier run
+# ---------------------------------------------------------------------------------
 
 
 def _two_models() -> Training:
@@ -254,7 +284,11 @@ NOT_OURS = ["comm_hook_notes.pt", "my_comm_hook.pt"]
 def _saved_over(folder: str, name: str) -> list[str]:
     RUNS[name]().train(4).save(folder)
     there = [name for name in hook_files(folder) if name not in NOT_OURS]
-    return [name for name in there if (Path(folder) / name / ".metadata").is_file() or name.endswith(".pt")]
+    return [
+        name
+        for name in there
+        if (Path(folder) / name / ".metadata").is_file() or name.endswith(".pt")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +301,9 @@ def _saved_over(folder: str, name: str) -> list[str]:
         ("sharded", "sharded, none", []),
     ],
 )
-def test_nothing_of_an_old_hook_stays(run_ranks: Any, tmp_path: Path, before: str, over: str, left: list[str]) -> None:
+def test_nothing_of_an_old_hook_stays(
+    run_ranks: Any, tmp_path: Path, before: str, over: str, left: list[str]
+) -> None:
     """It belongs to weights that are gone."""
     assert all(run_ranks(_saved_over, str(tmp_path), before))
     for name in NOT_OURS:
@@ -276,14 +312,17 @@ def test_nothing_of_an_old_hook_stays(run_ranks: Any, tmp_path: Path, before: st
     assert all((tmp_path / name).is_file() for name in NOT_OURS)
 
 
-def test_a_save_by_fewer_ranks_removes_the_files_of_the_others(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_save_by_fewer_ranks_removes_the_files_of_the_others(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     run_ranks(_saved, str(tmp_path), 6, 0, world_size=3)
     assert hook_files(tmp_path) == [*FILES, "comm_hook_rank2.pt"]
     run_ranks(_saved, str(tmp_path), 6, 0)
     assert hook_files(tmp_path) == FILES
 
 
-# ---- what load_state may meet ----------------------------------------------------------------------------------------
+# ---- what load_state may meet
+# ----------------------------------------------------------------------------------------
 
 
 def _rewrite(path: Path, **changes: Any) -> None:
@@ -292,7 +331,10 @@ def _rewrite(path: Path, **changes: Any) -> None:
 
 DAMAGE_OF_ONE_RANK = {
     "missing": (lambda folder: (folder / FILES[2]).unlink(), "is missing"),
-    "of another rank": (lambda folder: _rewrite(folder / FILES[2], rank=0), "is of rank 0, not of rank 1"),
+    "of another rank": (
+        lambda folder: _rewrite(folder / FILES[2], rank=0),
+        "is of rank 0, not of rank 1",
+    ),
 }
 
 
@@ -332,9 +374,18 @@ def _fails_to_load(folder: str, **handler: Any) -> str:
 
 
 DAMAGE_OF_THE_SHARED_FILE = {
-    "truncated": (lambda folder: _truncate(folder / FILES[0]), "comm_hook.pt cannot be read: it is cut off after "),
-    "missing": (lambda folder: (folder / FILES[0]).unlink(), "comm_hook.pt is missing, though comm_hook_rank"),
-    "changed": (lambda folder: _rewrite(folder / FILES[0], step=7), "fingerprint do not belong together"),
+    "truncated": (
+        lambda folder: _truncate(folder / FILES[0]),
+        "comm_hook.pt cannot be read: it is cut off after ",
+    ),
+    "missing": (
+        lambda folder: (folder / FILES[0]).unlink(),
+        "comm_hook.pt is missing, though comm_hook_rank",
+    ),
+    "changed": (
+        lambda folder: _rewrite(folder / FILES[0], step=7),
+        "fingerprint do not belong together",
+    ),
 }
 
 
@@ -358,15 +409,24 @@ def _loads_of_another_hook(folder: str, file: str) -> list[str]:
     return lines
 
 
-def test_another_hook_is_an_error_unless_strict_is_off(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_another_hook_is_an_error_unless_strict_is_off(
+    run_ranks: Any, checkpoint: Path, tmp_path: Path
+) -> None:
     for error in run_ranks(_fails_to_load, str(checkpoint), hook="batched_powerSGD"):
         assert error.startswith(f"{checkpoint / FILES[0]}: ")
         assert "is of hook 'powerSGD', but this hook is 'batched_powerSGD'" in error
     file = tmp_path / "hook.yaml"
     file.write_text("hook: int8\nstrict: false\n")
     lines, others = run_ranks(_loads_of_another_hook, str(checkpoint), str(file))
-    # Said each time: `strict: false`, written once for a changed hook, would hide what goes wrong later.
-    assert sum("int8_compress: strict=False: this load leaves out what does not fit" in each for each in lines) == 2
+    # Said each time: `strict: false`, written once for a changed hook, would hide what goes wrong
+    # later.
+    assert (
+        sum(
+            "int8_compress: strict=False: this load leaves out what does not fit" in each
+            for each in lines
+        )
+        == 2
+    )
     assert any("begins with fresh memory (strict=False)" in each for each in lines)
     assert not any("strict=False" in each for each in others)
 
@@ -387,13 +447,17 @@ def test_loading_on_some_ranks_only_is_an_error_on_all(run_ranks: Any, checkpoin
 
 
 def _one_process(folder: str, made_by_two: str) -> None:
-    """A plain script without a launcher: Accelerate does not wrap in DDP, and there is nothing to attach a hook to."""
+    """A plain script without a launcher: Accelerate does not wrap in DDP, and there is nothing to
+    attach a hook to.
+    """
     with accelerate_launched(none=True), Warnings() as texts:
         handler = power_sgd()
         run = Training(handler, accelerator=Accelerator(kwargs_handlers=[handler]))
         run.train(1).save(folder).load(made_by_two, 6).train(1)
         assert handler.attached is None and not handler.is_attached(run.model)
-        assert hook_files(folder) == [] and ["there is one rank" in text for text in texts] == [True]
+        assert hook_files(folder) == [] and ["there is one rank" in text for text in texts] == [
+            True
+        ]
 
 
 @launched
@@ -401,13 +465,16 @@ def _without_hook(folder: str, made_by_two: str) -> None:
     Training(CommHookKwargs(hook=None)).save(folder).load(made_by_two, 6).train(1)
 
 
-def test_without_a_hook_no_files_of_one_are_read(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_without_a_hook_no_files_of_one_are_read(
+    run_ranks: Any, checkpoint: Path, tmp_path: Path
+) -> None:
     _truncate(checkpoint / FILES[0])
     run_ranks(_one_process, str(tmp_path / "alone"), str(checkpoint), world_size=1, init=False)
     run_ranks(_without_hook, str(tmp_path / "without"), str(checkpoint))
 
 
-# ---- users' own hooks, states and objects ----------------------------------------------------------------------------
+# ---- users' own hooks, states and objects
+# ----------------------------------------------------------------------------
 
 
 class Counter:
@@ -423,7 +490,9 @@ class Counter:
 
 @launched
 def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
-    """Users who save models themselves empty the lists that hooks get; and have objects of their own saved."""
+    """Users who save models themselves empty the lists that hooks get; and have objects of their
+    own saved.
+    """
 
     def prepare(handler: CommHookKwargs, count: int) -> tuple[Training, Counter]:
         accelerator = new_accelerator(handler)
@@ -434,9 +503,12 @@ def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
             weights.clear()
 
         def load(models: list[Any], input_dir: str) -> None:
-            models.pop().load_state_dict(torch.load(os.path.join(input_dir, "mine.pt"), weights_only=True))
+            models.pop().load_state_dict(
+                torch.load(os.path.join(input_dir, "mine.pt"), weights_only=True)
+            )
 
-        accelerator.register_save_state_pre_hook(save)  # before `prepare`, so that they are called before the hook's
+        # before `prepare`, so that they are called before the hook's
+        accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
         run, counter = Training(handler, accelerator=accelerator), Counter(count)
         accelerator.register_for_checkpointing(counter)
@@ -485,11 +557,14 @@ def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None
         assert count == 0 and "is not saved" in warning and "weights_only=True" in warning
 
 
-# ---- several models --------------------------------------------------------------------------------------------------
+# ---- several models
+# --------------------------------------------------------------------------------------------------
 
 
 class Pair:
-    """Two models of one shape with different gradients, and an evaluation-mode model that is prepared before them."""
+    """Two models of one shape with different gradients, and an evaluation-mode model that is
+    prepared before them.
+    """
 
     def __init__(self, options: Any = OPTIONS) -> None:
         self.handler = power_sgd(options)
@@ -503,7 +578,9 @@ class Pair:
         for step in range(start, start + steps):
             for factor, model in ((1, self.first), (3, self.second)):
                 images, labels = batch(step, self.accelerator.process_index)
-                self.accelerator.backward(torch.nn.functional.cross_entropy(model(factor * images), labels))
+                self.accelerator.backward(
+                    torch.nn.functional.cross_entropy(model(factor * images), labels)
+                )
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter -= 0.05 * parameter.grad
@@ -540,7 +617,9 @@ def test_two_models_have_a_state_each(run_ranks: Any, tmp_path: Path) -> None:
     for saved, loaded, through, again in run_ranks(_pair, str(tmp_path)):
         assert not torch.equal(saved[0], saved[1])
         assert all(torch.equal(a, b) for a, b in zip(saved + through, loaded + again, strict=True))
-    assert hook_files(tmp_path) == sorted([*FILES, *(name.replace("hook", "hook_1") for name in FILES)])
+    assert hook_files(tmp_path) == sorted(
+        [*FILES, *(name.replace("hook", "hook_1") for name in FILES)]
+    )
     _truncate(tmp_path / "comm_hook_1.pt")
     run_ranks(_second_file_damaged, str(tmp_path))
 
@@ -553,7 +632,9 @@ def _freed_and_gone(folder: str) -> None:
     assert pair.handler.attached_hooks == [pair.second_hook]
     pair.accelerator.save_state(folder + "/gone")
     pair.accelerator.wait_for_everyone()
-    part = torch.load(f"{folder}/gone/comm_hook_1_rank{pair.accelerator.process_index}.pt", weights_only=True)
+    part = torch.load(
+        f"{folder}/gone/comm_hook_1_rank{pair.accelerator.process_index}.pt", weights_only=True
+    )
     assert torch.equal(part["residuals"]["5.weight"].flatten(), second)  # it kept its number
     pair.accelerator.load_state(folder + "/gone")
     assert pair.second_hook.stats()["step"] == 5

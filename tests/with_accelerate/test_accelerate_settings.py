@@ -34,16 +34,32 @@ def test_every_kind_of_value(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("STEPS_OF_TEST", "40")
     path = tmp_path / "hook.yaml"
     path.write_text(text)
-    options = {"matrix_approximation_rank": 4, "orthogonalization_epsilon": 1e-8, "start_powerSGD_iter": 0.5}
-    expected: dict[str, Any] = {"hook": "powersgd", "wrapper": "bf16", "save_residual": "mean", "strict": False}
-    expected |= {"total_steps": 40, "ranks_per_node": "auto", "bucket_cap_mb": 0.5, "find_unused_parameters": True}
+    options = {
+        "matrix_approximation_rank": 4,
+        "orthogonalization_epsilon": 1e-8,
+        "start_powerSGD_iter": 0.5,
+    }
+    expected: dict[str, Any] = {
+        "hook": "powersgd",
+        "wrapper": "bf16",
+        "save_residual": "mean",
+        "strict": False,
+    }
+    expected |= {
+        "total_steps": 40,
+        "ranks_per_node": "auto",
+        "bucket_cap_mb": 0.5,
+        "find_unused_parameters": True,
+    }
     handler = CommHookKwargs.from_config(path)
     assert handler == CommHookKwargs(hook_options=options, **expected)
     assert handler.to_kwargs() == {"bucket_cap_mb": 0.5, "find_unused_parameters": True}
     overrides = ["hook_options.matrix_approximation_rank=8", "wrapper=null", "total_steps=7"]
     changed = CommHookKwargs.from_config(str(path), overrides=overrides)
     expected |= {"wrapper": None, "total_steps": 7}
-    assert changed == CommHookKwargs(hook_options=options | {"matrix_approximation_rank": 8}, **expected)
+    assert changed == CommHookKwargs(
+        hook_options=options | {"matrix_approximation_rank": 8}, **expected
+    )
 
 
 def test_interpolations_see_the_whole_file(tmp_path: Path) -> None:
@@ -61,9 +77,9 @@ SHARED_STATE = {"made": "once"}
 
 def test_hook_state_by_its_path() -> None:
     def state(path: str) -> Any:
-        return Settings({"hook": "test_accelerate_settings:State", "hook_state": path}, "file").arguments()[
-            "hook_state"
-        ]
+        return Settings(
+            {"hook": "test_accelerate_settings:State", "hook_state": path}, "file"
+        ).arguments()["hook_state"]
 
     assert state("test_accelerate_settings:SHARED_STATE") is SHARED_STATE
     assert isinstance(state("test_accelerate_settings:State"), State)
@@ -74,11 +90,14 @@ def test_hook_state_by_its_path() -> None:
 @pytest.mark.parametrize("written", ["null", "~", "off", "none", "None", '"off"'])
 def test_every_way_to_write_no_hook(written: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16"))
+    file.write_text(
+        section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16")
+    )
     assert CommHookKwargs.from_config(file).off
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
+# ---- what is wrong
+# --------------------------------------------------------------------------------------------------
 
 
 WRONG = [
@@ -87,15 +106,24 @@ WRONG = [
         "hook: powerSGD\nwraper: fp16",
         " has no setting 'wraper' (did you mean 'wrapper'?); known are hook, hook_options",
     ),
-    ("hook: powerSGD\nhook_options: {matrix_rank: 4}", ": hook 'powerSGD' has no option 'matrix_rank' (did you mean"),
+    (
+        "hook: powerSGD\nhook_options: {matrix_rank: 4}",
+        ": hook 'powerSGD' has no option 'matrix_rank' (did you mean",
+    ),
     ("hook: powerSGD\nhook_options: 4", ": hook_options=4; expected a dict or None"),
     ("hook: powerSGD\nbucket_cap_mb: null", ": bucket_cap_mb=None; expected int or float"),
     ("hook: powerSGD\nstrict: 3.5", ": strict=3.5; expected True or False"),
     ("wrapper: fp16", ": hook is missing"),
     ("hook: ???", "hook: Missing mandatory value: "),
-    ("hook: powerSGD\ntotal_steps: ${nowhere}", "total_steps: Interpolation key 'nowhere' not found"),
+    (
+        "hook: powerSGD\ntotal_steps: ${nowhere}",
+        "total_steps: Interpolation key 'nowhere' not found",
+    ),
     ("hook: powerSDG", ": unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
-    ("hook: powerSGD\nhook_options: {start_powerSGD_iter: 0.1}", ": start_powerSGD_iter=0.1 is a fraction of the run"),
+    (
+        "hook: powerSGD\nhook_options: {start_powerSGD_iter: 0.1}",
+        ": start_powerSGD_iter=0.1 is a fraction of the run",
+    ),
     ("hook: fp16", " has no setting 'wraper' (did you mean 'wrapper'?)", "wraper=fp16"),
     ("hook: bf16", ": override 'wrapper'; expected 'key=value'", "wrapper"),
     ("hook: bf16", ": hook: no viable alternative at input '${'", "hook=${"),
@@ -105,7 +133,11 @@ WRONG = [
         ": overrides ['hook_options.x=1']: the file has a list where",
         "hook_options.x=1",
     ),
-    ("hook: int8", ": overrides ['hook_options.exclude=[*x*]']: while scanning an alias", "hook_options.exclude=[*x*]"),
+    (
+        "hook: int8",
+        ": overrides ['hook_options.exclude=[*x*]']: while scanning an alias",
+        "hook_options.exclude=[*x*]",
+    ),
 ]
 NO_SETTINGS = [
     # content of a file, what the message says after its name
@@ -116,7 +148,10 @@ NO_SETTINGS = [
         ACCELERATE + "comm_hook_confg: {hook: fp16}\n",
         ": no section 'comm_hook_config' (did you mean 'comm_hook_confg'?)",
     ),
-    ("comm_hook_confg: {hook: fp16}\n", " has no setting 'comm_hook_confg' (did you mean 'comm_hook_config'?)"),
+    (
+        "comm_hook_confg: {hook: fp16}\n",
+        " has no setting 'comm_hook_confg' (did you mean 'comm_hook_config'?)",
+    ),
     (
         "hook: int8\nhook_options: {}\ncomm_hook_config: {hook: fp16}\n",
         ": hook and hook_options outside comm_hook_config",
@@ -125,7 +160,10 @@ NO_SETTINGS = [
     ("hook: [", " is not YAML"),
     ("hook: fp16\nhook: bf16\n", "duplicate key hook"),
     ("comm_hook_config: ???\n", ": comm_hook_config: Missing mandatory value"),
-    ("comm_hook_config: ${comm_hook_config}\n", ": comm_hook_config: Recursive interpolation detected"),
+    (
+        "comm_hook_config: ${comm_hook_config}\n",
+        ": comm_hook_config: Recursive interpolation detected",
+    ),
 ]
 
 
@@ -134,7 +172,9 @@ NO_SETTINGS = [
     [(each(text), says, more) for text, says, *more in WRONG for each in (str, section)]
     + [(text, says, []) for text, says in NO_SETTINGS],
 )
-def test_errors_say_where_and_why(text: str, says: str, overrides: list[str], tmp_path: Path) -> None:
+def test_errors_say_where_and_why(
+    text: str, says: str, overrides: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "hook.yaml"
     path.write_text(text)
     with pytest.raises(HookConfigError) as raised:
@@ -149,13 +189,17 @@ def test_no_file_and_wrong_overrides(tmp_path: Path) -> None:
         CommHookKwargs.from_config(tmp_path / "nothing.yaml", overrides="wrapper=fp16")
 
 
-# ---- in the environment ----------------------------------------------------------------------------------------------
+# ---- in the environment
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "hook.yaml"
-    path.write_text("hook: powerSGD\nhook_options: {matrix_approximation_rank: 4}\nwrapper: bf16\nstrict: false\n")
+    path.write_text(
+        "hook: powerSGD\nhook_options: {matrix_approximation_rank: 4}\nwrapper: bf16\nstrict:"
+        " false\n"
+    )
     monkeypatch.setenv(VARIABLE, str(path))
     return path
 
@@ -165,17 +209,28 @@ def test_the_variable_names_a_file(named: Path) -> None:
         hook="powerSGD", hook_options={"matrix_approximation_rank": 4}, wrapper="bf16", strict=False
     )
     assert CommHookKwargs() == CommHookKwargs.from_config() == expected
-    overridden = CommHookKwargs.from_config(overrides=["hook_options.matrix_approximation_rank=8", "strict=true"])
+    overridden = CommHookKwargs.from_config(
+        overrides=["hook_options.matrix_approximation_rank=8", "strict=true"]
+    )
     assert overridden.hook_options == {"matrix_approximation_rank": 8} and overridden.strict
 
 
 def test_argument_over_environment_over_default(named: Path) -> None:
     handler = CommHookKwargs(wrapper=None, strict=True, bucket_cap_mb=7)
     assert (handler.wrapper, handler.strict, handler.bucket_cap_mb) == (None, True, 7)  # argument
-    assert (handler.hook, handler.hook_options) == ("powerSGD", {"matrix_approximation_rank": 4})  # environment
+    # environment
+    assert (handler.hook, handler.hook_options) == (
+        "powerSGD",
+        {"matrix_approximation_rank": 4},
+    )
     assert handler.save_residual == "per_rank"  # default
     # A hook given as an argument leaves nothing of the environment, which describes another hook.
-    for kwargs in ({"hook": None}, {"hook": "allreduce"}, {"hook": PowerSGD()}, {"comm_hook": "fp16"}):
+    for kwargs in (
+        {"hook": None},
+        {"hook": "allreduce"},
+        {"hook": PowerSGD()},
+        {"comm_hook": "fp16"},
+    ):
         handler = CommHookKwargs(**kwargs)
         assert (handler.wrapper, handler.strict, handler.hook_options) == (None, True, None)
     other = named.with_name("other.yaml")
@@ -184,9 +239,15 @@ def test_argument_over_environment_over_default(named: Path) -> None:
 
 
 def test_overrides_of_settings_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, Settings({"hook": "powerSGD", "strict": False}, "a.yaml").to_environment())
-    assert CommHookKwargs.from_config(overrides=["strict=true"]) == CommHookKwargs(hook="powerSGD", strict=True)
-    with pytest.raises(HookConfigError, match=r"^a.yaml has no setting 'stric' \(did you mean 'strict'\?\)"):
+    monkeypatch.setenv(
+        VARIABLE, Settings({"hook": "powerSGD", "strict": False}, "a.yaml").to_environment()
+    )
+    assert CommHookKwargs.from_config(overrides=["strict=true"]) == CommHookKwargs(
+        hook="powerSGD", strict=True
+    )
+    with pytest.raises(
+        HookConfigError, match=r"^a.yaml has no setting 'stric' \(did you mean 'strict'\?\)"
+    ):
         CommHookKwargs.from_config(overrides=["stric=true"])
 
 

@@ -1,6 +1,7 @@
 """A user's training script, for the launchers: python lightning_script.py START_METHOD FOLDER
 
-Two CPU processes of Lightning's own making. Every rank writes what came of it to FOLDER/rank-N.json.
+Two CPU processes of Lightning's own making. Every rank writes what came of it to
+FOLDER/rank-N.json.
 """
 
 import hashlib
@@ -21,7 +22,9 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return (self.net(batch[0]) - batch[1]).square().mean()
@@ -52,7 +55,9 @@ def main(start_method: str, folder: str) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=CommHookDDP(PowerSGD(start_powerSGD_iter=2), start_method=start_method, bucket_cap_mb=0.0005),
+        strategy=CommHookDDP(
+            PowerSGD(start_powerSGD_iter=2), start_method=start_method, bucket_cap_mb=0.0005
+        ),
         max_epochs=2,
         callbacks=[Report(folder)],
         enable_checkpointing=False,

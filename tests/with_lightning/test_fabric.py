@@ -1,4 +1,6 @@
-"""`lightning_commhooks.fabric.CommHookDDP`: a hook for every model, saved and restored with Fabric's checkpoints."""
+"""`lightning_commhooks.fabric.CommHookDDP`: a hook for every model, saved and restored with
+Fabric's checkpoints.
+"""
 
 import pickle
 from pathlib import Path
@@ -11,7 +13,12 @@ from lightning.fabric import Fabric
 
 from commhooks import HookConfigError, LocalSGD, PayloadError, PowerSGD, allreduce_hook
 from lightning_commhooks.fabric import CommHookDDP
-from tests.support.lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
+from tests.support.lightning_support import (
+    SEVERAL_BUCKETS_MB,
+    PoolEnvironment,
+    assert_equal,
+    caught_warnings,
+)
 from tests.support.workers import RanksFailed
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
@@ -21,7 +28,9 @@ def _fabric(hook: Any = HOOK, **options: Any) -> Fabric:
     options.setdefault("bucket_cap_mb", SEVERAL_BUCKETS_MB)
     plugins = [PoolEnvironment(), *options.pop("plugins", [])]
     strategy = CommHookDDP(hook, **options)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins)
+    fabric = Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins
+    )
     fabric.launch()
     return fabric
 
@@ -54,7 +63,8 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.module.named_parameters()}
 
 
-# ------------------------------------------------------------------------------------------------------ save and load
+# --------------------------------------------------------------------------------------------------
+# save and load
 
 
 def _without_state(root: str) -> dict[str, Any]:
@@ -65,7 +75,9 @@ def _without_state(root: str) -> dict[str, Any]:
     _train(fabric, model, optimizer, range(5))
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 5})
     hook = fabric.strategy.comm_hook
-    assert hook is not None and hook is fabric.strategy.hook_of(model) is fabric.strategy.hook_of(model.module)
+    assert hook is not None and hook is fabric.strategy.hook_of(model) is fabric.strategy.hook_of(
+        model.module
+    )
     content = torch.load(path, weights_only=True)
     keys = set(content.pop("commhooks"))
     dist.barrier()
@@ -103,7 +115,12 @@ def _two_models(root: str) -> dict[str, Any]:
     _train(again, *first, range(20, 24))
     _train(again, *second, range(30, 34))
     last = again.strategy.comm_hook is again.strategy.hook_of(first[0])
-    return {"whole": whole, "resumed": (_weights(first[0]), _weights(second[0])), "steps": steps, "last": last}
+    return {
+        "whole": whole,
+        "resumed": (_weights(first[0]), _weights(second[0])),
+        "steps": steps,
+        "last": last,
+    }
 
 
 def test_each_model_has_a_hook_that_is_saved_under_its_name(run_ranks: Any, tmp_path: Path) -> None:
@@ -135,7 +152,9 @@ def _damaged(root: str) -> dict[str, Any]:
 
 def test_a_damaged_state_of_one_hook_changes_none(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_damaged, str(tmp_path)):
-        assert rank["error"].startswith(f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step'")
+        assert rank["error"].startswith(
+            f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step'"
+        )
         assert rank["step"] == 0
 
 
@@ -155,7 +174,9 @@ def _of_another_hook(root: str) -> dict[str, Any]:
 
 def test_the_strict_of_a_load_is_the_hooks_too(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_of_another_hook, str(tmp_path)):
-        assert "pass strict=False, with hook=... or to the load" in rank["error"] and rank["step"] == 0
+        assert (
+            "pass strict=False, with hook=... or to the load" in rank["error"] and rank["step"] == 0
+        )
 
 
 def _without_a_word(root: str) -> dict[str, Any]:
@@ -188,7 +209,8 @@ def test_what_loses_the_state_is_a_warning(run_ranks: Any, tmp_path: Path) -> No
             assert all(text.startswith("commhooks: ") for text in rank[what])
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# --------------------------------------------------------------------------------------------------
+# training
 
 
 def _scaled() -> Any:
@@ -210,20 +232,27 @@ def _off(root: str) -> dict[str, Any]:
     model, optimizer = _setup(fabric)
     _train(fabric, model, optimizer, range(3))
     fabric.save(f"{root}/state.ckpt", {"model": model})
-    return {"hook": fabric.strategy.comm_hook, "keys": set(torch.load(f"{root}/state.ckpt", weights_only=True))}
+    return {
+        "hook": fabric.strategy.comm_hook,
+        "keys": set(torch.load(f"{root}/state.ckpt", weights_only=True)),
+    }
 
 
 def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(_off, str(tmp_path)) == [{"hook": None, "keys": {"model"}}] * 2
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------
+# errors
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"hook": "powerSGD", "bucket_cap": 25}, r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"),
+        (
+            {"hook": "powerSGD", "bucket_cap": 25},
+            r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)",
+        ),
         ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= together with hook="),
     ],
 )
@@ -263,10 +292,13 @@ def _refused(root: str) -> list[str]:
 
 def test_refused_later(run_ranks: Any, tmp_path: Path) -> None:
     for rank, (second, key, content) in enumerate(run_ranks(_refused, str(tmp_path))):
-        assert second.startswith("hook_state (_Learned) is one object, and is used by another model already")
+        assert second.startswith(
+            "hook_state (_Learned) is one object, and is used by another model already"
+        )
         assert key == "'commhooks' in the state: this key holds the states of the hooks"
         of_file = (
-            f"{tmp_path}/{rank}.ckpt, key 'commhooks': the checkpoint's 'commhooks' is a int, not a dict by models"
+            f"{tmp_path}/{rank}.ckpt, key 'commhooks': the checkpoint's 'commhooks' is a int, not a"
+            " dict by models"
         )
         assert content == of_file
 
@@ -286,7 +318,10 @@ def _a_fraction(total_steps: int | None) -> Any:
 
 def test_a_fraction_needs_the_length_of_the_run(run_ranks: Any) -> None:
     assert run_ranks(_a_fraction, 100) == [25, 25]
-    with pytest.raises(RanksFailed, match="is a fraction of the run, whose length is unknown here: pass total_steps="):
+    with pytest.raises(
+        RanksFailed,
+        match="is a fraction of the run, whose length is unknown here: pass total_steps=",
+    ):
         run_ranks(_a_fraction, None)
 
 
@@ -295,7 +330,8 @@ def _saved_in_mid_round(root: str) -> Any:
     model, optimizer = _setup(fabric)
     _train(fabric, model, optimizer, range(4))
     own = _weights(model)
-    fabric.save(f"{root}/weights.ckpt", {"weights": model.state_dict()})  # without the model, and so without its hook
+    # without the model, and so without its hook
+    fabric.save(f"{root}/weights.ckpt", {"weights": model.state_dict()})
     return own, _weights(model)
 
 

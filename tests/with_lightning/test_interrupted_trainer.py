@@ -1,4 +1,6 @@
-"""Exceptions, Ctrl-C and signals on one rank or on all: Lightning's own emergency checkpoints, with a hook's state."""
+"""Exceptions, Ctrl-C and signals on one rank or on all: Lightning's own emergency checkpoints, with
+a hook's state.
+"""
 
 import functools
 import os
@@ -43,7 +45,9 @@ class _Slurm(PoolEnvironment, SLURMEnvironment):
 
 
 class _Stops(Model):
-    """At these steps, rank -> step, something happens before the backward pass; for "requeue" in the middle of it."""
+    """At these steps, rank -> step, something happens before the backward pass; for "requeue" in
+    the middle of it.
+    """
 
     def __init__(self, what: str, at: dict[int, int], limit_s: float) -> None:
         super().__init__()
@@ -52,7 +56,9 @@ class _Stops(Model):
             self.net[2].weight.register_hook(self._signal)
 
     def on_train_start(self) -> None:
-        """The limit holds, and time counts, from here on: a rank may start slowly on a busy machine."""
+        """The limit holds, and time counts, from here on: a rank may start slowly on a busy
+        machine.
+        """
         self.started = time.monotonic()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit_s), dist.group.WORLD)
 
@@ -77,11 +83,17 @@ class _Stops(Model):
 def _callback(root: str, name: str) -> pl.Callback:
     if name == "OnExceptionCheckpoint":
         return OnExceptionCheckpoint(root, filename="saved")
-    return ModelCheckpoint(root, filename="saved", save_on_exception=name == "ModelCheckpoint", every_n_epochs=100)
+    return ModelCheckpoint(
+        root, filename="saved", save_on_exception=name == "ModelCheckpoint", every_n_epochs=100
+    )
 
 
-def _interrupted(root: str, what: str, at: dict[int, int], limit_s: float, callback: str = "none") -> Any:
-    """The error that ended the training on this rank, the seconds it took, and the hook's warnings."""
+def _interrupted(
+    root: str, what: str, at: dict[int, int], limit_s: float, callback: str = "none"
+) -> Any:
+    """The error that ended the training on this rank, the seconds it took, and the hook's
+    warnings.
+    """
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(root, "store"), 2),
@@ -89,7 +101,10 @@ def _interrupted(root: str, what: str, at: dict[int, int], limit_s: float, callb
         world_size=2,
         timeout=timedelta(seconds=LIMIT_S),
     )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    }
     options: dict[str, Any] = {"bucket_cap_mb": support.SEVERAL_BUCKETS_MB}
     if what == "requeue":
         options["cluster_environment"] = _Slurm(requeue_signal=signal.SIGUSR2)
@@ -168,14 +183,17 @@ def test_what_ends_a_training_leaves_a_checkpoint_that_resumes(
     _check_saved_and_resumed(run_ranks, tmp_path / "saved.ckpt", step)
 
 
-def test_the_requeue_signal_at_different_steps_and_in_mid_backward(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_requeue_signal_at_different_steps_and_in_mid_backward(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     at = {0: STOPS_AT, 1: STOPS_AT + 1}
     for rank in run_ranks(_interrupted, str(tmp_path), "requeue", at, SHORT_LIMIT_S, init=False):
         assert rank["seconds"] < 2 * SHORT_LIMIT_S + 5
     _check_saved_and_resumed(run_ranks, tmp_path / "hpc_ckpt_1.ckpt", STOPS_AT)
 
 
-# ------------------------------------------------------------------------------------------- is this a signal handler?
+# ------------------------------------------------------------------------------------------- is
+# this a signal handler?
 
 
 class _Kept:

@@ -1,4 +1,6 @@
-"""CommHookDDP by name, from Python, and from LightningCLI: what is accepted, what is refused, and with which words."""
+"""CommHookDDP by name, from Python, and from LightningCLI: what is accepted, what is refused, and
+with which words.
+"""
 
 import importlib
 import inspect
@@ -25,7 +27,15 @@ from commhooks import BF16Compress, HookConfigError
 from lightning_commhooks import CommHookDDP
 from tests.support import lightning_support as support
 from tests.support import warm
-from tests.support.lightning_support import Data, Model, assert_equal, cli_config, data, trainer, weights
+from tests.support.lightning_support import (
+    Data,
+    Model,
+    assert_equal,
+    cli_config,
+    data,
+    trainer,
+    weights,
+)
 from tests.support.repository import PYTHONPATH
 
 NAMES = {
@@ -39,7 +49,8 @@ NAMES = {
 }
 
 
-# -------------------------------------------------------------------------------------------------------------- names
+# --------------------------------------------------------------------------------------------------
+# names
 
 
 def _by_name(root: str, name: str) -> dict[str, Any]:
@@ -73,16 +84,21 @@ def test_importing_again_registers_nothing_twice() -> None:
 def test_the_names_for_notebooks_are_those_that_work_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)  # private, lightning 2.6
     pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook_powersgd", logger=False)
-    with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
+    with pytest.raises(
+        MisconfigurationException, match="not compatible with an interactive environment"
+    ):
         pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_powersgd", logger=False)
 
 
-# ------------------------------------------------------------------------------------------------------- construction
+# --------------------------------------------------------------------------------------------------
+# construction
 
 
 def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages, as DDP does without a hook."""
-    future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+    future = dist.all_reduce(
+        bucket.buffer().div_(dist.get_world_size()), async_op=True
+    ).get_future()
     return future.then(lambda done: done.value()[0])
 
 
@@ -92,17 +108,36 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
         ({"hook": "powerSDG"}, r"unknown hook 'powerSDG' \(did you mean 'powerSGD'\?\)"),
         (
             {"hook": "powerSGD", "bucket_cap": 25},
-            r"CommHookDDP has no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\); known are "
+            r"CommHookDDP has no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\); known"
+            r" are "
             "(?!.*(ddp_comm|mixed_)).*find_unused_parameters, .*static_graph",
         ),
-        ({"hook": "powerSGD", "wraper": "fp16"}, r"no argument 'wraper' \(did you mean 'wrapper'\?\)"),
+        (
+            {"hook": "powerSGD", "wraper": "fp16"},
+            r"no argument 'wraper' \(did you mean 'wrapper'\?\)",
+        ),
         ({"hook": "powerSGD", "device_ids": [0]}, "CommHookDDP has no argument 'device_ids'"),
-        ({"hook": "int8", "loss_scale": 100}, "no argument 'loss_scale': Lightning passes the scale.*; leave it out"),
-        ({"hook": "int8", "total_steps": 100}, "no argument 'total_steps': the Trainer knows .*; leave it out"),
-        ({"hook": "powerSGD", "ddp_comm_hook": my_hook}, "ddp_comm_hook= together with hook=: .* is hook='local_sgd'"),
+        (
+            {"hook": "int8", "loss_scale": 100},
+            "no argument 'loss_scale': Lightning passes the scale.*; leave it out",
+        ),
+        (
+            {"hook": "int8", "total_steps": 100},
+            "no argument 'total_steps': the Trainer knows .*; leave it out",
+        ),
+        (
+            {"hook": "powerSGD", "ddp_comm_hook": my_hook},
+            "ddp_comm_hook= together with hook=: .* is hook='local_sgd'",
+        ),
         ({"hook": "powerSGD", "ddp_comm_state": object()}, "ddp_comm_state= together with hook="),
-        ({"hook": "powerSGD", "ddp_comm_wrapper": my_hook}, "ddp_comm_wrapper= together with hook="),
-        ({"hook": "powerSGD", "model_averaging_period": 4}, "model_averaging_period= together with hook="),
+        (
+            {"hook": "powerSGD", "ddp_comm_wrapper": my_hook},
+            "ddp_comm_wrapper= together with hook=",
+        ),
+        (
+            {"hook": "powerSGD", "model_averaging_period": 4},
+            "model_averaging_period= together with hook=",
+        ),
     ],
 )
 def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
@@ -112,8 +147,18 @@ def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
 
 
 def test_every_keyword_of_ddp_is_known_and_none_means_none() -> None:
-    names = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
-    CommHookDDP("powerSGD", **dict.fromkeys(names), ddp_comm_hook=None, ddp_comm_state=None, ddp_comm_wrapper=None)
+    names = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {
+        "self",
+        "module",
+        "device_ids",
+    }
+    CommHookDDP(
+        "powerSGD",
+        **dict.fromkeys(names),
+        ddp_comm_hook=None,
+        ddp_comm_state=None,
+        ddp_comm_wrapper=None,
+    )
 
 
 def _pickled_after_fit(root: str) -> Any:
@@ -122,7 +167,11 @@ def _pickled_after_fit(root: str) -> Any:
     t.strategy.model = None
     copy = pickle.loads(pickle.dumps(t.strategy.__getstate__()["_comm_hook"]))
     plan = str(t.strategy.comm_hook.plan())
-    return {"copy": copy, "plan": plan, "compressed": t.strategy.comm_hook.stats()["compressed_steps"]}
+    return {
+        "copy": copy,
+        "plan": plan,
+        "compressed": t.strategy.comm_hook.stats()["compressed_steps"],
+    }
 
 
 def test_after_fit_the_hook_is_kept_but_never_pickled(run_ranks: Any, tmp_path: Path) -> None:
@@ -148,17 +197,21 @@ def test_a_callback_of_the_twin_is_a_warning_of_rank_0(run_ranks: Any, tmp_path:
     pytest.importorskip("pytorch_lightning")
     (text,), _ = run_ranks(_with_a_callback_of_the_twin, str(tmp_path))
     assert text.startswith(
-        "commhooks: this Trainer is from lightning.pytorch, and these are from pytorch_lightning: Mine, Model"
+        "commhooks: this Trainer is from lightning.pytorch, and these are from pytorch_lightning:"
+        " Mine, Model"
     )
     assert text.endswith("replace every import of pytorch_lightning")
 
 
-def test_without_pytorch_lightning_the_representation_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytorch_lightning_the_representation_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
     assert repr(CommHookDDP(BF16Compress())) == "CommHookDDP(hook='bf16_compress')"
 
 
-# ---------------------------------------------------------------------------------------------------------------- CLI
+# --------------------------------------------------------------------------------------------------
+# CLI
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +222,12 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _cli(arguments: list[str], **options: Any) -> LightningCLI:
     return LightningCLI(
-        Model, Data, args=arguments, save_config_callback=None, seed_everything_default=False, **options
+        Model,
+        Data,
+        args=arguments,
+        save_config_callback=None,
+        seed_everything_default=False,
+        **options,
     )
 
 
@@ -179,13 +237,19 @@ def _config(folder: Path, hook: Any, **init_args: Any) -> str:
 
 POWERSGD = {
     "class_path": "commhooks.PowerSGD",
-    "init_args": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0.25, "min_compression_rate": 1.5},
+    "init_args": {
+        "matrix_approximation_rank": 2,
+        "start_powerSGD_iter": 0.25,
+        "min_compression_rate": 1.5,
+    },
 }
 
 
 def _cli_fit(config: str, root: str) -> dict[str, Any]:
     plugins = [support.PoolEnvironment()]
-    cli = _cli(["fit", "--config", config], trainer_defaults={"plugins": plugins, "default_root_dir": root})
+    cli = _cli(
+        ["fit", "--config", config], trainer_defaults={"plugins": plugins, "default_root_dir": root}
+    )
     hook = cli.trainer.strategy.comm_hook
     return {"options": hook.options, "stats": hook.stats(), "weights": weights(cli.model)}
 
@@ -197,14 +261,18 @@ def test_cli_trains_with_a_config_class_and_a_bucket_size(run_ranks: Any, tmp_pa
         assert rank["options"]["matrix_approximation_rank"] == 2
         assert rank["options"]["start_powerSGD_iter"] == 2  # a quarter of 8 steps
         assert rank["stats"]["compressed_steps"] == 6
-        assert rank["stats"]["collectives_last_pass"] == 6  # two per bucket: the bucket size has arrived
+        # two per bucket: the bucket size has arrived
+        assert rank["stats"]["collectives_last_pass"] == 6
         assert_equal(rank["weights"], ranks[0]["weights"])
 
 
 @pytest.mark.parametrize(
     ("hook", "name"),
     [
-        ("test_lightning_config.my_hook", "my_hook"),  # as jsonargparse writes the path of a function
+        (
+            "test_lightning_config.my_hook",
+            "my_hook",
+        ),  # as jsonargparse writes the path of a function
         ("test_lightning_config:my_hook", "test_lightning_config:my_hook"),  # as commhooks does
     ],
 )
@@ -239,14 +307,23 @@ LightningCLI(BoringModel, run=False)
 
 
 @pytest.mark.parametrize("process", [{}, {"RANK": "1", "WORLD_SIZE": "2"}])
-def test_the_sentence_about_a_wrong_option_is_the_last_line(tmp_path: Path, process: dict[str, str]) -> None:
-    """jsonargparse's error has it in the middle, before the values of all arguments. Rank 0 alone repeats it."""
+def test_the_sentence_about_a_wrong_option_is_the_last_line(
+    tmp_path: Path, process: dict[str, str]
+) -> None:
+    """jsonargparse's error has it in the middle, before the values of all arguments. Rank 0 alone
+    repeats it.
+    """
     (tmp_path / "cli.py").write_text(CLI_SCRIPT)
     config = _config(tmp_path, "powerSGD", hook_options={"matrix_aproximation_rank": 2})
     env = clean_env.cleaned(os.environ, str(tmp_path)) | {"PYTHONPATH": PYTHONPATH} | process
     command = [warm.python("lightning.pytorch.cli"), str(tmp_path / "cli.py"), "--config", config]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "Does not validate against any of the Union subtypes" in done.stderr
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert (
+        done.returncode == 1
+        and "Does not validate against any of the Union subtypes" in done.stderr
+    )
     sentence = (
         "commhooks: error: hook 'powerSGD' has no option 'matrix_aproximation_rank' "
         "(did you mean 'matrix_approximation_rank'?)"
@@ -263,14 +340,33 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         assert f"--trainer.strategy.{name} " in text
     for name in ("start_method", "process_group_backend", "timeout"):  # of DDPStrategy
         assert f"--trainer.strategy.{name} " in text
-    for name in ("bucket_cap_mb", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):  # of DDP
+    # of DDP
+    for name in (
+        "bucket_cap_mb",
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+    ):
         assert f"--trainer.strategy.{name} " in text
-    classes = "Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Noop, Auto, Callable, str"
+    classes = (
+        "Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Noop, Auto,"
+        " Callable, str"
+    )
     assert classes in _joined(text)
     with pytest.raises(SystemExit):
-        _cli(["--trainer.strategy=lightning_commhooks.CommHookDDP", "--trainer.strategy.hook.help=PowerSGD"], run=False)
+        _cli(
+            [
+                "--trainer.strategy=lightning_commhooks.CommHookDDP",
+                "--trainer.strategy.hook.help=PowerSGD",
+            ],
+            run=False,
+        )
     text = _joined(capsys.readouterr().out)
-    assert "matrix_approximation_rank" in text and "start_powerSGD_iter" in text and "rank of the factors" in text
+    assert (
+        "matrix_approximation_rank" in text
+        and "start_powerSGD_iter" in text
+        and "rank of the factors" in text
+    )
 
 
 def _joined(text: str) -> str:

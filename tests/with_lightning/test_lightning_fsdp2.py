@@ -52,7 +52,9 @@ def whole(module: pl.LightningModule) -> dict[str, torch.Tensor]:
 def fit(root: str, epochs: int, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
     callbacks = options.pop("callbacks", [])
     keeper = ModelCheckpoint(root, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-    made = trainer(root, strategy=strategy(**options), max_epochs=epochs, callbacks=[keeper, *callbacks])
+    made = trainer(
+        root, strategy=strategy(**options), max_epochs=epochs, callbacks=[keeper, *callbacks]
+    )
     module = Sharded(seed=5 if ckpt_path else 0)
     with caught_warnings() as texts:
         made.fit(module, data(), ckpt_path=ckpt_path)
@@ -71,8 +73,14 @@ def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_resumed, str(tmp_path), world_size=4, timeout_s=100):
         assert "commhooks" in result["files"] and "meta.pt" in result["files"]
         # An epoch: 64 samples in batches of 8 on four ranks, each with samples of its own.
-        assert result["through"]["stats"]["step"] == 4 and result["through"]["stats"]["compressed_steps"] == 3
-        assert result["resumed"]["stats"]["step"] == 4 and result["resumed"]["stats"]["compressed_steps"] == 2
+        assert (
+            result["through"]["stats"]["step"] == 4
+            and result["through"]["stats"]["compressed_steps"] == 3
+        )
+        assert (
+            result["resumed"]["stats"]["step"] == 4
+            and result["resumed"]["stats"]["compressed_steps"] == 2
+        )
         assert_equal(result["resumed"]["weights"], result["through"]["weights"])
         assert not any("hook" in text for text in result["resumed"]["warnings"])
 
@@ -93,8 +101,10 @@ def _again_and_foreign(root: str) -> dict[str, Any]:
         "anew": first is not second and first is not None and first.stats()["step"] == 4,
         "trained": second.stats()["step"] == 4,
         "weights only": weights_only,
-        # More follows where another test has imported `pytorch_lightning`: see `HookedStrategy.__repr__`.
-        "repr": repr(made.strategy).partition(" (")[0] == "CommHookFSDP2(hook='powerSGD', replicate_size=2)",
+        # More follows where another test has imported `pytorch_lightning`: see
+        # `HookedStrategy.__repr__`.
+        "repr": repr(made.strategy).partition(" (")[0]
+        == "CommHookFSDP2(hook='powerSGD', replicate_size=2)",
     }
 
 
@@ -136,7 +146,9 @@ def _refused(root: str) -> list[str]:
 
 
 def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
-    for size, callback, not_sharded, over_another in run_ranks(_refused, str(tmp_path), world_size=4):
+    for size, callback, not_sharded, over_another in run_ranks(
+        _refused, str(tmp_path), world_size=4
+    ):
         assert "replicate_size=3 does not divide the number of ranks, which is 4" in size
         assert "leave out the CommHookCheckpoint" in callback
         assert "needs one sharded module that contains all others, and found none" in not_sharded
@@ -145,7 +157,9 @@ def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_the_mesh_before_the_processes_have_connected() -> None:
-    with pytest.raises(RuntimeError, match="the device mesh exists once the processes have connected"):
+    with pytest.raises(
+        RuntimeError, match="the device mesh exists once the processes have connected"
+    ):
         strategy(hook="int8").device_mesh  # noqa: B018
 
 
@@ -156,7 +170,9 @@ def _warned(root: str) -> list[str]:
     return [text for text in texts if "drift apart" in text or "has no effect" in text]
 
 
-def test_parameters_that_are_not_averaged_and_a_late_start_are_warned_about(run_ranks: Any, tmp_path: Path) -> None:
+def test_parameters_that_are_not_averaged_and_a_late_start_are_warned_about(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     (beside, late), *others = run_ranks(_warned, str(tmp_path), world_size=2)
     assert "head.weight, head.bias: trained, but not sharded" in beside and not any(others)
     assert "hook 'powerSGD' begins at step 100, but this training ends at step 4" in late
@@ -176,7 +192,9 @@ def _accumulated(root: str) -> dict[str, Any]:
 
 
 @fully_shard_on_gloo
-def test_replicas_of_shards_train_as_one_replica_and_send_what_was_accumulated(run_ranks: Any, tmp_path: Path) -> None:
+def test_replicas_of_shards_train_as_one_replica_and_send_what_was_accumulated(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     for result in run_ranks(_accumulated, str(tmp_path), world_size=4):
         assert result["passes"] == result["steps"] == 1  # of two batches
         assert difference(*result["weights"]) < 1e-6
@@ -190,7 +208,9 @@ def test_replicas_of_shards_train_as_one_replica_and_send_what_was_accumulated(r
         ({"hook": "powersgt"}, "did you mean"),
     ],
 )
-def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], sentence: str) -> None:
+def test_wrong_arguments_are_refused_at_construction(
+    options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(HookConfigError, match=sentence):
         strategy(**options)
 
@@ -206,11 +226,19 @@ def _from_yaml(config: str, root: str) -> dict[str, Any]:
         datamodule_class=Data,
     )
     hook = cli.trainer.strategy.comm_hook
-    return {"options": hook.options, "shards": cli.trainer.strategy.device_mesh.shape, "step": hook.stats()["step"]}
+    return {
+        "options": hook.options,
+        "shards": cli.trainer.strategy.device_mesh.shape,
+        "step": hook.stats()["step"],
+    }
 
 
 def test_from_yaml(run_ranks: Any, tmp_path: Path) -> None:
-    init_args = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0.5}, "replicate_size": 2}
+    init_args = {
+        "hook": "powerSGD",
+        "hook_options": {"start_powerSGD_iter": 0.5},
+        "replicate_size": 2,
+    }
     config = cli_config(tmp_path / "c.yaml", "CommHookFSDP2", epochs=1, **init_args)
     for result in run_ranks(_from_yaml, config, str(tmp_path)):
         assert result["options"]["start_powerSGD_iter"] == 2 and result["step"] == 4

@@ -1,4 +1,6 @@
-"""The hook's folder in checkpoints of `CommHookFSDP2`: incomplete, outdated, of another hook, hostile."""
+"""The hook's folder in checkpoints of `CommHookFSDP2`: incomplete, outdated, of another hook,
+hostile.
+"""
 
 import time
 from pathlib import Path
@@ -37,12 +39,17 @@ def _incomplete(root: str) -> dict[str, Any]:
     return found | {"warnings": resumed["warnings"], "step": resumed["stats"]["step"]}
 
 
-def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     results = run_ranks(_incomplete, str(tmp_path), world_size=2)
     for result in results:
         assert result["whole"] and not result["outdated"]
         assert result["step"] == 4  # of the second epoch alone
-    assert any("its save was interrupted): hook 'int8_compress' continues" in text for text in results[0]["warnings"])
+    assert any(
+        "its save was interrupted): hook 'int8_compress' continues" in text
+        for text in results[0]["warnings"]
+    )
 
 
 def _of_another_hook(root: str) -> dict[str, Any]:
@@ -69,7 +76,9 @@ def test_the_state_of_another_hook(run_ranks: Any, tmp_path: Path) -> None:
         assert "was saved by another hook" in result["error"] and "strict=False" in result["error"]
         assert result["unchanged"]  # the weights
         assert result["compressed"] == 4
-        assert not result["of it"] and not any("hook" in text for text in result["without"]["warnings"])
+        assert not result["of it"] and not any(
+            "hook" in text for text in result["without"]["warnings"]
+        )
 
 
 class _Hostile:
@@ -83,8 +92,12 @@ class _Hostile:
 def _hostile(root: str) -> bool:
     _saved(root, "int8")
     planted = f"{root}/planted"
-    dcp.save({"hook": {"commhooks": _Hostile(planted)}}, checkpoint_id=f"{root}/whole.ckpt/commhooks")
-    with pytest.raises(PayloadError, match=r"commhooks cannot be read \(.*Weights only.*\)\. .* remove this folder"):
+    dcp.save(
+        {"hook": {"commhooks": _Hostile(planted)}}, checkpoint_id=f"{root}/whole.ckpt/commhooks"
+    )
+    with pytest.raises(
+        PayloadError, match=r"commhooks cannot be read \(.*Weights only.*\)\. .* remove this folder"
+    ):
         fit(f"{root}/resumed", 2, f"{root}/whole.ckpt", hook="int8", strict=False)
     return Path(planted).exists()
 

@@ -17,7 +17,9 @@ TIMEOUT_S = 180
 
 
 def _launch(start_method: str, folder: Path) -> list[dict[str, Any]]:
-    """What the two ranks reported. The environment is that of the test, which the fixtures have cleaned."""
+    """What the two ranks reported. The environment is that of the test, which the fixtures have
+    cleaned.
+    """
     folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(

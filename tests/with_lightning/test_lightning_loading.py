@@ -1,4 +1,6 @@
-"""What a Trainer with CommHookDDP loads: other checkpoints, other hooks; nothing leaks from one call into the next."""
+"""What a Trainer with CommHookDDP loads: other checkpoints, other hooks; nothing leaks from one
+call into the next.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ def _from_another(root: str, kind: str, text: str) -> dict[str, Any]:
     def resume(**strict: bool) -> dict[str, Any]:
         model = Model(seed=1, extra=kind == "model")
         model.strict_loading = False
-        return fit(root, ckpt_path=path_at(root, SAVED_AT), model=model, hook=hook, epochs=3, **strict)
+        return fit(
+            root, ckpt_path=path_at(root, SAVED_AT), model=model, hook=hook, epochs=3, **strict
+        )
 
     with pytest.raises(PayloadError, match=text):
         resume()
@@ -44,7 +48,13 @@ def _from_another(root: str, kind: str, text: str) -> dict[str, Any]:
     ("kind", "text"),
     [
         ("hook", "the saved state is of hook 'allreduce', but this hook is 'powerSGD'"),
-        ("model", "(?s)the saved hook state is of another model:.*extra.weight: in the model, not in the saved state"),
+        (
+            "model",
+            (
+                "(?s)the saved hook state is of another model:.*extra.weight: in the model, not in"
+                " the saved state"
+            ),
+        ),
     ],
 )
 def test_another_hook_or_model(run_ranks: Any, tmp_path: Path, kind: str, text: str) -> None:
@@ -70,9 +80,13 @@ def _from_damaged(root: str) -> dict[str, str]:
     return texts
 
 
-def test_a_damaged_file_is_named_and_a_truncated_one_called_cut_off(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_a_truncated_one_called_cut_off(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     (texts,) = run_ranks(_from_damaged, str(tmp_path), world_size=1)
-    assert texts["damaged"].startswith(f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step' is -1")
+    assert texts["damaged"].startswith(
+        f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step' is -1"
+    )
     assert "Resume Lightning from another checkpoint" in texts["damaged"]
     assert texts["cut"].startswith(f"{tmp_path}/cut.ckpt cannot be read: it is cut off after ")
     assert texts["empty"].startswith(f"{tmp_path}/empty.ckpt cannot be read: it is empty, because ")
@@ -87,7 +101,11 @@ def _validate_then_fit(root: str) -> dict[str, Any]:
     t.predict(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), return_predictions=False)
     t.test(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), verbose=False)
     t.fit(model, data())
-    return {"start": watch.start_steps, "after": weights(model), "alone": fit(root, epochs=2)["final"]}
+    return {
+        "start": watch.start_steps,
+        "after": weights(model),
+        "alone": fit(root, epochs=2)["final"],
+    }
 
 
 class _Predicts(Model):
@@ -98,7 +116,9 @@ class _Predicts(Model):
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
 
-def test_nothing_leaks_from_validate_predict_and_test_into_fit(run_ranks: Any, tmp_path: Path) -> None:
+def test_nothing_leaks_from_validate_predict_and_test_into_fit(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     for rank in run_ranks(_validate_then_fit, str(tmp_path)):
         assert rank["start"] == [0]
         assert_equal(rank["after"], rank["alone"])
@@ -113,7 +133,8 @@ class _FinderLater(LearningRateFinder):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch == 2 and self.optimal_lr is None:
             hook = trainer.strategy.comm_hook
-            # The finder's own checkpoint makes the mean of all residuals; so does this, and a mean has itself as mean.
+            # The finder's own checkpoint makes the mean of all residuals; so does this, and a mean
+            # has itself as mean.
             before = hook.state_dict("mean")
             self.lr_find(trainer, pl_module)
             self.states = before, hook.state_dict("per_rank")
@@ -153,7 +174,8 @@ def test_what_a_trusted_file_raises_is_not_taken_for_distrust(tmp_path: Path) ->
     value.anything = 1
     torch.save({"a": value}, tmp_path / "a.ckpt")
     text = (
-        r"a.ckpt cannot be read \(it holds a .*NotPlain\)\. Nothing in it was run; .*add_safe_globals\(\[.*NotPlain\]\)"
+        r"a.ckpt cannot be read \(it holds a .*NotPlain\)\. Nothing in it was run;"
+        r" .*add_safe_globals\(\[.*NotPlain\]\)"
     )
     with pytest.raises(PayloadError, match=text):
         strategy().load_checkpoint(tmp_path / "a.ckpt")

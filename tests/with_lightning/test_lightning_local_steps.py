@@ -1,4 +1,6 @@
-"""Hooks that average weights once in several steps, in a Trainer: resume, validation, the end of the training."""
+"""Hooks that average weights once in several steps, in a Trainer: resume, validation, the end of
+the training.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,16 @@ from tests.support.lightning_support import (
     weights,
 )
 
-EVERY = 5  # so that checkpoints, ends of epochs and validations, after 4 or 8 steps, are in mid-round
+EVERY = (
+    5  # so that checkpoints, ends of epochs and validations, after 4 or 8 steps, are in mid-round
+)
 HOOK = commhooks.DiLoCo(sync_every=EVERY, outer_momentum=0.3)
 
 
 class _Looks(pl.Callback):
-    """Keeps copies of the weights at the end of the first epoch, before a validation begins, and when the module's own
-    `on_train_end` is called."""
+    """Keeps copies of the weights at the end of the first epoch, before a validation begins, and
+    when the module's own `on_train_end` is called.
+    """
 
     def __init__(self, root: str) -> None:
         self.root, self.seen = root, {}
@@ -43,7 +48,8 @@ class _Looks(pl.Callback):
             trainer.save_checkpoint(f"{self.root}/model.ckpt", weights_only=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.seen.setdefault("epoch", weights(module))  # the first, in mid-round and without a validation
+        # the first, in mid-round and without a validation
+        self.seen.setdefault("epoch", weights(module))
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.seen["validated"] = weights(module)
@@ -57,7 +63,12 @@ class _LooksAtTheEnd(Model):
 def _look(root: str) -> dict[str, Any]:
     model, looks = _LooksAtTheEnd(), _Looks(root)
     model.seen = looks.seen
-    settings = {"max_epochs": 2, "limit_val_batches": 1, "check_val_every_n_epoch": 2, "callbacks": [looks]}
+    settings = {
+        "max_epochs": 2,
+        "limit_val_batches": 1,
+        "check_val_every_n_epoch": 2,
+        "callbacks": [looks],
+    }
     made = trainer(root, strategy=strategy(hook=HOOK), **settings)
     made.fit(model, data(), data())
     looks.seen["saved"] = torch.load(f"{root}/model.ckpt", weights_only=True)["state_dict"]
@@ -79,7 +90,9 @@ def _late(root: str) -> list[str]:
     return fit(root, ckpt_path=path_at(root, SAVED_AT), hook=hook)["warnings"]
 
 
-def test_a_resume_that_still_reaches_the_start_is_not_warned_about(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_resume_that_still_reaches_the_start_is_not_warned_about(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     """It counts steps of the training, not rounds, of which there is none yet."""
     assert run_ranks(_late, str(tmp_path)) == [[], []]
 
@@ -106,8 +119,9 @@ def test_a_sharded_fit_resumes_in_mid_round(run_ranks: Any, tmp_path: Path) -> N
 
 
 class _Swaps(pl.Callback):
-    """Puts an average over time into the model for each validation, as an EMA callback does, and looks at the model at
-    the end of an epoch."""
+    """Puts an average over time into the model for each validation, as an EMA callback does, and
+    looks at the model at the end of an epoch.
+    """
 
     def __init__(self) -> None:
         self.average: list[torch.Tensor] = []
@@ -116,7 +130,11 @@ class _Swaps(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         own = [local_values(p).clone() for p in module.parameters()]
-        self.average = [0.9 * a + 0.1 * o for a, o in zip(self.average, own, strict=True)] if self.average else own
+        self.average = (
+            [0.9 * a + 0.1 * o for a, o in zip(self.average, own, strict=True)]
+            if self.average
+            else own
+        )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.seen["epoch"] = [local_values(p).clone() for p in module.parameters()]
@@ -141,7 +159,9 @@ def _swap(root: str, is_sharded: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=fully_shard_on_gloo)])
-def test_an_average_in_the_model_leaves_the_replicas_equal(run_ranks: Any, tmp_path: Path, is_sharded: bool) -> None:
+def test_an_average_in_the_model_leaves_the_replicas_equal(
+    run_ranks: Any, tmp_path: Path, is_sharded: bool
+) -> None:
     first, second = run_ranks(_swap, str(tmp_path), is_sharded)
     for when in ("epoch", "after"):
         assert all(map(torch.equal, first[when], second[when])), when

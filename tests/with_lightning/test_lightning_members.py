@@ -20,12 +20,18 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_trainer(tmp_path: Path) -> None:
-    """A machine that comes, with a sharded model, takes weights, optimizer, schedulers, epoch and steps from the other
-    one, which goes on to the end alone. Validations and saves in mid-round change no weights."""
+    """A machine that comes, with a sharded model, takes weights, optimizer, schedulers, epoch and
+    steps from the other one, which goes on to the end alone. Validations and saves in mid-round
+    change no weights.
+    """
     given = {"front": "lightning", "steps": 70, "world": 2, "save_every": 21}
     a, b, _ = one_comes_and_is_killed(tmp_path, "lightning.pytorch", **given)
-    assert all(line["same"] for each in (a, b) for line in each.lines if line["what"] == "validation")
-    logged = {row["commhooks/members"] for row in csv.DictReader((tmp_path / "a" / "metrics.csv").open())}
+    assert all(
+        line["same"] for each in (a, b) for line in each.lines if line["what"] == "validation"
+    )
+    logged = {
+        row["commhooks/members"] for row in csv.DictReader((tmp_path / "a" / "metrics.csv").open())
+    }
     assert {"1.0", "2.0"} <= logged
     log = a.log.read_text()
     assert log.count("marked inexact") == 1, log
@@ -33,17 +39,28 @@ def test_trainer(tmp_path: Path) -> None:
 
 
 def test_resume(tmp_path: Path) -> None:
-    """Two machines save and stop. From these checkpoints go on: one machine, as a training without members does (in
-    which validations and the ends of epochs would end rounds); and two, of which one has an older checkpoint, and takes
-    the state of the other."""
+    """Two machines save and stop. From these checkpoints go on: one machine, as a training without
+    members does (in which validations and the ends of epochs would end rounds); and two, of which
+    one has an older checkpoint, and takes the state of the other.
+    """
     one_epoch = {"samples": 200, "validation": 0.0}
 
     def train(names: str, steps: int, files: list[str], **given: Any) -> list[Machine]:
         with lighthouse() as address:
-            new = functools.partial(Machine, FRONT_JOB, address, tmp_path, steps=steps, save_every=10, **one_epoch)
+            new = functools.partial(
+                Machine, FRONT_JOB, address, tmp_path, steps=steps, save_every=10, **one_epoch
+            )
             paths = [str(tmp_path / file) for file in files] or [None] * len(names)
             many = [
-                new(name, "lightning.pytorch", front="lightning", seed=seed, least=len(names), resume=path, **given)
+                new(
+                    name,
+                    "lightning.pytorch",
+                    front="lightning",
+                    seed=seed,
+                    least=len(names),
+                    resume=path,
+                    **given,
+                )
                 for seed, (name, path) in enumerate(zip(names, paths, strict=True))
             ]
             try:
@@ -71,7 +88,9 @@ def test_fabric(tmp_path: Path) -> None:
 
 
 def test_sigterm(tmp_path: Path) -> None:
-    """A spot instance that is taken away. It, too, takes the progress of the other one, and validates in mid-round."""
+    """A spot instance that is taken away. It, too, takes the progress of the other one, and
+    validates in mid-round.
+    """
     a, end = one_gets_sigterm(tmp_path, "lightning.pytorch", front="lightning")
     assert end["ended_by"] == "SIGTERMException"
     validations = [line["same"] for line in a.lines if line["what"] == "validation"]

@@ -1,4 +1,6 @@
-"""`CommHookDDP(hook=None)` is DDPStrategy: no hook, nothing in checkpoints, no error from callbacks."""
+"""`CommHookDDP(hook=None)` is DDPStrategy: no hook, nothing in checkpoints, no error from
+callbacks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from tests.support.lightning_support import SAVED_AT, SEVERAL_BUCKETS_MB, assert
 
 def _fits(root: str) -> dict[str, Any]:
     def plain(**options: Any) -> dict[str, Any]:
-        return fit(root + "/plain", make=lambda: DDPStrategy(bucket_cap_mb=SEVERAL_BUCKETS_MB), **options)
+        return fit(
+            root + "/plain", make=lambda: DDPStrategy(bucket_cap_mb=SEVERAL_BUCKETS_MB), **options
+        )
 
     without: dict[str, Any] = {"hook": None, "wrapper": "bf16"}
     monitor = CommHookMonitor(every_n_steps=1)
@@ -35,6 +39,6 @@ def test_it_trains_saves_and_resumes_as_plain_ddp(run_ranks: Any, tmp_path: Path
         assert not rank["none"]["warnings"] and not rank["off"]["warnings"]
         assert rank["off"]["stats"] is None
         assert rank["on"]["start"] == [0] and rank["on"]["stats"]["compressed_steps"] > 0
-        assert ["holds no state of a communication hook" in text for text in rank["on"]["warnings"]] == [True] * (
-            number == 0
-        )
+        assert [
+            "holds no state of a communication hook" in text for text in rank["on"]["warnings"]
+        ] == [True] * (number == 0)

@@ -1,4 +1,6 @@
-"""What a Trainer with CommHookDDP saves: the hook once, in full checkpoints, with `save_residual` as set."""
+"""What a Trainer with CommHookDDP saves: the hook once, in full checkpoints, with `save_residual`
+as set.
+"""
 
 import os
 from pathlib import Path
@@ -31,7 +33,9 @@ from tests.support.workers import RanksFailed
 
 def _named_paths(root: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    best = ModelCheckpoint(root, filename="best", monitor="epoch_as_float", mode="max", save_last=True)
+    best = ModelCheckpoint(
+        root, filename="best", monitor="epoch_as_float", mode="max", save_last=True
+    )
 
     class Logs(Model):
         def on_train_epoch_end(self) -> None:
@@ -46,7 +50,9 @@ def _named_paths(root: str) -> dict[str, Any]:
     out["best"] = watch.start_steps[-1]
     for name in ("last", "hpc"):
         watch = Watch()
-        again = ModelCheckpoint(root, filename="best", monitor="epoch_as_float", mode="max", save_last=True)
+        again = ModelCheckpoint(
+            root, filename="best", monitor="epoch_as_float", mode="max", save_last=True
+        )
         t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[again, watch])
         t.fit(Logs(seed=1), data(), ckpt_path=name)
         out[name] = watch.start_steps
@@ -56,21 +62,31 @@ def _named_paths(root: str) -> dict[str, Any]:
 def test_best_last_and_hpc(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_named_paths, str(tmp_path)):
         assert rank["best"] == SAVED_AT
-        assert rank["last"] == [SAVED_AT + STEPS_PER_EPOCH]  # saved by the fit that resumed from "best"
+        # saved by the fit that resumed from "best"
+        assert rank["last"] == [SAVED_AT + STEPS_PER_EPOCH]
         assert rank["hpc"] == [SAVED_AT]
 
 
 def _count_states(root: str) -> dict[str, Any]:
     explicit = CommHookCheckpoint(save_residual="per_rank")
-    t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[keeper(root), explicit])
-    with mock.patch.object(CommHook, "state_dict", autospec=True, side_effect=CommHook.state_dict) as saves:
+    t = trainer(
+        root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[keeper(root), explicit]
+    )
+    with mock.patch.object(
+        CommHook, "state_dict", autospec=True, side_effect=CommHook.state_dict
+    ) as saves:
         t.fit(Model(), data())
         full = saves.call_count
         t.save_checkpoint(os.path.join(root, "weights.ckpt"), weights_only=True)
         t.validate(Model(), data(), verbose=False)
         t.save_checkpoint(os.path.join(root, "other-module.ckpt"))
     ours = [callback for callback in t.callbacks if isinstance(callback, CommHookCheckpoint)]
-    return {"full": full, "all": saves.call_count, "callbacks": len(ours), "first": ours[0] is explicit}
+    return {
+        "full": full,
+        "all": saves.call_count,
+        "callbacks": len(ours),
+        "first": ours[0] is explicit,
+    }
 
 
 def test_state_is_saved_once_and_in_full_checkpoints_only(run_ranks: Any, tmp_path: Path) -> None:
@@ -78,13 +94,20 @@ def test_state_is_saved_once_and_in_full_checkpoints_only(run_ranks: Any, tmp_pa
         assert rank == {"full": 1, "all": 1, "callbacks": 1, "first": True}
     full = torch.load(path_at(tmp_path, SAVED_AT), weights_only=True)
     payload = full.pop(CHECKPOINT_KEY)
-    assert payload["exact"] is True and payload["residual"] == "per_rank" and payload["residual_ranks"] == [0, 1]
+    assert (
+        payload["exact"] is True
+        and payload["residual"] == "per_rank"
+        and payload["residual_ranks"] == [0, 1]
+    )
     entry = payload["parameters"]["net.2.weight"]
     assert [each.shape for each in entry["residual"]] == [(32, 32), (32, 32)]
     assert not torch.equal(*entry["residual"])
-    assert "residual" not in str(full.keys()) + str(full["callbacks"].keys()) and "CommHook" not in str(full)
+    assert "residual" not in str(full.keys()) + str(
+        full["callbacks"].keys()
+    ) and "CommHook" not in str(full)
     assert CHECKPOINT_KEY not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    # The hook's memory belongs to the module that was trained, not to one that was looked at afterwards.
+    # The hook's memory belongs to the module that was trained, not to one that was looked at
+    # afterwards.
     assert CHECKPOINT_KEY not in torch.load(tmp_path / "other-module.ckpt", weights_only=True)
 
 
@@ -98,11 +121,19 @@ def _saves(root: str, **options: Any) -> Any:
     [
         ({"save_residual": "drop"}, None, "none"),
         ({}, {"save_residual": "drop"}, "none"),
-        ({"save_residual": "per_rank", "strict": True}, {"save_residual": "per_rank", "strict": True}, "per_rank"),
+        (
+            {"save_residual": "per_rank", "strict": True},
+            {"save_residual": "per_rank", "strict": True},
+            "per_rank",
+        ),
     ],
 )
 def test_settings_on_strategy_or_callback(
-    run_ranks: Any, tmp_path: Path, on_strategy: dict[str, Any], on_callback: dict[str, Any] | None, saved: str
+    run_ranks: Any,
+    tmp_path: Path,
+    on_strategy: dict[str, Any],
+    on_callback: dict[str, Any] | None,
+    saved: str,
 ) -> None:
     callbacks = [] if on_callback is None else [CommHookCheckpoint(**on_callback)]
     assert run_ranks(_saves, str(tmp_path), callbacks=callbacks, **on_strategy) == [saved, saved]
@@ -114,14 +145,24 @@ def test_settings_on_strategy_or_callback(
         (
             {"save_residual": "mean"},
             [CommHookCheckpoint(save_residual="drop")],
-            r"CommHookDDP\(save_residual='mean'\) and CommHookCheckpoint\(save_residual='drop'\) contradict",
+            (
+                r"CommHookDDP\(save_residual='mean'\) and"
+                r" CommHookCheckpoint\(save_residual='drop'\) contradict"
+            ),
         ),
         (
             {"strict": False},
             [CommHookCheckpoint(strict=True)],
-            r"CommHookDDP\(strict=False\) and CommHookCheckpoint\(strict=True\) contradict each other; set strict in",
+            (
+                r"CommHookDDP\(strict=False\) and CommHookCheckpoint\(strict=True\) contradict each"
+                r" other; set strict in"
+            ),
         ),
-        ({}, [CommHookCheckpoint(), CommHookCheckpoint()], "2 CommHookCheckpoint callbacks in one Trainer"),
+        (
+            {},
+            [CommHookCheckpoint(), CommHookCheckpoint()],
+            "2 CommHookCheckpoint callbacks in one Trainer",
+        ),
     ],
 )
 def test_contradicting_settings(
@@ -132,7 +173,9 @@ def test_contradicting_settings(
 
 
 def test_wrong_settings_of_the_callback() -> None:
-    with pytest.raises(HookConfigError, match="save_residual='men'; expected one of 'mean'.* .did you mean 'mean'"):
+    with pytest.raises(
+        HookConfigError, match="save_residual='men'; expected one of 'mean'.* .did you mean 'mean'"
+    ):
         CommHookCheckpoint(save_residual="men")  # type: ignore[arg-type]
     with pytest.raises(HookConfigError, match="strict='perhaps'; expected True or False"):
         CommHookCheckpoint(strict="perhaps")  # type: ignore[arg-type]

@@ -15,7 +15,13 @@ from commhooks import PowerSGD
 from lightning_commhooks import fabric as ours
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from tests.support.inside import session_of
-from tests.support.lightning_support import SEVERAL_BUCKETS_MB, Model, PoolEnvironment, strategy, trainer
+from tests.support.lightning_support import (
+    SEVERAL_BUCKETS_MB,
+    Model,
+    PoolEnvironment,
+    strategy,
+    trainer,
+)
 from tests.support.sweeps import assert_nothing_piles_up, loader, threads_after_each
 
 HOOK = PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2)
@@ -49,17 +55,24 @@ def test_a_sweep_leaves_nothing_behind(run_ranks: Any, tmp_path: Path) -> None:
     """And a save after fit is exact, though the hook is closed by then."""
     for threads in run_ranks(_sweep, str(tmp_path)):
         assert_nothing_piles_up(threads)
-    last, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("last", "after"))
+    last, after = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("last", "after")
+    )
     assert after[CHECKPOINT_KEY]["exact"] and after[CHECKPOINT_KEY]["residual"] == "mean"
     for name, entry in last[CHECKPOINT_KEY]["parameters"].items():
         if entry["residual"] is not None:
-            assert torch.equal(entry["residual"], after[CHECKPOINT_KEY]["parameters"][name]["residual"])
+            assert torch.equal(
+                entry["residual"], after[CHECKPOINT_KEY]["parameters"][name]["residual"]
+            )
 
 
 def _fabric(root: str) -> list[int]:
     def train() -> None:
         strategy = ours.CommHookDDP(
-            HOOK, bucket_cap_mb=SEVERAL_BUCKETS_MB, cluster_environment=PoolEnvironment(), process_group_backend="gloo"
+            HOOK,
+            bucket_cap_mb=SEVERAL_BUCKETS_MB,
+            cluster_environment=PoolEnvironment(),
+            process_group_backend="gloo",
         )
         fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
         fabric.launch()

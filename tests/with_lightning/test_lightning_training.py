@@ -97,7 +97,9 @@ def test_trains_as_with_ddp_strategy(run_ranks: Any, tmp_path: Path, case: str) 
         assert stats["compressed_steps"] == passes - 2
         assert stats["collectives_last_pass"] >= 6  # two per bucket
         assert stats["bytes_sent"] < 0.8 * stats["bytes_uncompressed"]
-        assert rank["allreduce stats"]["bytes_sent"] == rank["allreduce stats"]["bytes_uncompressed"]
+        assert (
+            rank["allreduce stats"]["bytes_sent"] == rank["allreduce stats"]["bytes_uncompressed"]
+        )
 
 
 class _Overflow(Model):
@@ -105,7 +107,11 @@ class _Overflow(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch).float()
-        return loss * float("inf") if self.trainer.global_rank == 1 and self.trainer.global_step == 4 else loss
+        return (
+            loss * float("inf")
+            if self.trainer.global_rank == 1 and self.trainer.global_step == 4
+            else loss
+        )
 
 
 def _grad_scaler(root: str) -> dict[str, Any]:
@@ -123,7 +129,9 @@ def _grad_scaler(root: str) -> dict[str, Any]:
     }
 
 
-def test_grad_scaler_skips_one_step_and_residuals_follow_the_scale(run_ranks: Any, tmp_path: Path) -> None:
+def test_grad_scaler_skips_one_step_and_residuals_follow_the_scale(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     ranks = run_ranks(_grad_scaler, str(tmp_path))
     assert_equal(ranks[0]["weights"], ranks[1]["weights"])
     assert all(bool(w.isfinite().all()) for w in ranks[0]["weights"].values())
@@ -144,22 +152,32 @@ class _NaN(Model):
 
 class _SkipNonfinite(pl.Callback):  # of docs/ddp.md
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if not torch.nn.utils.clip_grad_norm_(pl_module.parameters(), max_norm=float("inf")).isfinite():
+        if not torch.nn.utils.clip_grad_norm_(
+            pl_module.parameters(), max_norm=float("inf")
+        ).isfinite():
             optimizer.zero_grad()
 
 
 def _one_nan(root: str) -> dict[str, Any]:
     def run(**options: Any) -> dict[str, Any]:
         with support.caught_warnings() as texts:
-            t, model = trainer(root, strategy=strategy(hook="int8"), max_epochs=1, **options), _NaN()
+            t, model = (
+                trainer(root, strategy=strategy(hook="int8"), max_epochs=1, **options),
+                _NaN(),
+            )
             t.fit(model, data())
         finite = all(bool(each.isfinite().all()) for each in model.parameters())
-        return {"finite": finite, "lines": [text for text in texts if "are not finite on rank 1 (" in text]}
+        return {
+            "finite": finite,
+            "lines": [text for text in texts if "are not finite on rank 1 (" in text],
+        }
 
     return {"ruined": run(), "skipped": run(callbacks=[_SkipNonfinite()])}
 
 
-def test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     for rank, result in enumerate(run_ranks(_one_nan, str(tmp_path))):
         assert not result["ruined"]["finite"] and result["skipped"]["finite"]
         assert [len(each["lines"]) for each in result.values()] == [1 - rank, 1 - rank]
@@ -182,7 +200,11 @@ def _endless() -> Any:
 
 
 def _started(
-    root: str, start: Any = None, make: Callable[[], Model] = Model, loader: Callable[[], Any] = data, **options: Any
+    root: str,
+    start: Any = None,
+    make: Callable[[], Model] = Model,
+    loader: Callable[[], Any] = data,
+    **options: Any,
 ) -> dict[str, Any]:
     made = strategy(hook=PowerSGD(start_powerSGD_iter=start))
     t = trainer(root, strategy=made, **{"max_epochs": 2} | options)
@@ -192,7 +214,11 @@ def _started(
     return {
         "start": t.strategy.comm_hook.options["start_powerSGD_iter"],
         "steps": stats["step"],
-        "warnings": [text for text in texts if any(each in text for each in ("has no effect", "compressed nothing"))],
+        "warnings": [
+            text
+            for text in texts
+            if any(each in text for each in ("has no effect", "compressed nothing"))
+        ],
     }
 
 
@@ -206,16 +232,36 @@ FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
         ({}, 1, 8, None),  # 10 % of the run
         ({"start": 0.5, "accumulate_grad_batches": 2}, 2, 4, None),
         ({"start": 0.5, "max_steps": 5}, 3, 5, None),
-        ({"loader": _endless}, 100, 6, "compressed nothing in 6 backward passes: it begins at step 100."),
+        (
+            {"loader": _endless},
+            100,
+            6,
+            "compressed nothing in 6 backward passes: it begins at step 100.",
+        ),
         (FOR_EVER, 100, 3, "compressed nothing in 3 backward passes: it begins at step 100."),
-        ({"make": support.TwoOptimizersModel}, 100, 16, "compressed nothing in 16 backward passes: it begins at step"),
+        (
+            {"make": support.TwoOptimizersModel},
+            100,
+            16,
+            "compressed nothing in 16 backward passes: it begins at step",
+        ),
         ({"start": 8, "fast_dev_run": 2}, 8, 2, None),
-        ({"start": 8, "callbacks": [FINDER]}, 8, 8, "begins at step 8, but this training ends at step 8,"),
+        (
+            {"start": 8, "callbacks": [FINDER]},
+            8,
+            8,
+            "begins at step 8, but this training ends at step 8,",
+        ),
         ({"start": 7, "callbacks": [FINDER]}, 7, 8, None),
     ],
 )
 def test_start_step(
-    run_ranks: Any, tmp_path: Path, given: dict[str, Any], start: int, steps: int, warned: str | None
+    run_ranks: Any,
+    tmp_path: Path,
+    given: dict[str, Any],
+    start: int,
+    steps: int,
+    warned: str | None,
 ) -> None:
     for rank, result in enumerate(run_ranks(_started, str(tmp_path), **given)):
         assert (result["start"], result["steps"]) == (start, steps)
@@ -233,7 +279,10 @@ class _Interrupted(Model):
 
 
 def _interrupted(root: str) -> list[str]:
-    t, handler = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7))), signal.getsignal(signal.SIGINT)
+    t, handler = (
+        trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7))),
+        signal.getsignal(signal.SIGINT),
+    )
     with support.caught_warnings() as texts:
         with pytest.raises(SystemExit):  # by Lightning
             t.fit(_Interrupted(), data())
@@ -246,13 +295,20 @@ def test_no_warning_after_an_interruption(run_ranks: Any, tmp_path: Path) -> Non
 
 
 def _second_fit(root: str, start: float) -> dict[str, Any]:
-    t, model = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1), Model()
+    t, model = (
+        trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1),
+        Model(),
+    )
     t.fit(model, data())
     t.fit_loop.max_epochs = 3
     with support.caught_warnings() as texts:
         t.fit(model, data())
     hook = t.strategy.comm_hook
-    warned = [text for text in texts if any(each in text for each in ("has no effect", "compressed nothing"))]
+    warned = [
+        text
+        for text in texts
+        if any(each in text for each in ("has no effect", "compressed nothing"))
+    ]
     return {"start": hook.options["start_powerSGD_iter"], "stats": hook.stats(), "warnings": warned}
 
 
@@ -264,10 +320,15 @@ def test_a_second_fit_counts_its_own_steps(run_ranks: Any, tmp_path: Path) -> No
     assert "begins at step 9, but this training ends at step 8," in warning
 
 
-@pytest.mark.parametrize("given", [{"loader": _endless}, {"make": support.ManualModel, "max_steps": 8}])
-def test_a_fraction_of_an_unknown_length_is_an_error(run_ranks: Any, tmp_path: Path, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given", [{"loader": _endless}, {"make": support.ManualModel, "max_steps": 8}]
+)
+def test_a_fraction_of_an_unknown_length_is_an_error(
+    run_ranks: Any, tmp_path: Path, given: dict[str, Any]
+) -> None:
     with pytest.raises(
-        AssertionError, match="start_powerSGD_iter=0.5 is a fraction of the run, whose length the Trainer"
+        AssertionError,
+        match="start_powerSGD_iter=0.5 is a fraction of the run, whose length the Trainer",
     ):
         run_ranks(_started, str(tmp_path), start=0.5, **given)
 
@@ -282,11 +343,15 @@ class _Finetuned(Model):
 
 
 def _finetune(root: str) -> dict[str, Any]:
-    """Four epochs, of which the backbone is trained from the second on; and the last two again from a checkpoint."""
+    """Four epochs, of which the backbone is trained from the second on; and the last two again from
+    a checkpoint.
+    """
 
     def run(**options: Any) -> dict[str, Any]:
         # A new learning rate of its own at each start, so that the backbone really moves.
-        unfreezer = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, verbose=False)
+        unfreezer = BackboneFinetuning(
+            unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, verbose=False
+        )
         return fit(root, epochs=4, model=_Finetuned(), callbacks=[unfreezer], **options)
 
     return {"whole": run(save=True), "resumed": run(ckpt_path=path_at(root, SAVED_AT))}
@@ -295,14 +360,20 @@ def _finetune(root: str) -> dict[str, Any]:
 def test_parameters_unfrozen_after_the_wrap_are_named_once(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(_finetune, str(tmp_path))
     (warning,) = (text for text in first["whole"]["warnings"] if "backbone" in text)
-    assert "2 parameters (the first is backbone.weight) were frozen or missing when the hook was attached" in warning
+    assert (
+        "2 parameters (the first is backbone.weight) were frozen or missing when the hook was"
+        " attached" in warning
+    )
     assert not [text for text in second["whole"]["warnings"] if "backbone" in text]
     # What the warning says is so: DDP averages the rest and not the backbone.
     one, other = first["whole"]["final"], second["whole"]["final"]
     for name in one:
         assert torch.equal(one[name], other[name]) == (not name.startswith("backbone.")), name
-    # The checkpoint is of the parameters that DDP reduces, then as now: it loads without a word, and strictly.
-    assert not any(name.startswith("backbone.") for name in first["whole"]["hook state"]["parameters"])
+    # The checkpoint is of the parameters that DDP reduces, then as now: it loads without a word,
+    # and strictly.
+    assert not any(
+        name.startswith("backbone.") for name in first["whole"]["hook state"]["parameters"]
+    )
     for rank in (first, second):
         assert rank["resumed"]["start"] == [SAVED_AT]
         assert not [text for text in rank["resumed"]["warnings"] if "saved" in text]

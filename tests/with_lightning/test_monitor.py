@@ -21,7 +21,13 @@ from tests.support import lightning_support as support
 from tests.support.inside import session_of
 from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
-OF_OTHERS = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")  # metrics that PowerSGD has not
+# metrics that PowerSGD has not
+OF_OTHERS = (
+    "chosen_at",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+    "members",
+)
 ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
 RESIDUALS = {"commhooks/residual_norm", "commhooks/residual_over_gradient"}
 Values = dict[str, dict[int, float]]  # name -> step -> value
@@ -36,7 +42,9 @@ class Recorder(DummyLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         for name, value in metrics.items():
-            assert step is not None and not (name.startswith("commhooks/") and step in self.values[name]), name
+            assert step is not None and not (
+                name.startswith("commhooks/") and step in self.values[name]
+            ), name
             self.values[name][step] = value
 
 
@@ -56,12 +64,16 @@ class Truth(pl.Callback):
         self.rows: list[dict[str, Any]] = []
         self.shown: list[float | None] = []
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
         hook = trainer.strategy.comm_hook
         matrices = {name: p for name, p in pl_module.named_parameters() if p.dim() == 2}
         residuals = session_of(hook).state["residual"]
         gradient = math.hypot(*(float(p.grad.norm()) for p in matrices.values()))
-        residual = math.hypot(*(float(residuals[n].norm()) for n in matrices)) if residuals else None
+        residual = (
+            math.hypot(*(float(residuals[n].norm()) for n in matrices)) if residuals else None
+        )
         self.rows.append({**hook.stats(), "gradient": gradient, "residual": residual})
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -83,7 +95,10 @@ def fit(
     truth, recorders = Truth(), [Recorder(), Recorder()]
     watched = [truth] if "strategy" not in options else []
     options = {"max_epochs": 2, "log_every_n_steps": 2, "strategy": strategy()} | options
-    t, model = trainer(root, callbacks=[*filter(None, [monitor]), *watched], **options), model or LoggingModel()
+    t, model = (
+        trainer(root, callbacks=[*filter(None, [monitor]), *watched], **options),
+        model or LoggingModel(),
+    )
     if log:
         t.loggers = recorders  # type: ignore[assignment]
     with support.caught_warnings() as texts:
@@ -110,8 +125,12 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 CASES: dict[str, Any] = {
     "without": lambda root: fit(root, None),
     "all": lambda root: fit(root, CommHookMonitor()),
-    "clipping": lambda root: fit(root, CommHookMonitor(1), gradient_clip_val=1e-3, accumulate_grad_batches=2),
-    "two optimizers": lambda root: fit(root, CommHookMonitor(1), model=support.TwoOptimizersModel()),
+    "clipping": lambda root: fit(
+        root, CommHookMonitor(1), gradient_clip_val=1e-3, accumulate_grad_batches=2
+    ),
+    "two optimizers": lambda root: fit(
+        root, CommHookMonitor(1), model=support.TwoOptimizersModel()
+    ),
     "no logger": lambda root: fit(root, CommHookMonitor(1), log=False),
     "no progress bar": lambda root: fit(root, CommHookMonitor(1, progress_bar=None), log=False),
     "fit twice": lambda root: fit(root, CommHookMonitor(4), fits=2),
@@ -167,14 +186,17 @@ def test_loggers_get_all_values(ranks: list[dict[str, Any]]) -> None:
         if step > 1:
             expected["residual_norm"] = row["residual"]
             expected["residual_over_gradient"] = row["residual"] / row["gradient"]
-        assert {name: values[f"commhooks/{name}"][step] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert {name: values[f"commhooks/{name}"][step] for name in expected} == pytest.approx(
+            expected, rel=1e-5
+        )
         before = {name: row[name] for name in before}
 
 
 def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
     for name in ("all", "no logger"):
         shown = ranks[0][name]["shown"]
-        assert (shown[0] is None) == (name == "all") and None not in shown[1:]  # it stays until the next one
+        # it stays until the next one
+        assert (shown[0] is None) == (name == "all") and None not in shown[1:]
         assert shown[1] == 1 and shown[-1] > 1.2
         assert all(float(f"{value:.3g}") == pytest.approx(value, rel=1e-6) for value in shown[1:])
         assert ranks[1][name]["shown"] == [None] * 8
@@ -193,7 +215,9 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
 def test_once_every_n_steps(ranks: list[dict[str, Any]], case: str, steps: list[int]) -> None:
     values = ranks[0][case]["logged"]
     ours = {name for name in values if name.startswith("commhooks/")}
-    assert {name: list(values[name]) for name in ours - RESIDUALS} == dict.fromkeys(ours - RESIDUALS, steps)
+    assert {name: list(values[name]) for name in ours - RESIDUALS} == dict.fromkeys(
+        ours - RESIDUALS, steps
+    )
     if case == "user's":
         assert ours == {"commhooks/gradient_norm"}
     elif case == "fp16":
@@ -207,11 +231,17 @@ def test_once_every_n_steps(ranks: list[dict[str, Any]], case: str, steps: list[
         assert per_pass[:2] == per_pass[2:] and per_pass[0] > per_pass[1]
 
 
-def test_gradients_are_measured_before_clipping_and_after_unscaling(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_are_measured_before_clipping_and_after_unscaling(
+    ranks: list[dict[str, Any]],
+) -> None:
     clipped, plain, scaled = (ranks[0][case]["logged"] for case in ("clipping", "all", "scaler"))
     norms = clipped["commhooks/gradient_norm"]  # with two batches per step
     assert list(norms) == [0, 1, 2, 3] and min(norms.values()) > 0.01
-    for name, step in (("gradient_norm", 1), ("residual_over_gradient", 3)):  # float16 against float32
+    # float16 against float32
+    for name, step in (
+        ("gradient_norm", 1),
+        ("residual_over_gradient", 3),
+    ):
         name = f"commhooks/{name}"
         assert scaled[name][step] == pytest.approx(plain[name][step], rel=0.1)
 
@@ -253,7 +283,10 @@ def test_it_is_pickled_with_the_trainer() -> None:
     [
         ({"every_n_steps": 0}, "every_n_steps=0; expected a number of steps, 1 or more, or None"),
         ({"every_n_steps": True}, "every_n_steps=True"),
-        ({"progress_bar": "codec_m"}, r"progress_bar='codec_m'; expected one of None, .*did you mean 'codec_ms'\?"),
+        (
+            {"progress_bar": "codec_m"},
+            r"progress_bar='codec_m'; expected one of None, .*did you mean 'codec_ms'\?",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:

@@ -1,5 +1,7 @@
-"""`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package `pytorch_lightning`. The
-other tests of Lightning are for `lightning.pytorch`; these hold what could differ."""
+"""`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package
+`pytorch_lightning`. The other tests of Lightning are for `lightning.pytorch`; these hold what could
+differ.
+"""
 
 import importlib
 import pickle
@@ -17,7 +19,13 @@ import lightning_commhooks
 from commhooks import PowerSGD
 from tests.support import lightning_support as support
 from tests.support import warm
-from tests.support.lightning_support import PoolEnvironment, assert_equal, caught_warnings, data, weights
+from tests.support.lightning_support import (
+    PoolEnvironment,
+    assert_equal,
+    caught_warnings,
+    data,
+    weights,
+)
 from tests.support.workers import RanksFailed
 
 twin = pytest.importorskip("pytorch_lightning")
@@ -42,7 +50,9 @@ class Model(twin.LightningModule):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -56,7 +66,9 @@ class Data(twin.LightningDataModule):
         return data()
 
 
-def _fit(root: str, seed: int = 0, ckpt_path: str | None = None, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def _fit(
+    root: str, seed: int = 0, ckpt_path: str | None = None, **options: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
     options = {"strategy": ours.CommHookDDP(HOOK), "max_epochs": 4} | options
     trainer = support.trainer(root, pool=False, made_by=twin.Trainer, plugins=[Pool()], **options)
     model = Model(seed)
@@ -65,7 +77,9 @@ def _fit(root: str, seed: int = 0, ckpt_path: str | None = None, **options: Any)
 
 
 def _saved_and_resumed(root: str) -> dict[str, Any]:
-    keeper = twin.callbacks.ModelCheckpoint(root, filename="{step}", save_top_k=-1, every_n_epochs=2)
+    keeper = twin.callbacks.ModelCheckpoint(
+        root, filename="{step}", save_top_k=-1, every_n_epochs=2
+    )
     monitor = ours.CommHookMonitor(every_n_steps=1)
     with caught_warnings() as texts:
         _, whole = _fit(root, callbacks=[keeper, monitor], enable_checkpointing=True)
@@ -77,7 +91,9 @@ def _saved_and_resumed(root: str) -> dict[str, Any]:
         "stats": ours.hook_stats(trainer),
         "residuals": sum(entry["residual"] is not None for entry in saved["parameters"].values()),
         "warnings": [text for text in texts if "commhooks" in text],
-        "callbacks": [type(each).__module__ for each in trainer.callbacks if "CommHook" in type(each).__name__],
+        "callbacks": [
+            type(each).__module__ for each in trainer.callbacks if "CommHook" in type(each).__name__
+        ],
     }
 
 
@@ -86,14 +102,19 @@ def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     for rank in ranks:
         assert_equal(rank["resumed"], rank["whole"])
         assert_equal(rank["whole"], ranks[0]["whole"])
-        assert rank["stats"]["step"] == 16 and rank["stats"]["compressed_steps"] == 8  # since the resume
+        # since the resume
+        assert rank["stats"]["step"] == 16 and rank["stats"]["compressed_steps"] == 8
         assert rank["residuals"] == 2 and not rank["warnings"]
         assert rank["callbacks"] == ["lightning_commhooks.pytorch_lightning"]
 
 
 def _by_name(root: str) -> dict[str, Any]:
     trainer, found = _fit(root, strategy="ddp_powersgd", max_epochs=1)
-    return {"type": type(trainer.strategy).__module__, "stats": trainer.strategy.comm_hook.stats(), "weights": found}
+    return {
+        "type": type(trainer.strategy).__module__,
+        "stats": trainer.strategy.comm_hook.stats(),
+        "weights": found,
+    }
 
 
 def test_names_are_those_of_lightning(run_ranks: Any, tmp_path: Path) -> None:
@@ -105,19 +126,26 @@ def test_names_are_those_of_lightning(run_ranks: Any, tmp_path: Path) -> None:
         assert StrategyRegistry[name]["strategy"] is ours.CommHookDDP
         assert StrategyRegistry[name]["init_params"] == Other[name]["init_params"]
     for rank in run_ranks(_by_name, str(tmp_path)):
-        assert rank["type"] == "lightning_commhooks.pytorch_lightning" and rank["stats"]["compressed_steps"] == 3
+        assert (
+            rank["type"] == "lightning_commhooks.pytorch_lightning"
+            and rank["stats"]["compressed_steps"] == 3
+        )
 
 
 def _steps(made: Any, model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        batch = torch.randn(
+            8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+        )
         made.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
 def _with_fabric(package: Any, strategy: Any, pool: Any, path: str) -> dict[str, torch.Tensor]:
-    """The weights after eight steps; the last three are done again after a load, with the same result."""
+    """The weights after eight steps; the last three are done again after a load, with the same
+    result.
+    """
     made = package.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[pool])
     made.launch()
     net = Model().net
@@ -136,7 +164,9 @@ def _with_fabric(package: Any, strategy: Any, pool: Any, path: str) -> dict[str,
 
 def _with_both_fabrics(root: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return (
-        _with_fabric(lightning.fabric, fabric.CommHookDDP(HOOK), PoolEnvironment(), f"{root}/one.ckpt"),
+        _with_fabric(
+            lightning.fabric, fabric.CommHookDDP(HOOK), PoolEnvironment(), f"{root}/one.ckpt"
+        ),
         _with_fabric(lightning_fabric, twin_fabric.CommHookDDP(HOOK), Pool(), f"{root}/other.ckpt"),
     )
 
@@ -147,12 +177,17 @@ def test_fabric_of_either_package_trains_and_resumes_alike(run_ranks: Any, tmp_p
 
 
 def test_strategies_are_pickled_by_name() -> None:
-    for strategy in (ours.CommHookDDP(HOOK), ours.CommHookFSDP2("int8"), lightning_commhooks.CommHookDDP(HOOK)):
+    for strategy in (
+        ours.CommHookDDP(HOOK),
+        ours.CommHookFSDP2("int8"),
+        lightning_commhooks.CommHookDDP(HOOK),
+    ):
         copy = pickle.loads(pickle.dumps(strategy))
         assert type(copy) is type(strategy) and copy._request == strategy._request
 
 
-# --------------------------------------------------------------------------------------------------------- wrong twins
+# --------------------------------------------------------------------------------------------------
+# wrong twins
 
 
 def test_a_trainer_gets_a_strategy_of_its_own_package_only() -> None:
@@ -161,7 +196,10 @@ def test_a_trainer_gets_a_strategy_of_its_own_package_only() -> None:
     right = r"write `from lightning_commhooks import CommHookDDP`"
     with pytest.raises(ValueError, match=rf"a `lightning.pytorch.Trainer` cannot use it: {right}"):
         pl.Trainer(accelerator="cpu", devices=2, strategy=ours.CommHookDDP(HOOK), logger=False)
-    right = "write `from lightning_commhooks.pytorch_lightning import CommHookFSDP2`, or replace every import"
+    right = (
+        "write `from lightning_commhooks.pytorch_lightning import CommHookFSDP2`, or replace every"
+        " import"
+    )
     with pytest.raises(ValueError, match=rf"a `pytorch_lightning.Trainer` cannot use it: {right}"):
         strategy = lightning_commhooks.CommHookFSDP2(HOOK)
         twin.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
@@ -172,15 +210,19 @@ def _callback_of_the_other(root: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CommHookCheckpoint", "CommHookMonitor"])
-def test_a_callback_of_the_other_package_is_an_error(run_ranks: Any, tmp_path: Path, name: str) -> None:
+def test_a_callback_of_the_other_package_is_an_error(
+    run_ranks: Any, tmp_path: Path, name: str
+) -> None:
     right = f"write `from lightning_commhooks.pytorch_lightning import {name}`"
     with pytest.raises(
-        RanksFailed, match=f"HookConfigError: this {name} is for the Trainer of lightning.pytorch.*{right}"
+        RanksFailed,
+        match=f"HookConfigError: this {name} is for the Trainer of lightning.pytorch.*{right}",
     ):
         run_ranks(_callback_of_the_other, str(tmp_path), name)
 
 
-# ----------------------------------------------------------------------------------------------------------------- CLI
+# --------------------------------------------------------------------------------------------------
+# CLI
 
 
 def _cli(config: str, root: str) -> Any:
@@ -204,22 +246,29 @@ def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path) -> None:
         assert found["matrix_approximation_rank"] == 3
 
 
-# ------------------------------------------------------------------------------------------------------------- imports
+# --------------------------------------------------------------------------------------------------
+# imports
 
 
 def _packages(folder: Path, **sources: str) -> None:
     """Packages with the names that ours takes from Lightning. Real ones take 6 s each to import."""
     names = "class Callback: ...\nDDPStrategy = ModelParallelStrategy = Callback\n"
-    registry = "class StrategyRegistry(dict):\n    def register(self, name, *_, **__): self[name] = _\n"
+    registry = (
+        "class StrategyRegistry(dict):\n    def register(self, name, *_, **__): self[name] = _\n"
+    )
     for name in ("lightning", "lightning/pytorch", "pytorch_lightning"):
         (folder / name).mkdir()
         source = sources.get(name, f"__version__ = '2.6.0'\n{names}")
         (folder / name / "__init__.py").write_text(source)
-        (folder / name / "strategies.py").write_text(f"{names}{registry}StrategyRegistry = StrategyRegistry()")
+        (folder / name / "strategies.py").write_text(
+            f"{names}{registry}StrategyRegistry = StrategyRegistry()"
+        )
 
 
 def _imported(folder: Path, code: str) -> list[str]:
-    """Which packages are there, and which of them know the strategy names, after `code` in a process without them."""
+    """Which packages are there, and which of them know the strategy names, after `code` in a
+    process without them.
+    """
     code = f"""import sys
 for name in [*sys.modules]:
     if name.partition(".")[0] in ("lightning", "pytorch_lightning"):
@@ -230,7 +279,9 @@ for package in ("lightning.pytorch", "pytorch_lightning"):
     if package in sys.modules and hasattr(sys.modules[package], "Callback"):
         print(package, "ddp_powersgd" in sys.modules[package].strategies.StrategyRegistry)
 assert not [each for each in sys.meta_path if "commhooks" in type(each).__module__]"""
-    done = subprocess.run([warm.python("lightning.pytorch"), "-c", code], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [warm.python("lightning.pytorch"), "-c", code], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -238,8 +289,14 @@ assert not [each for each in sys.meta_path if "commhooks" in type(each).__module
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("import lightning.pytorch; from lightning_commhooks import CommHookDDP", ["lightning.pytorch True"]),
-        ("import pytorch_lightning, lightning_commhooks.pytorch_lightning", ["pytorch_lightning True"]),
+        (
+            "import lightning.pytorch; from lightning_commhooks import CommHookDDP",
+            ["lightning.pytorch True"],
+        ),
+        (
+            "import pytorch_lightning, lightning_commhooks.pytorch_lightning",
+            ["pytorch_lightning True"],
+        ),
         ("import lightning_commhooks", ["lightning.pytorch True", "pytorch_lightning True"]),
     ],
 )
@@ -255,17 +312,23 @@ def test_names_are_registered_with_what_is_imported_or_else_with_both(
     [
         (
             "pytorch_lightning",
-            "lightning_commhooks.pytorch_lightning needs pytorch_lightning: pip install pytorch-lightning. "
-            "For lightning.pytorch import from lightning_commhooks",
+            (
+                "lightning_commhooks.pytorch_lightning needs pytorch_lightning: pip install"
+                " pytorch-lightning. For lightning.pytorch import from lightning_commhooks"
+            ),
         ),
         (
             "lightning_fabric",
-            "lightning_commhooks.lightning_fabric needs lightning_fabric: pip install lightning-fabric. "
-            "For lightning.fabric import from lightning_commhooks.fabric",
+            (
+                "lightning_commhooks.lightning_fabric needs lightning_fabric: pip install"
+                " lightning-fabric. For lightning.fabric import from lightning_commhooks.fabric"
+            ),
         ),
     ],
 )
-def test_a_missing_package_is_named(package: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(
+    package: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"lightning_commhooks.{package}")
     with pytest.raises(ImportError) as error:

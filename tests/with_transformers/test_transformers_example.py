@@ -26,10 +26,29 @@ LAUNCH_LIMIT_S = 150
 def _train(folder: Path) -> None:
     """By the README's command."""
     python = warm.python("transformers.trainer")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    example = [str(REPOSITORY / "examples" / "transformers_trainer.py"), "--steps", "4", "--save-steps", "2"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+    ]
+    example = [
+        str(REPOSITORY / "examples" / "transformers_trainer.py"),
+        "--steps",
+        "4",
+        "--save-steps",
+        "2",
+    ]
     env = clean_env.cleaned(os.environ, str(folder.parent)) | {"PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([python, *torchrun, *example, "--folder", str(folder)], env=env, timeout=LAUNCH_LIMIT_S, check=True)
+    subprocess.run(
+        [python, *torchrun, *example, "--folder", str(folder)],
+        env=env,
+        timeout=LAUNCH_LIMIT_S,
+        check=True,
+    )
 
 
 @trainer_resumes_on_cpu
@@ -48,8 +67,12 @@ def test_example_goes_on_bit_equal(tmp_path: Path) -> None:
     whole, resumed = (folder / "final" / "model.safetensors" for folder in (through, again))
     assert whole.read_bytes() == resumed.read_bytes()
     for name in FILES:
-        one, other = (torch.load(folder / "checkpoint-4" / name, weights_only=True) for folder in (through, again))
-        if "options" in one:  # the shared part: all that the ranks have in common, but the number of the run
+        one, other = (
+            torch.load(folder / "checkpoint-4" / name, weights_only=True)
+            for folder in (through, again)
+        )
+        # the shared part: all that the ranks have in common, but the number of the run
+        if "options" in one:
             assert save_id({**one, "run": ""}) == save_id({**other, "run": ""})
         for key, residual in one.get("residuals", {}).items():
             assert torch.equal(residual, other["residuals"][key])

@@ -1,4 +1,6 @@
-"""The Trainer's checkpoint on SIGTERM, on two real ranks that notice the signal in the middle of a step."""
+"""The Trainer's checkpoint on SIGTERM, on two real ranks that notice the signal in the middle of a
+step.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ class Preempted(TrainerCallback):
     def __init__(self, trainer: Any, step: int) -> None:
         self.step = step
         callbacks = trainer.callback_handler.callbacks
-        [self.manager] = [each.jit_manager for each in callbacks if isinstance(each, JITCheckpointCallback)]
+        [self.manager] = [
+            each.jit_manager for each in callbacks if isinstance(each, JITCheckpointCallback)
+        ]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
@@ -30,7 +34,9 @@ class Preempted(TrainerCallback):
 
 
 @launched
-def _run(folder: Path, preempted_in: int | None = None, resume: str | None = None, seed: int = 3) -> dict[str, Any]:
+def _run(
+    folder: Path, preempted_in: int | None = None, resume: str | None = None, seed: int = 3
+) -> dict[str, Any]:
     trainer = make_trainer(folder, seed=seed, save_strategy="no", enable_jit_checkpoint=True)
     if preempted_in is not None:
         trainer.add_callback(Preempted(trainer, preempted_in))
@@ -39,7 +45,9 @@ def _run(folder: Path, preempted_in: int | None = None, resume: str | None = Non
 
 
 @trainer_resumes_on_cpu
-def test_a_run_that_was_preempted_in_a_step_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_preempted_in_a_step_resumes_bit_equal(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     through = run_ranks(_run, tmp_path / "through")
     stopped = run_ranks(_run, tmp_path, preempted_in=4)
     assert [run["stats"]["step"] for run in stopped] == [5, 5]

@@ -1,4 +1,6 @@
-"""Hooks that average weights once in several steps, in a `CommHookTrainer`: resume, evaluation, the end."""
+"""Hooks that average weights once in several steps, in a `CommHookTrainer`: resume, evaluation, the
+end.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,14 @@ def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path) -> N
     resumed = run_ranks(_run, tmp_path / "resumed", resume=str(tmp_path / "checkpoint-4"), seed=99)
     for run, again in zip(through, resumed, strict=True):
         assert_equal(run, again)
-        assert torch.equal(again["weights"], through[0]["weights"])  # the training ends with a round
+        # the training ends with a round
+        assert torch.equal(again["weights"], through[0]["weights"])
 
 
 class _Looks(TrainerCallback):
-    """In mid-round: saves the model at step 4, evaluates after step 5; `save_steps` saves it at step 8."""
+    """In mid-round: saves the model at step 4, evaluates after step 5; `save_steps` saves it at
+    step 8.
+    """
 
     trainer: Any
 
@@ -45,7 +50,9 @@ class _Looks(TrainerCallback):
         self.seen: dict[str, dict[str, torch.Tensor]] = {}
 
     def look(self, name: str) -> None:
-        self.seen[name] = {key: each.clone() for key, each in self.trainer.model.state_dict().items()}
+        self.seen[name] = {
+            key: each.clone() for key, each in self.trainer.model.state_dict().items()
+        }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 4:
@@ -96,13 +103,20 @@ class _StopsInMidRound(TrainerCallback):
 @launched
 def _load_best(folder: Path) -> dict[str, Any]:
     settings = {"save_only_model": True, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = make_trainer(folder, hook=HOOK, load_best_model_at_end=True, metric_for_best_model="loss", **settings)
+    trainer = make_trainer(
+        folder, hook=HOOK, load_best_model_at_end=True, metric_for_best_model="loss", **settings
+    )
     trainer.add_callback(_StopsInMidRound())
     trainer.train()
     at_end = flat(trainer.model.parameters())
     trainer.evaluate()
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
-    return {"end": at_end, "after": flat(trainer.model.parameters()), "best": best, "now": trainer.model.state_dict()}
+    return {
+        "end": at_end,
+        "after": flat(trainer.model.parameters()),
+        "best": best,
+        "now": trainer.model.state_dict(),
+    }
 
 
 def test_the_best_model_stays_as_it_was_saved(run_ranks: Any, tmp_path: Path) -> None:

@@ -11,10 +11,16 @@ from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm  # 
 
 @pytest.mark.timeout(180)
 def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
-    """It takes weights, optimizer, scheduler and the global step from the other one, which goes on to the end alone,
-    and trains the last steps once more from its checkpoint. Evaluations and saves in mid-round change no weights."""
-    a, b, end = one_comes_and_is_killed(tmp_path, "transformers.trainer", front="transformers", steps=70)
-    validations = [line["same"] for each in (a, b) for line in each.lines if line["what"] == "validation"]
+    """It takes weights, optimizer, scheduler and the global step from the other one, which goes on
+    to the end alone, and trains the last steps once more from its checkpoint. Evaluations and saves
+    in mid-round change no weights.
+    """
+    a, b, end = one_comes_and_is_killed(
+        tmp_path, "transformers.trainer", front="transformers", steps=70
+    )
+    validations = [
+        line["same"] for each in (a, b) for line in each.lines if line["what"] == "validation"
+    ]
     assert len(validations) > 8 and all(validations)
     assert end["again"] == [70, 13]
     log = a.log.read_text()

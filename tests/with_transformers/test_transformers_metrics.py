@@ -25,20 +25,36 @@ def _run(folder: Path, logs: Path, report_to: str, **settings: Any) -> dict[str,
         with contextlib.redirect_stdout(printed):
             trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return outcome(trainer) | {"printed": printed.getvalue(), "logged": {entry["step"]: entry for entry in entries}}
+    return outcome(trainer) | {
+        "printed": printed.getvalue(),
+        "logged": {entry["step"]: entry for entry in entries},
+    }
 
 
 def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) -> None:
     # With a progress bar, which is the default, and with printed lines.
     reported, quiet = (
-        run_ranks(_run, tmp_path / name, tmp_path / "logs" / name, name, disable_tqdm=printed, logging_first_step=True)
+        run_ranks(
+            _run,
+            tmp_path / name,
+            tmp_path / "logs" / name,
+            name,
+            disable_tqdm=printed,
+            logging_first_step=True,
+        )
         for name, printed in (("tensorboard", False), ("none", True))
     )
     first, other = reported
     assert not any("commhooks/" in key for entry in quiet[0]["logged"].values() for key in entry)
     assert not any("commhooks/" in key for entry in other["logged"].values() for key in entry)
     assert (first["weights"] == quiet[0]["weights"]).all()
-    assert [entry["commhooks/compressed_steps"] for entry in first["logged"].values()] == [0, 0, 1, 3, 5]
+    assert [entry["commhooks/compressed_steps"] for entry in first["logged"].values()] == [
+        0,
+        0,
+        1,
+        3,
+        5,
+    ]
     for step, entry in first["logged"].items():
         assert entry["commhooks/bytes_sent"] > 0 and entry["commhooks/gradient_norm"] > 0
         assert (entry["commhooks/compression_rate"] > 1) == (step > 2)
@@ -47,4 +63,6 @@ def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) ->
     assert "'loss': " in first["printed"] and "commhooks" not in first["printed"]
     [events] = (tmp_path / "logs" / "tensorboard").glob("**/events*")
     tags = EventAccumulator(str(events)).Reload().Tags()["scalars"]
-    assert {"train/loss", "train/commhooks/compression_rate", "train/commhooks/codec_ms"} <= set(tags)
+    assert {"train/loss", "train/commhooks/compression_rate", "train/commhooks/codec_ms"} <= set(
+        tags
+    )

@@ -1,4 +1,6 @@
-"""`CommHookTrainer` with FSDP2 and `dp_replicate_size`: replicas are sharded, and the hook averages between them."""
+"""`CommHookTrainer` with FSDP2 and `dp_replicate_size`: replicas are sharded, and the hook averages
+between them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,11 @@ from tests.support.transformers_runs import make_trainer, outcome  # noqa: E402
 pytestmark = fully_shard_on_gloo
 
 POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 1}}
-WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 3}}  # the resumed run is set up wrongly
+# the resumed run is set up wrongly
+WRONG = {
+    "hook": "powerSGD",
+    "hook_options": OPTIONS | {"start_powerSGD_iter": 3},
+}
 STEPS, SAVE_AT = 4, 2
 
 
@@ -27,7 +33,11 @@ def _trainer(folder: Any, *, hook: Any, **more: Any) -> Any:
     layers = ["LlamaDecoderLayer"]
     sharding = {
         "fsdp": True,
-        "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", "transformer_layer_cls_to_wrap": layers},
+        "fsdp_config": {
+            "version": 2,
+            "state_dict_type": "FULL_STATE_DICT",
+            "transformer_layer_cls_to_wrap": layers,
+        },
         "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
         "per_device_train_batch_size": 2,
         "max_grad_norm": 0.5,
@@ -63,8 +73,13 @@ def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
         assert torch.equal(again["weights"], ranks[0]["again"]["weights"])
         assert through["losses"] == again["losses"] and through["norms"] == again["norms"]
         assert through["learned"].keys() == again["learned"].keys()
-        assert all(torch.equal(through["learned"][key], again["learned"][key]) for key in again["learned"])
+        assert all(
+            torch.equal(through["learned"][key], again["learned"][key]) for key in again["learned"]
+        )
         assert through["stats"]["backward_passes"] == again["stats"]["step"] == STEPS
-        assert again["stats"]["compressed_steps"] == STEPS - SAVE_AT and again["stats"]["compression_rate"] > 1.2
+        assert (
+            again["stats"]["compressed_steps"] == STEPS - SAVE_AT
+            and again["stats"]["compression_rate"] > 1.2
+        )
         assert rank["anew"] == 1 and rank["warnings"] == []
     assert (tmp_path / "through" / f"checkpoint-{SAVE_AT}" / "comm_hook" / ".metadata").is_file()

@@ -19,7 +19,13 @@ from transformers_trainer import batch, make_model, manual  # noqa: E402  # of e
 import commhooks  # noqa: E402
 from accelerate_commhooks import CommHookKwargs  # noqa: E402
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
-from tests.support.accelerators import OPTIONS, Warnings, accelerate_launched, hook_files, launched  # noqa: E402
+from tests.support.accelerators import (
+    OPTIONS,
+    Warnings,
+    accelerate_launched,
+    hook_files,
+    launched,
+)  # noqa: E402
 from tests.support.ddp_steps import log_lines  # noqa: E402
 from tests.support.training import flat  # noqa: E402
 from tests.support.transformers_runs import FILES, make_trainer  # noqa: E402
@@ -36,22 +42,37 @@ DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 9}}
 @pytest.mark.parametrize(
     ("hook", "warned"),
     [
-        (LATE, "hook 'powerSGD' begins at step 8, but this training ends at step 4, so that it has no effect. Set "),
-        (LATE | {"total_steps": 20}, "hook 'powerSGD' has compressed nothing in 4 backward passes: it begins at step"),
+        (
+            LATE,
+            (
+                "hook 'powerSGD' begins at step 8, but this training ends at step 4, so that it has"
+                " no effect. Set "
+            ),
+        ),
+        (
+            LATE | {"total_steps": 20},
+            "hook 'powerSGD' has compressed nothing in 4 backward passes: it begins at step",
+        ),
         (DILOCO, None),  # the round ends with the training
     ],
     ids=["late", "late in a longer run", "diloco"],
 )
-def test_a_hook_that_does_nothing(run_ranks: Any, tmp_path: Path, hook: dict[str, Any], warned: str | None) -> None:
+def test_a_hook_that_does_nothing(
+    run_ranks: Any, tmp_path: Path, hook: dict[str, Any], warned: str | None
+) -> None:
     (lines, norm), (others, _) = run_ranks(_short, tmp_path, hook)
-    assert [line.startswith(f"commhooks: {warned}") for line in lines] == [True] * (warned is not None)
+    assert [line.startswith(f"commhooks: {warned}") for line in lines] == [True] * (
+        warned is not None
+    )
     assert others == [] and (norm is not None and norm > 0) == (warned is None)
 
 
 @launched
 def _short(folder: Path, hook: dict[str, Any]) -> tuple[list[str], float | None]:
     with log_lines("commhooks.hook.unused") as lines:
-        trainer = make_trainer(folder, hook=hook, max_steps=4, save_strategy="no", ddp_find_unused_parameters=False)
+        trainer = make_trainer(
+            folder, hook=hook, max_steps=4, save_strategy="no", ddp_find_unused_parameters=False
+        )
         trainer.train()
         norm = trainer.comm_hook.stats()["outer_gradient_norm"]
     return lines, norm
@@ -69,18 +90,29 @@ def _ddp_arguments(folder: Path) -> None:
     assert handler.attached is trainer.comm_hook and handler.is_attached(trainer.model)
     assert trainer.comm_hook.stats()["compressed_steps"] == 1
 
-    # A second run with the same handler begins with what the user has given it, and each Trainer has its own hook.
-    first, trainer = trainer, make_trainer(folder, hook={"hook": handler}, max_steps=2, save_strategy="no")
+    # A second run with the same handler begins with what the user has given it, and each Trainer
+    # has its own hook.
+    first, trainer = (
+        trainer,
+        make_trainer(folder, hook={"hook": handler}, max_steps=2, save_strategy="no"),
+    )
     trainer.train()
     assert [each.comm_hook.stats()["step"] for each in (first, trainer)] == [4, 2]
-    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=20, save_strategy="no", ddp_bucket_cap_mb=0.01)
-    arguments = {"find_unused_parameters": True, "bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
+    trainer = make_trainer(
+        folder, hook={"hook": handler}, max_steps=20, save_strategy="no", ddp_bucket_cap_mb=0.01
+    )
+    arguments = {
+        "find_unused_parameters": True,
+        "bucket_cap_mb": 0.01,
+        "gradient_as_bucket_view": True,
+    }
     assert handler.to_dict().items() >= arguments.items() and handler.broadcast_buffers
     handler.bucket_cap_mb = 3
     with pytest.raises(commhooks.HookConfigError, match="bucket_cap_mb=3 in CommHookKwargs"):
         make_trainer(folder, hook={"hook": handler}, max_steps=20)
 
-    # What is given goes first, also if it is DDP's default: the Trainer's own choice is the other one.
+    # What is given goes first, also if it is DDP's default: the Trainer's own choice is the other
+    # one.
     handler = CommHookKwargs(hook="powerSGD", find_unused_parameters=False)
     trainer = make_trainer(folder, hook={"hook": handler}, max_steps=30, save_strategy="no")
     assert handler.to_dict()["find_unused_parameters"] is False
@@ -93,18 +125,30 @@ def _ddp_arguments(folder: Path) -> None:
     trainer = make_trainer(folder, hook={"hook": handler}, max_steps=10, save_strategy="no", **more)
     trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
     assert handler.run_length == 20  # backward passes that call the hook
-    with pytest.raises(commhooks.HookConfigError, match="find_unused_parameters=False in CommHookKwargs"):
+    with pytest.raises(
+        commhooks.HookConfigError, match="find_unused_parameters=False in CommHookKwargs"
+    ):
         make_trainer(folder, hook={"hook": handler}, ddp_find_unused_parameters=True)
 
     # The Trainer's own default for models, which is not DDP's, and a hook that a user wrote.
-    trainer = make_trainer(folder, hook={"hook": _own_hook, "wrapper": "bf16"}, max_steps=2, save_strategy="no")
+    trainer = make_trainer(
+        folder, hook={"hook": _own_hook, "wrapper": "bf16"}, max_steps=2, save_strategy="no"
+    )
     trainer.train()
-    assert trainer.model_wrapped.find_unused_parameters is True and trainer.model_wrapped.broadcast_buffers is True
-    assert trainer.comm_hook.name.endswith("_own_hook") and trainer.comm_hook.stats()["backward_passes"] == 2
+    assert (
+        trainer.model_wrapped.find_unused_parameters is True
+        and trainer.model_wrapped.broadcast_buffers is True
+    )
+    assert (
+        trainer.comm_hook.name.endswith("_own_hook")
+        and trainer.comm_hook.stats()["backward_passes"] == 2
+    )
 
 
 def test_settings_from_outside(run_ranks: Any, tmp_path: Path) -> None:
-    """A fraction in the file is one of the Trainer's steps too, as the file does not say of how many."""
+    """A fraction in the file is one of the Trainer's steps too, as the file does not say of how
+    many.
+    """
     options = "hook_options: {matrix_approximation_rank: 2, start_powerSGD_iter: 0.25}"
     path = tmp_path / "hook.yaml"
     path.write_text(f"hook: powerSGD\n{options}\ngradient_as_bucket_view: true\n")
@@ -117,7 +161,10 @@ def _outside(folder: Path, path: Path) -> tuple[int, bool]:
         trainer = make_trainer(folder, hook={"save_residual": "mean"}, save_steps=8)
     trainer.train()
     assert hook_files(folder / "checkpoint-8") == FILES[:1]
-    return trainer.comm_hook.options["start_powerSGD_iter"], trainer.model_wrapped.gradient_as_bucket_view
+    return (
+        trainer.comm_hook.options["start_powerSGD_iter"],
+        trainer.model_wrapped.gradient_as_bucket_view,
+    )
 
 
 def test_no_hook(run_ranks: Any, tmp_path: Path) -> None:
@@ -127,9 +174,13 @@ def test_no_hook(run_ranks: Any, tmp_path: Path) -> None:
 @launched
 def _no_hook(folder: Path) -> None:
     found = []
-    make_trainer(folder / "none", max_steps=4, save_steps=4).train()  # whose checkpoint the last one saves over
+    # whose checkpoint the last one saves over
+    make_trainer(folder / "none", max_steps=4, save_steps=4).train()
     assert hook_files(folder / "none" / "checkpoint-4") != []
-    for name, cls, hook in (("plain", Trainer, None), ("none", CommHookTrainer, {"hook": None, "wrapper": "bf16"})):
+    for name, cls, hook in (
+        ("plain", Trainer, None),
+        ("none", CommHookTrainer, {"hook": None, "wrapper": "bf16"}),
+    ):
         with Warnings() as texts:
             trainer = make_trainer(folder / name, cls, hook=hook, max_steps=4, save_steps=4)
             trainer.train()
@@ -140,16 +191,26 @@ def _no_hook(folder: Path) -> None:
 
 def _own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     tensor = bucket.buffer() / dist.get_world_size()
-    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+    return (
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+    )
 
 
 def _alone(folder: Path, **hook: Any) -> CommHookTrainer:
     args = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
-        dataloader_pin_memory=False, ddp_bucket_cap_mb=5,
-    )  # fmt: skip
+        str(folder),
+        use_cpu=True,
+        max_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+        ddp_bucket_cap_mb=5,
+    )
     model = make_model(width=16)
-    return CommHookTrainer(model=model, args=args, data_collator=batch, train_dataset=manual(32)[0], **hook)
+    return CommHookTrainer(
+        model=model, args=args, data_collator=batch, train_dataset=manual(32)[0], **hook
+    )
 
 
 def test_one_process_trains_without_a_hook_and_warns(tmp_path: Path) -> None:
@@ -171,7 +232,10 @@ def test_one_process_trains_without_a_hook_and_warns(tmp_path: Path) -> None:
             {"hook": "powerSGD", "save_residuals": "mean"},
             "CommHookTrainer has no argument 'save_residuals' (did you mean 'save_residual'?)",
         ),
-        ({"hook": "powerSGD", "eval_datasets": None}, "no argument 'eval_datasets' (did you mean 'eval_dataset'?)"),
+        (
+            {"hook": "powerSGD", "eval_datasets": None},
+            "no argument 'eval_datasets' (did you mean 'eval_dataset'?)",
+        ),
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
         (
             {"hook": CommHookKwargs(hook="powerSGD"), "wrapper": "bf16", "strict": False},
@@ -179,24 +243,36 @@ def test_one_process_trains_without_a_hook_and_warns(tmp_path: Path) -> None:
         ),
         (
             {"hook": CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)},
-            "bucket_cap_mb=50 in CommHookKwargs(...), but ddp_bucket_cap_mb=5 in TrainingArguments(...)",
+            (
+                "bucket_cap_mb=50 in CommHookKwargs(...), but ddp_bucket_cap_mb=5 in"
+                " TrainingArguments(...)"
+            ),
         ),
     ],
 )
-def test_mistakes_are_found_at_construction(tmp_path: Path, hook: dict[str, Any], text: str) -> None:
+def test_mistakes_are_found_at_construction(
+    tmp_path: Path, hook: dict[str, Any], text: str
+) -> None:
     with accelerate_launched(none=True), pytest.raises(commhooks.HookConfigError) as caught:
         _alone(tmp_path, **hook)
     assert text in str(caught.value)
 
 
 def test_another_type_error_of_the_trainer_stays(tmp_path: Path) -> None:
-    with accelerate_launched(none=True), pytest.raises(TypeError, match="can only concatenate list"):
+    with (
+        accelerate_launched(none=True),
+        pytest.raises(TypeError, match="can only concatenate list"),
+    ):
         _alone(tmp_path, hook="powerSGD", callbacks=3)
 
 
 def test_where_accelerate_does_not_use_ddp_the_hook_is_refused(tmp_path: Path) -> None:
     other = mock.patch.object(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
-    with accelerate_launched(none=True), other, pytest.raises(commhooks.HookConfigError, match="DEEPSPEED"):
+    with (
+        accelerate_launched(none=True),
+        other,
+        pytest.raises(commhooks.HookConfigError, match="DEEPSPEED"),
+    ):
         _alone(tmp_path, hook="powerSGD")
 
 
@@ -212,7 +288,8 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "accelerate_commhooks.transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
     sentence = (
-        "accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate"
+        "accelerate_commhooks.transformers needs transformers and Accelerate: pip install"
+        " transformers accelerate"
     )
     with pytest.raises(ImportError) as caught:
         import accelerate_commhooks.transformers  # noqa: F401

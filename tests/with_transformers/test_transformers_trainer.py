@@ -15,14 +15,23 @@ from transformers import Trainer  # noqa: E402
 
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
 from tests.support.accelerators import OPTIONS, Warnings, hook_files, launched  # noqa: E402
-from tests.support.transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
+from tests.support.transformers_runs import (
+    EPOCH,
+    FILES,
+    POWER_SGD,
+    assert_equal,
+    make_trainer,
+    outcome,
+)  # noqa: E402
 
 # For a run that resumes, so that loading must do the work.
 WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 7}}
 
 
 @launched
-def _run(folder: Path, resume: Any = None, cls: Any = CommHookTrainer, seed: int = 3, **kwargs: Any) -> dict[str, Any]:
+def _run(
+    folder: Path, resume: Any = None, cls: Any = CommHookTrainer, seed: int = 3, **kwargs: Any
+) -> dict[str, Any]:
     with Warnings() as texts:
         trainer = make_trainer(folder, cls, seed=seed, **kwargs)
         trainer.train(resume_from_checkpoint=resume)
@@ -57,7 +66,8 @@ def test_resume_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     for run in through:
         stats = run["stats"]
         assert stats["compressed_steps"] == EPOCH - OPTIONS["start_powerSGD_iter"]
-        assert stats["compression_rate"] > 1.5 and stats["collectives_last_pass"] >= 6  # several buckets
+        # several buckets
+        assert stats["compression_rate"] > 1.5 and stats["collectives_last_pass"] >= 6
 
 
 @trainer_resumes_on_cpu
@@ -72,7 +82,10 @@ def test_without_the_hooks_files_the_resumed_run_differs(run_ranks: Any, tmp_pat
     assert not torch.equal(resumed[0]["weights"], through[0]["weights"])
     assert torch.equal(resumed[0]["weights"], resumed[1]["weights"])
     no_state, unused = resumed[0]["warnings"]  # it begins at step 0, and so too late for two steps
-    assert "holds no state of a communication hook (comm_hook.pt)" in no_state and "compressed nothing" in unused
+    assert (
+        "holds no state of a communication hook (comm_hook.pt)" in no_state
+        and "compressed nothing" in unused
+    )
     assert [each["step"] for each in resumed[0]["seen"]] == [0]
     assert hook_files(tmp_path / "resumed" / "checkpoint-8") == []
 
@@ -81,7 +94,8 @@ def test_a_checkpoint_without_the_hook_is_noticed(run_ranks: Any, tmp_path: Path
     """A user's own `save_model` may leave out what the mixin does."""
     first, second = run_ranks(_run, tmp_path, cls=OwnSave)
     assert [text.rpartition(":")[0] for text in first["warnings"]] == [
-        f"commhooks: the checkpoint of step {step} does not hold the state of hook 'powerSGD'" for step in (4, 8)
+        f"commhooks: the checkpoint of step {step} does not hold the state of hook 'powerSGD'"
+        for step in (4, 8)
     ]
     assert "OwnSave.save_model does not call super()" in first["warnings"][0]
     assert second["warnings"] == []

@@ -22,7 +22,14 @@ import commhooks  # noqa: E402
 from accelerate_commhooks.transformers import CommHookTrainer, CommHookTrainerMixin  # noqa: E402
 from tests.support.accelerators import hook_files, launched  # noqa: E402
 from tests.support.ddp_steps import log_lines  # noqa: E402
-from tests.support.transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
+from tests.support.transformers_runs import (
+    EPOCH,
+    FILES,
+    POWER_SGD,
+    assert_equal,
+    make_trainer,
+    outcome,
+)  # noqa: E402
 
 
 @trainer_resumes_on_cpu
@@ -42,7 +49,10 @@ def test_a_second_train_is_fresh_unless_it_resumes(run_ranks: Any, tmp_path: Pat
 
 @launched
 def _train_three_times(folder: Path) -> list[dict[str, Any]]:
-    hook = {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0.25}}
+    hook = {
+        "hook": "powerSGD",
+        "hook_options": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0.25},
+    }
     epochs = {"max_steps": -1, "num_train_epochs": 2, "samples": 4 * 2 * 4}  # of four steps
     trainer = make_trainer(folder / "first", hook=hook, **epochs)
     assert trainer.comm_hook is None
@@ -98,7 +108,9 @@ def _two_trials(folder: Path) -> list[dict[str, Any]]:
     return results
 
 
-def test_auto_find_batch_size_starts_fresh_in_a_users_trainer(run_ranks: Any, tmp_path: Path) -> None:
+def test_auto_find_batch_size_starts_fresh_in_a_users_trainer(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     for result in run_ranks(_auto_find_batch_size, tmp_path):
         assert result["attempts"] == [4, 3]
         assert [each["step"] for each in result["seen"]] == [0, 0]
@@ -115,7 +127,9 @@ class TheirTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.fits = fits
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         if len(inputs["input_ids"]) > self.fits and self.state.global_step == 5:
             raise RuntimeError("CUDA out of memory.")
         return super().training_step(model, inputs, num_items_in_batch)

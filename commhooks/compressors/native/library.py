@@ -1,7 +1,7 @@
 """Compile the C kernels on this machine, load them, and compare builds.
 
-The first hook that needs them compiles all sources, for float and for double, into one shared library, which is kept in
-the user's cache folder.
+The first hook that needs them compiles all sources, for float and for double, into one shared
+library, which is kept in the user's cache folder.
 """
 
 import contextlib
@@ -28,24 +28,37 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fPIC", "-fvisibility=default")
 SOURCES = {
     "powersgd.c": ("-ffp-contract=fast",),
-    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),  # round every operation, as torch does
+    "quantized.c": (
+        "-ffp-contract=off",
+        "-fno-trapping-math",
+    ),  # round every operation, as torch does
 }
 """The sources, with compiler flags in addition to `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes in which the kernels compute, and the values of `REAL` in the sources."""
 COMPILE_LIMIT_S = 60.0
-"""Time limit for the compiler. Compiling takes one or two seconds; other ranks wait for this one."""
+"""Time limit for the compiler. Compiling takes one or two seconds; other ranks wait for this one.
+"""
 SWITCH = "COMMHOOKS_NATIVE"
 """The environment variable that disables the C and Triton kernels: COMMHOOKS_NATIVE=0."""
 _MESSAGE_LENGTH = 500
 _TABLE = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
-"""The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows, first row."""
+"""The first arguments of every function, passed by `Table.run`: `GOMP_parallel`, threads, rows,
+first row.
+"""
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "form_p": (ctypes.c_double,),
     "form_q": (),
     "split": (),
     "unit_rows": (ctypes.c_int, ctypes.c_double),
-    "quantise": (ctypes.c_int, ctypes.c_double, ctypes.c_double, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
+    "quantise": (
+        ctypes.c_int,
+        ctypes.c_double,
+        ctypes.c_double,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ),
     "dequantise": (ctypes.c_int,),
 }
 """The functions in the sources, with the types of their other arguments."""
@@ -56,12 +69,13 @@ def is_switched_off() -> bool:
 
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
-    """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash of the sources and
-    of their results for `fixed_numbers` (`results_of`); "" if they are turned off. Raises HookConfigError if the
-    library cannot be loaded; see `load`.
+    """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash
+    of the sources and of their results for `fixed_numbers` (`results_of`); "" if they are turned
+    off. Raises HookConfigError if the library cannot be loaded; see `load`.
 
-    Two builds of the same sources may differ in the last bits: the vector length of the processor determines the order
-    of sums, and the compiler decides which multiplications and additions it contracts.
+    Two builds of the same sources may differ in the last bits: the vector length of the processor
+    determines the order of sums, and the compiler decides which multiplications and additions it
+    contracts.
     """
     if device.type != "cpu" or is_switched_off():
         return ""
@@ -69,7 +83,9 @@ def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> s
         return _build(load(), results_of)
     except HookConfigError as error:
         reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
-        raise HookConfigError(f"{reason} (it is several times faster than torch; {SWITCH}=0 turns it off)") from error
+        raise HookConfigError(
+            f"{reason} (it is several times faster than torch; {SWITCH}=0 turns it off)"
+        ) from error
 
 
 @functools.cache
@@ -88,25 +104,32 @@ def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a remedy, if that
-    fails."""
+    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a
+    remedy, if that fails.
+    """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(
-            "the native kernel is compiled on the machine, and no C compiler was found: install one (gcc or clang), "
-            "or name one in the environment variable CC"
+            "the native kernel is compiled on the machine, and no C compiler was found: install one"
+            " (gcc or clang), or name one in the environment variable CC"
         )
     try:
-        processor = sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
-        # The key includes the processor: machines with different processors may share a home folder.
+        processor = (
+            sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
+        )
+        # The key includes the processor: machines with different processors may share a home
+        # folder.
         known_by = (compiler, FLAGS, SOURCES, platform.machine(), processor)
         key = hashlib.sha256(source_text() + repr(known_by).encode()).hexdigest()[:16]
         with _cache_folder() as folder:
             library = _load_or_compile(compiler.split(), folder / f"kernels_{key}.so")
-    except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
+    except (
+        OSError
+    ) as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
-            "the compiled native kernel cannot be saved or loaded; set XDG_CACHE_HOME to a folder that is writable and "
-            f"allows execution, or CC to another compiler. The system reports: {error}"
+            "the compiled native kernel cannot be saved or loaded; set XDG_CACHE_HOME to a folder"
+            " that is writable and allows execution, or CC to another compiler. The system"
+            f" reports: {error}"
         ) from error
     for name, types in _FUNCTIONS.items():
         for real in C_TYPES.values():
@@ -115,13 +138,19 @@ def load() -> ctypes.CDLL:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if memory runs out."""
+    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if memory runs
+    out.
+    """
     found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
     return found
 
 
 def source_text() -> bytes:
-    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]  # no files left behind by editors
+    # no files left behind by editors
+    paths = [
+        *(FOLDER / name for name in SOURCES),
+        *sorted(FOLDER.glob("*.h")),
+    ]
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
@@ -133,7 +162,8 @@ def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
         made = Path(temporary, library.name)
         _compile(compiler, made)
         with made.open("r+b") as written:
-            os.fsync(written.fileno())  # loading a library that a power cut has truncated would end the process
+            # loading a library that a power cut has truncated would end the process
+            os.fsync(written.fileno())
         os.replace(made, library)  # atomic: several ranks may do this at once
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library))
@@ -157,14 +187,17 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
 def _run(command: Sequence[str]) -> None:
     said = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S
+        )
         failed, said = done.returncode != 0 or not Path(command[-1]).exists(), done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         failed, said = True, str(error)
     if failed:
         raise HookConfigError(
-            f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
-            f"another one in the environment variable CC. Its output: {said.strip() or 'nothing'}"
+            f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the"
+            " compiler, or name another one in the environment variable CC. Its output:"
+            f" {said.strip() or 'nothing'}"
         )
 
 
@@ -180,12 +213,16 @@ def _cache_folder() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether only the user can write to `folder`. Code is loaded from it, so this is a matter of security."""
+    """Return whether only the user can write to `folder`. Code is loaded from it, so this is a
+    matter of security.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError:
         return False
     # Windows has no user ids; home folders are private there.
-    owned = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    owned = not hasattr(os, "getuid") or (
+        status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
     return owned and os.access(folder, os.W_OK)

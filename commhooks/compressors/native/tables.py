@@ -1,7 +1,8 @@
-"""Define the arguments of the C kernels: tables with a row of 64-bit fields, laid out as the structs in `tables.h`.
+"""Define the arguments of the C kernels: tables with a row of 64-bit fields, laid out as the
+structs in `tables.h`.
 
-Kernels run in the OpenMP threads of torch's operators if torch's library exports `GOMP_parallel`, as on Linux. A second
-thread pool would compete with them.
+Kernels run in the OpenMP threads of torch's operators if torch's library exports `GOMP_parallel`,
+as on Linux. A second thread pool would compete with them.
 """
 
 import ctypes
@@ -25,12 +26,13 @@ _IMPORTED_IN = os.getpid()
 
 
 class Table:
-    """Base of the tables. `rows`: the values of the first fields in each row; the other fields are 0.
+    """Base of the tables. `rows`: the values of the first fields in each row; the other fields are
+    0.
 
     Attributes:
         fields: the members of the struct, in order.
-        pointers: the fields that `point` writes, each with the indices of two fields whose product is the number of
-            elements at that address.
+        pointers: the fields that `point` writes, each with the indices of two fields whose product
+            is the number of elements at that address.
         rows: `rows x fields`, int64.
     """
 
@@ -45,7 +47,8 @@ class Table:
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
         self._functions: dict[str, Callable[..., int]] = {}
-        # Views the memory of `rows`: writing a whole column this way takes less time than one torch operator.
+        # Views the memory of `rows`: writing a whole column this way takes less time than one torch
+        # operator.
         self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
     @staticmethod
@@ -53,12 +56,19 @@ class Table:
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
-        """Return a table of the rows at `places` (ascending), or this table if `places` has all rows."""
-        return self if len(places) == len(self.sizes) else type(self)(self.rows[list(places)].tolist(), self.dtype)
+        """Return a table of the rows at `places` (ascending), or this table if `places` has all
+        rows.
+        """
+        return (
+            self
+            if len(places) == len(self.sizes)
+            else type(self)(self.rows[list(places)].tolist(), self.dtype)
+        )
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
-        """Call a function of the library for consecutive `rows`, in as many threads as torch would use. Raises
-        MemoryError."""
+        """Call a function of the library for consecutive `rows`, in as many threads as torch would
+        use. Raises MemoryError.
+        """
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
         first = self.rows.data_ptr() + begin * self.rows.stride(0) * self.rows.itemsize
@@ -73,18 +83,23 @@ class Table:
         return self.rows[:, self.fields.index(field)]
 
     def point(self, **tensors: Sequence[torch.Tensor | None] | None) -> None:
-        """Write the addresses of tensors, or 0 for None, into fields. The caller must keep the tensors alive."""
+        """Write the addresses of tensors, or 0 for None, into fields. The caller must keep the
+        tensors alive.
+        """
         for field, each in tensors.items():
             i, j = self.pointers[field]
             place = self.fields.index(field)
             for sizes, tensor in zip(self.sizes, each or [None] * len(self.sizes), strict=True):
-                self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
+                self._numbers[place] = (
+                    0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
+                )
                 place += len(self.fields)
 
 
 class MatrixTable(Table):
-    """Lays out `struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x
-    m)."""
+    """Lays out `struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of
+    factors (r x n, r x m).
+    """
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
@@ -101,11 +116,16 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """Lays out `struct factor`: r and k, then the addresses of the rows (r x k), of replacements for dependent rows,
-    and of the result."""
+    """Lays out `struct factor`: r and k, then the addresses of the rows (r x k), of replacements
+    for dependent rows, and of the result.
+    """
 
     fields = ("r", "k", "source", "refill", "to", "missing")
-    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
+    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "source": (0, 1),
+        "refill": (0, 1),
+        "to": (0, 1),
+    }
 
     def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
         super().__init__(rows, dtype)
@@ -117,10 +137,20 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """Lays out `struct piece`: the number of elements of a piece of a tensor, in whole blocks, the block size, then
-    addresses."""
+    """Lays out `struct piece`: the number of elements of a piece of a tensor, in whole blocks, the
+    block size, then addresses.
+    """
 
-    fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
+    fields = (
+        "numel",
+        "block",
+        "bucket",
+        "residual",
+        "codes",
+        "scales",
+        "arrived_codes",
+        "arrived_scales",
+    )
 
     @staticmethod
     def elements_of(row: Sequence[int]) -> int:
@@ -128,22 +158,31 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`. Raise HookRunError unless it holds `numel` contiguous numbers of `dtype` on the
-    CPU: C accesses the memory without any other check."""
+    """Return the address of `tensor`. Raise HookRunError unless it holds `numel` contiguous numbers
+    of `dtype` on the CPU: C accesses the memory without any other check.
+    """
     place = tensor.data_ptr()
-    fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
-    if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
+    fits = (
+        tensor.dtype == dtype
+        and tensor.numel() >= numel
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+    )
+    # subclasses of tensors, such as DTensor, may have no memory of their own
+    if not fits or (numel and not place):
         raise HookRunError(
-            f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a "
-            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on "
-            f"{tensor.device}; COMMHOOKS_NATIVE=0 turns the kernel off"
+            f"the native kernel needs {numel} contiguous numbers of {dtype} on the CPU, and got a"
+            f" {type(tensor).__name__} of shape {tuple(tensor.shape)} and stride {tensor.stride()}"
+            f" of {tensor.dtype} on {tensor.device}; COMMHOOKS_NATIVE=0 turns the kernel off"
         )
     return place
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for `elements`: at most as many
-    as torch uses in this thread, and 1 if torch's threads cannot be used. Results do not depend on either."""
+    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for
+    `elements`: at most as many as torch uses in this thread, and 1 if torch's threads cannot be
+    used. Results do not depend on either.
+    """
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:
@@ -157,5 +196,9 @@ def _entry_point() -> int | None:
     # torch loads its OpenMP into the global scope, so this finds the library that torch calls.
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
-    except (AttributeError, OSError, TypeError):  # another OpenMP; TypeError: Windows has no global scope
+    except (
+        AttributeError,
+        OSError,
+        TypeError,
+    ):  # another OpenMP; TypeError: Windows has no global scope
         return None

@@ -1,8 +1,9 @@
 """Compute a step of PowerSGD on an accelerator, for all matrices at once.
 
-The host never synchronises with the device: masks replace branches. Seven kernels run per matrix, or per shape with
-stacked deltas: the maximum of the gradient, the sum with the residual, P, Q, the new residual, its mask, the gradient.
-All others work on the packed factors of the bucket: their number depends neither on the layers nor on the rank.
+The host never synchronises with the device: masks replace branches. Seven kernels run per matrix,
+or per shape with stacked deltas: the maximum of the gradient, the sum with the residual, P, Q, the
+new residual, its mask, the gradient. All others work on the packed factors of the bucket: their
+number depends neither on the layers nor on the rank.
 """
 
 import functools
@@ -12,7 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.comm.wire import concat_into, largest_gradient, pack_factor, put_projection, scatter_into
+from commhooks.comm.wire import (
+    concat_into,
+    largest_gradient,
+    pack_factor,
+    put_projection,
+    scatter_into,
+)
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.powersgd.exchange import BucketPass, Matrix, PowerSGDWorkspace
 from commhooks.gradients.loss_scale import chosen, is_one
@@ -20,13 +27,13 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Holds `k` matrices `n x m` of the same rank, with deltas in one tensor, so that one kernel multiplies all of
-    them.
+    """Holds `k` matrices `n x m` of the same rank, with deltas in one tensor, so that one kernel
+    multiplies all of them.
 
     Attributes:
         members: a slice of the bucket's matrices.
-        delta: memory for the deltas, `k x n x m`; None if delta is computed in the bucket, and then `k` is 1.
-        p, q: the factors, `k x r x n` and `k x r x m`.
+        delta: memory for the deltas, `k x n x m`; None if delta is computed in the bucket, and then
+        `k` is 1. p, q: the factors, `k x r x n` and `k x r x m`.
     """
 
     members: slice
@@ -38,9 +45,11 @@ class Block:
 
 
 class AcceleratorKernel:
-    """Implements `LowRankKernel` for matrices that consist of one parameter, on any device. If the rows of P are
-    independent (see `orthonormal_stack`), the results equal the results of `CpuKernel` up to rounding. `stack_deltas`:
-    copy gradients of one shape into one tensor; the matrices of `work` are ordered by shape (see `by_shape`)."""
+    """Implements `LowRankKernel` for matrices that consist of one parameter, on any device. If the
+    rows of P are independent (see `orthonormal_stack`), the results equal the results of
+    `CpuKernel` up to rounding. `stack_deltas`: copy gradients of one shape into one tensor; the
+    matrices of `work` are ordered by shape (see `by_shape`).
+    """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         self.work = work
@@ -54,22 +63,34 @@ class AcceleratorKernel:
             own = not work.in_bucket or (stack_deltas and len(members) > 1)
             k = len(members) if own else 1
             for _ in range(len(members) // k):
-                delta = torch.zeros(k, n, m, dtype=work.dtype, device=work.layout.device) if own else None
+                delta = (
+                    torch.zeros(k, n, m, dtype=work.dtype, device=work.layout.device)
+                    if own
+                    else None
+                )
                 own_p = self.p.flat[p : p + k * r * n].view(k, r, n)
                 own_q = self.q.flat[q : q + k * r * m].view(k, r, m)
                 largest = self.largest[begin : begin + k]
-                self.blocks.append(Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest))
+                self.blocks.append(
+                    Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest)
+                )
                 begin, p, q = begin + k, p + k * r * n, q + k * r * m
-        # Learned state is allocated here and not when it is first written: see `Compressor.allocate`.
+        # Learned state is allocated here and not when it is first written: see
+        # `Compressor.allocate`.
         self._learned_q = self._new_learned_q()
         self._residuals: NamedViews | None = None
         self._residual_of: list[torch.Tensor] = []
         if work.error_feedback:
             self._residuals = self._new_residuals()
-            pieces = self._residuals.whole.split([k * n * m for k, n, m in (block.shape for block in self.blocks)])
-            self._residual_of = [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]
+            pieces = self._residuals.whole.split(
+                [k * n * m for k, n, m in (block.shape for block in self.blocks)]
+            )
+            self._residual_of = [
+                piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)
+            ]
 
-    # ---- the steps -------------------------------------------------------------------------------------------------
+    # ---- the steps
+    # ----------------------------------------------------------------------------------------------
 
     def form_p(self, bucket: BucketPass) -> None:
         self._load_deltas(bucket)
@@ -81,8 +102,8 @@ class AcceleratorKernel:
         pack_factor(self.p.flat, bucket.first.packed, bucket.step.world_size)
 
     def orthonormalize(self, bucket: BucketPass) -> None:
-        # Set P to zero for a matrix without a gradient on any rank. Then P Q^T = 0: delta = 0 + residual becomes the
-        # new residual, and the averaged gradient is zero.
+        # Set P to zero for a matrix without a gradient on any rank. Then P Q^T = 0: delta = 0 +
+        # residual becomes the new residual, and the averaged gradient is zero.
         bucket.used = self.used(bucket)
         self.p.orthonormalize(bucket.first.packed, bucket.used)
 
@@ -90,15 +111,22 @@ class AcceleratorKernel:
         for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.p, delta, out=block.q)
         put_projection(
-            self.q.flat, bucket.last.packed, bucket.step.world_size, rank=max(x.rank for x in self.work.matrices)
+            self.q.flat,
+            bucket.last.packed,
+            bucket.step.world_size,
+            rank=max(x.rank for x in self.work.matrices),
         )
 
     def form_remainder(self, bucket: BucketPass) -> None:
         # delta = delta - P Q^T with this rank's Q: the new residual, stored in `reconstruct`.
-        for block, delta in zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ():
+        for block, delta in (
+            zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ()
+        ):
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
-    def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+    def reconstruct(
+        self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor
+    ) -> None:
         good = torch.as_tensor(good, device=self.work.layout.device)
         if self.work.error_feedback:
             self.keep_residuals(bucket, good)
@@ -115,7 +143,8 @@ class AcceleratorKernel:
                 gradients = bucket.gradients[block.members]
                 scatter_into(delta.view(-1)[: sum(map(len, gradients))], gradients)
 
-    # ---- overridden for batched PowerSGD ----------------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD
+    # ----------------------------------------------------------------------------
 
     def used(self, bucket: BucketPass) -> torch.Tensor:
         return bucket.first.flags > 0
@@ -126,17 +155,20 @@ class AcceleratorKernel:
 
     def keep_residuals(self, bucket: BucketPass, good: torch.Tensor) -> None:
         factor = chosen(good, bucket.step.residual_factor, 1.0) if bucket.step.unused else 1.0
-        for block, delta, residual in zip(self.blocks, bucket.deltas, self.bound_residuals(bucket), strict=True):
+        for block, delta, residual in zip(
+            self.blocks, bucket.deltas, self.bound_residuals(bucket), strict=True
+        ):
             keep = good
             if bucket.step.unused:
-                # The delta of a parameter that no rank has used may contain the gradient of an earlier pass: its
-                # residual stays, rescaled to the current loss scale.
+                # The delta of a parameter that no rank has used may contain the gradient of an
+                # earlier pass: its residual stays, rescaled to the current loss scale.
                 keep = good & bucket.used[block.members].view(-1, 1, 1)
                 if not is_one(factor):
                     residual.mul_(factor)
             torch.where(keep, delta, residual, out=residual)
 
-    # ---- delta and residual ----------------------------------------------------------------------------------------
+    # ---- delta and residual
+    # ----------------------------------------------------------------------------------------
 
     def _load_deltas(self, bucket: BucketPass) -> None:
         bucket.deltas = []
@@ -157,13 +189,17 @@ class AcceleratorKernel:
         has_gradient = self.largest != 0
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(self.work.layout.dtype).max:
-            flags.copy_(torch.where(self.largest > limit, float("nan"), has_gradient.to(flags.dtype)))
+            flags.copy_(
+                torch.where(self.largest > limit, float("nan"), has_gradient.to(flags.dtype))
+            )
         else:
             flags.copy_(has_gradient)
 
     def _add_residuals(self, bucket: BucketPass) -> None:
         factor = bucket.step.residual_factor
-        if self._residuals is None or not any(slot.name in bucket.residuals for slot in self.work.slots):
+        if self._residuals is None or not any(
+            slot.name in bucket.residuals for slot in self.work.slots
+        ):
             return
         self._residuals.gather(bucket.residuals)
         for delta, residual in zip(bucket.deltas, self._residual_of, strict=True):
@@ -180,11 +216,16 @@ class AcceleratorKernel:
     def _new_residuals(self) -> NamedViews:
         names, begin = [], 0
         for x in self.work.matrices:
-            names += [(slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots]
+            names += [
+                (slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots
+            ]
             begin += x.n * x.m
-        return NamedViews(names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device))
+        return NamedViews(
+            names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device)
+        )
 
-    # ---- factors ---------------------------------------------------------------------------------------------------
+    # ---- factors
+    # ----------------------------------------------------------------------------------------------
 
     def _factors(self, side: str) -> "PackedFactors":
         shapes = [(x.rank, x.n if side == "P" else x.m) for x in self.work.matrices]
@@ -221,22 +262,27 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
     return matrix.n, matrix.m, matrix.rank
 
 
-# ---- one factor of every matrix ---------------------------------------------------------------------------------
+# ---- one factor of every matrix
+# ---------------------------------------------------------------------------------
 
 _WASTE, _SMALL = 4, 2**14
-"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long in total, or if the padded
-rows have at most `_SMALL` elements in total. Neither limit depends on r, so the number of kernels does not either."""
+"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long in
+total, or if the padded rows have at most `_SMALL` elements in total. Neither limit depends on r, so
+the number of kernels does not either.
+"""
 
 
 class PackedFactors:
     """Holds P or Q of all matrices, transposed, so that a few kernels process all of them.
 
-    Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on rows need tensors of
-    one shape, so factors of similar length form a group and are padded with zeros, which change no product.
+    Packed factors, `r x length` each, are adjacent in a 1-D tensor, as they are sent. Operators on
+    rows need tensors of one shape, so factors of similar length form a group and are padded with
+    zeros, which change no product.
 
     Args:
         shapes: `(r, length)` of each matrix.
-        refill: random rows, `r x length`, on the CPU, to replace zero and dependent rows of each matrix.
+        refill: random rows, `r x length`, on the CPU, to replace zero and dependent rows of each
+            matrix.
 
     Attributes:
         flat: the packed factors, in the compute dtype.
@@ -254,7 +300,9 @@ class PackedFactors:
         self.numel = sum(counts)
         self._memory = new_packed(self.numel, dtype, device)
         self.flat = self._memory[:-1]
-        self.matrix_of = torch.arange(len(shapes)).repeat_interleave(torch.tensor(counts)).int().to(device)
+        self.matrix_of = (
+            torch.arange(len(shapes)).repeat_interleave(torch.tensor(counts)).int().to(device)
+        )
         self._groups = _grouped(shapes)
         self._sizes = [torch.Size(group.shape).numel() for group in self._groups]
         # Padding is read from the last element of the packed tensor, which is always zero.
@@ -262,7 +310,9 @@ class PackedFactors:
         to_packed = torch.empty(self.numel, dtype=torch.int32)
         starts = [sum(counts[:i]) for i in range(len(counts))]
         places = torch.arange(sum(self._sizes), dtype=torch.int32).split(self._sizes)
-        for group, here, block in zip(self._groups, places, to_padded.split(self._sizes), strict=True):
+        for group, here, block in zip(
+            self._groups, places, to_padded.split(self._sizes), strict=True
+        ):
             for row, i in enumerate(group.members):
                 rank, length = shapes[i]
                 own = slice(starts[i], starts[i] + counts[i])
@@ -273,23 +323,34 @@ class PackedFactors:
         """All factors have one shape, so that padded and packed tensors are the same."""
         self._to_padded, self._to_packed = to_padded.to(device), to_packed.to(device)
         self._members = [torch.tensor(group.members, device=device) for group in self._groups]
-        given = torch.cat([each.flatten() for each in refill] + [torch.zeros(1, dtype=refill[0].dtype)]).to(device)
+        given = torch.cat(
+            [each.flatten() for each in refill] + [torch.zeros(1, dtype=refill[0].dtype)]
+        ).to(device)
         self._refill = [unit_stack(rows)[0].to(dtype) for rows in self._padded(given)]
-        self._result = self.flat if self._alike else torch.zeros(sum(self._sizes), dtype=dtype, device=device)
+        self._result = (
+            self.flat if self._alike else torch.zeros(sum(self._sizes), dtype=dtype, device=device)
+        )
         self._results = self._views(self._result)
 
     def unit_rows(self, packed: torch.Tensor) -> None:
-        """Write the rows of `packed`, scaled to norm 1, into `flat`. Random rows replace zero rows."""
-        for rows, refill, out in zip(self._padded(packed), self._refill, self._results, strict=True):
+        """Write the rows of `packed`, scaled to norm 1, into `flat`. Random rows replace zero
+        rows.
+        """
+        for rows, refill, out in zip(
+            self._padded(packed), self._refill, self._results, strict=True
+        ):
             unit, missing = unit_stack(rows)
             torch.addcmul(unit, refill, missing, out=out)
         self._pack()
 
     def orthonormalize(self, arrived: torch.Tensor, keep: torch.Tensor) -> None:
-        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`, or zeros for matrices
-        whose `keep` (bool, one per matrix) is False. See `orthonormal_stack`."""
+        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`, or
+        zeros for matrices whose `keep` (bool, one per matrix) is False. See `orthonormal_stack`.
+        """
         self.flat.copy_(arrived)
-        groups = zip(self._padded(self._memory), self._refill, self._members, self._results, strict=True)
+        groups = zip(
+            self._padded(self._memory), self._refill, self._members, self._results, strict=True
+        )
         for rows, refill, members, out in groups:
             kept = keep if self._alike else keep.index_select(0, members)
             torch.mul(orthonormal_stack(rows, refill), kept.view(-1, 1, 1), out=out)
@@ -299,7 +360,10 @@ class PackedFactors:
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        return [piece.view(x.shape) for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)]
+        return [
+            piece.view(x.shape)
+            for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)
+        ]
 
     def _pack(self) -> None:
         if not self._alike:
@@ -307,7 +371,9 @@ class PackedFactors:
 
 
 def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate packed factors: `numel` elements, and one more that stays zero and is read as padding."""
+    """Allocate packed factors: `numel` elements, and one more that stays zero and is read as
+    padding.
+    """
     return torch.zeros(numel + 1, dtype=dtype, device=device)
 
 
@@ -333,44 +399,52 @@ def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
     return groups
 
 
-# ---- orthonormal rows -------------------------------------------------------------------------------------------
+# ---- orthonormal rows
+# -------------------------------------------------------------------------------------------
 
-# A row is weak if the part of it that is independent of the rows before it has less than `_WEAK` times its norm.
-# `_NUDGE` times a random row is added to a weak row.
+# A row is weak if the part of it that is independent of the rows before it has less than `_WEAK`
+# times its norm. `_NUDGE` times a random row is added to a weak row.
 _WEAK, _NUDGE = 1e-2, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator, in about 40 kernels, independent of
-    k and r. The result is in float64. Non-finite numbers count as zero. `refill`: random rows of norm 1 (k x r x n),
-    independent of `rows` with probability 1.
+    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator, in about 40
+    kernels, independent of k and r. The result is in float64. Non-finite numbers count as zero.
+    `refill`: random rows of norm 1 (k x r x n), independent of `rows` with probability 1.
 
-    Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
-    for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
-    reveal dependent rows reliably. Therefore 1e-6 times a row of `refill` is added to every row that may be dependent,
-    which makes it independent. This turns the row by an angle of at most 1e-6. It turns the component that a weak row
-    adds to the others, of norm e, by about 1e-6 / e.
+    Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa:
+    Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci.
+    Comput. 2020). The Gram matrix does not reveal dependent rows reliably. Therefore 1e-6 times a
+    row of `refill` is added to every row that may be dependent, which makes it independent. This
+    turns the row by an angle of at most 1e-6. It turns the component that a weak row adds to the
+    others, of norm e, by about 1e-6 / e.
     """
     rows, _ = unit_stack(torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
     triangle, failed = _triangle(rows)
     weak = (triangle.diagonal(dim1=1, dim2=2) < _WEAK) | (failed != 0).unsqueeze(-1)
     rows, _ = unit_stack(rows.addcmul_(refill, weak.unsqueeze(-1), value=_NUDGE))
-    # Each pass computes rows = L^-1 rows, where rows rows^T = L L^T, and brings rows rows^T closer to the identity.
+    # Each pass computes rows = L^-1 rows, where rows rows^T = L L^T, and brings rows rows^T closer
+    # to the identity.
     for _ in range(3):
         rows = torch.linalg.solve_triangular(_triangle(rows)[0], rows, upper=False)
     return rows
 
 
 def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info (k; 0: success)."""
+    """Return the Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info
+    (k; 0: success).
+    """
     gram = torch.bmm(rows, rows.transpose(1, 2))
-    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])  # the shift: keeps it positive definite despite rounding
-    return torch.linalg.cholesky_ex(gram)  # `cholesky` would wait for the device to check for failure
+    # the shift: keeps it positive definite despite rounding
+    gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])
+    # `cholesky` would wait for the device to check for failure
+    return torch.linalg.cholesky_ex(gram)
 
 
 def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale the rows of a stack (k x r x n) to norm 1 in float64, in which no square of a float32 overflows. Also
-    return which rows are zero (k x r x 1); they stay zero."""
+    """Scale the rows of a stack (k x r x n) to norm 1 in float64, in which no square of a float32
+    overflows. Also return which rows are zero (k x r x 1); they stay zero.
+    """
     rows = rows.double()
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows / norm.clamp_min(1e-300), norm == 0

@@ -1,6 +1,7 @@
 """Implement batched PowerSGD, which compresses each bucket as one square matrix padded with zeros.
 
-Source: `batched_powerSGD_hook` of torch.distributed. There is one residual per parameter and one Q per bucket.
+Source: `batched_powerSGD_hook` of torch.distributed. There is one residual per parameter and one Q
+per bucket.
 """
 
 import math
@@ -13,7 +14,12 @@ from commhooks.comm.collectives import agreement_key
 from commhooks.compressors.powersgd.accelerator import AcceleratorKernel
 from commhooks.compressors.powersgd.compressor import FactorField, LowRankCompressor, MatrixPlan
 from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, Tensors, TorchProducts
-from commhooks.compressors.powersgd.exchange import BucketPass, LowRankKernel, Matrix, PowerSGDWorkspace
+from commhooks.compressors.powersgd.exchange import (
+    BucketPass,
+    LowRankKernel,
+    Matrix,
+    PowerSGDWorkspace,
+)
 from commhooks.compressors.powersgd.options import BatchedPowerSGD
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -21,11 +27,16 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 
 class BucketQ(FactorField):
-    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
+    def refit(
+        self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return (
+            super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
+        )
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        # Until DDP has built its buckets the size of the matrix is unknown. `refit` discards a Q of another size.
+        # Until DDP has built its buckets the size of the matrix is unknown. `refit` discards a Q of
+        # another size.
         return None
 
 
@@ -39,14 +50,18 @@ class BatchedCpuKernel(CpuKernel):
     def add_residuals(self, bucket: BucketPass) -> None:
         for slot in self.work.slots:
             if slot.name in bucket.residuals:
-                self._part(bucket, slot).add_(bucket.residuals[slot.name], alpha=float(bucket.step.residual_factor))
+                self._part(bucket, slot).add_(
+                    bucket.residuals[slot.name], alpha=float(bucket.step.residual_factor)
+                )
 
     def form_q(self, bucket: BucketPass) -> None:
         for slot in self.used(bucket)[1]:
             self._part(bucket, slot).zero_()
         super().form_q(bucket)
 
-    def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
+    def residuals_to_write(
+        self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]
+    ) -> Tensors | None:
         self.products.reconstruct(places, bucket.deltas, bucket.deltas, None)
         for slot in self.work.slots:  # the padding after the last slot has no residual
             if slot not in idle:
@@ -59,8 +74,9 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """Implements `LowRankKernel` for the single matrix of a bucket. `parts`: the number of elements of each parameter,
-    then of the padding."""
+    """Implements `LowRankKernel` for the single matrix of a bucket. `parts`: the number of elements
+    of each parameter, then of the padding.
+    """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         super().__init__(work, stack_deltas=stack_deltas)
@@ -78,7 +94,9 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
 
     def used(self, bucket: BucketPass) -> torch.Tensor:
         used = bucket.first.flags > 0
-        elements = torch.cat([used, used.new_zeros(1)]).repeat_interleave(self.parts, output_size=self._size)
+        elements = torch.cat([used, used.new_zeros(1)]).repeat_interleave(
+            self.parts, output_size=self._size
+        )
         bucket.used_elements = elements.view(self.blocks[0].shape)
         return used.any().view(1)
 
@@ -86,7 +104,9 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         bucket.deltas[0].mul_(bucket.used_elements)
         super().form_q(bucket)
 
-    def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+    def reconstruct(
+        self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor
+    ) -> None:
         super().reconstruct(bucket, good, finite)
         (gradient,) = bucket.gradients
         gradient.mul_(bucket.used_elements.view(-1)[: len(gradient)])
@@ -96,7 +116,8 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
         factor = chosen(good, bucket.step.residual_factor, 1.0)
         if not is_one(factor):
             residual.mul_(factor)
-        torch.where(good & bucket.used_elements, delta, residual, out=residual)  # the padding has no residual
+        # the padding has no residual
+        torch.where(good & bucket.used_elements, delta, residual, out=residual)
 
 
 class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
@@ -108,18 +129,30 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         numel = sum(info.numel for info in parameters)
         dtype = parameters[0].parameter.dtype
-        dtype = dtype.to_real() if dtype.is_complex else dtype  # DDP passes a complex bucket as real numbers
+        # DDP passes a complex bucket as real numbers
+        dtype = dtype.to_real() if dtype.is_complex else dtype
         side = square_side(numel)
         rank = min(side, self.config.matrix_approximation_rank)
         first, last = parameters[0].name, parameters[-1].name
-        label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
+        label = (
+            first
+            if len(parameters) == 1
+            else f"bucket {first} .. {last} ({len(parameters)} parameters)"
+        )
         sparse = any(info.sparse for info in parameters)
         complex_numbers = any(info.parameter.is_complex() for info in parameters)
-        # The key identifies the sequence of parameters: a bucket of other parameters forms another matrix.
+        # The key identifies the sequence of parameters: a bucket of other parameters forms another
+        # matrix.
         key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
         plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
         if sparse or complex_numbers or 2 * side * rank >= numel:
-            reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
+            reason = (
+                "sparse gradient"
+                if sparse
+                else "complex numbers"
+                if complex_numbers
+                else "too small"
+            )
             return [replace(plan, reason=reason)]
         return [replace(plan, compressed=True, flags=len(parameters), n=side, m=side, rank=rank)]
 

@@ -1,4 +1,6 @@
-"""Define the compressor of PowerSGD: which matrices it compresses, its learned state, and the kernel of a bucket."""
+"""Define the compressor of PowerSGD: which matrices it compresses, its learned state, and the
+kernel of a bucket.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +14,13 @@ from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import cpu
 from commhooks.compressors.powersgd.accelerator import AcceleratorKernel, by_shape
 from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, TorchProducts
-from commhooks.compressors.powersgd.exchange import LowRankKernel, Matrix, PowerSGDWorkspace, draw, low_rank_exchange
+from commhooks.compressors.powersgd.exchange import (
+    LowRankKernel,
+    Matrix,
+    PowerSGDWorkspace,
+    draw,
+    low_rank_exchange,
+)
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.gradients import precision
@@ -48,8 +56,12 @@ class FactorField(StateField):
         assert isinstance(plan, MatrixPlan)
         return plan.rank, plan.m
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank, or append rows of `initial`, or else zeros, which the kernel replaces."""
+    def refit(
+        self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Truncate to the new rank, or append rows of `initial`, or else zeros, which the kernel
+        replaces.
+        """
         rank, rows = self.shape(plan)[0], len(value)
         if not rank:
             return None
@@ -69,13 +81,20 @@ class ParameterQ(FactorField):
         view = q.view(q.shape[0], *(parameter.size(dim) for dim in rest))
         return view.permute(0, *(1 + rest.index(dim) for dim in sorted(rest))).contiguous()
 
-    def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
+    def from_saved(
+        self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int
+    ) -> torch.Tensor | None:
         order = memory_order(parameter)
-        if row_dim != order[0]:  # the memory format has changed, so the rows consist of other elements
+        # the memory format has changed, so the rows consist of other elements
+        if row_dim != order[0]:
             return None
         rest = order[1:]
         ordered = sorted(rest)
-        return saved.detach().permute(0, *(1 + ordered.index(dim) for dim in rest)).reshape(saved.shape[0], -1)
+        return (
+            saved.detach()
+            .permute(0, *(1 + ordered.index(dim) for dim in rest))
+            .reshape(saved.shape[0], -1)
+        )
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         rank, m = self.shape(plan)
@@ -111,14 +130,18 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
         return library.build(device, cpu.results_of)
 
-    def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
+    def initial_value(
+        self, field: StateField, plan: UnitPlan, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
         # The same numbers as `PowerSGDWorkspace.draw_q` draws at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
-    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+    def memory_plan(
+        self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
         residual = factors = copies = 0
         for p in cast(Sequence[MatrixPlan], plans):  # made by `plan`
             if not p.compressed:
@@ -139,7 +162,9 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         work = PowerSGDWorkspace(layout, matrices, self.config, wire_dtype)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if self.native:
-            return self.Cpu(work, NativeProducts(shapes, work.dtype, refills=self.q.per == "parameter"))
+            return self.Cpu(
+                work, NativeProducts(shapes, work.dtype, refills=self.q.per == "parameter")
+            )
         return self.Cpu(work, TorchProducts(shapes, work.dtype))
 
 
@@ -147,7 +172,9 @@ def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
-    plain = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
+    plain = sum(
+        p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered
+    )
     return plain + sum((p.numel_sent + p.flags) * p.wire_itemsize(wire) for p in matrices)
 
 
@@ -156,8 +183,9 @@ class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
     q = ParameterQ("q")
 
     def plan_parameter(self, info: ParameterInfo) -> MatrixPlan:
-        """Compress a matrix if `(n + m) * rank * min_compression_rate < n * m`, as torch's `_should_compress` does, and
-        `(n + m) * rank < n * m`."""
+        """Compress a matrix if `(n + m) * rank * min_compression_rate < n * m`, as torch's
+        `_should_compress` does, and `(n + m) * rank < n * m`.
+        """
         parameter = info.parameter
         if parameter.dim() < 2:
             return MatrixPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
@@ -166,11 +194,17 @@ class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
         sent, min_rate = (n + m) * rank, self.config.min_compression_rate
         if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
             saved = parameter.numel() / sent
-            return MatrixPlan.uncompressed(info, f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})")
+            return MatrixPlan.uncompressed(
+                info, f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})"
+            )
         plan = MatrixPlan.uncompressed(info, "")
         return dataclasses.replace(plan, compressed=True, flags=1, n=n, m=m, rank=rank)
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> LowRankKernel:
         pairs = zip(layout.slots, cast(Sequence[MatrixPlan], plans), strict=True)
-        matrices = [Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank) for slot, plan in pairs if plan.compressed]
+        matrices = [
+            Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank)
+            for slot, plan in pairs
+            if plan.compressed
+        ]
         return self.kernel(layout, matrices)

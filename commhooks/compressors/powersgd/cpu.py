@@ -1,4 +1,6 @@
-"""Compute a step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C kernel."""
+"""Compute a step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C
+kernel.
+"""
 
 import functools
 import itertools
@@ -6,7 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_overflow, put_projection
+from commhooks.comm.wire import (
+    largest_gradient,
+    pack_factor,
+    put_flags,
+    put_overflow,
+    put_projection,
+)
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import FactorTable, MatrixTable
 from commhooks.compressors.powersgd.exchange import BucketPass, PowerSGDWorkspace
@@ -19,15 +27,19 @@ Refill = Callable[[int], torch.Tensor]
 
 
 class CpuKernel:
-    """Implements `LowRankKernel` for matrices that consist of one parameter. `own_deltas`: memory for each matrix's
-    delta, n x m; None if delta is computed in the bucket. `largest`: the largest absolute gradient of each parameter,
-    or None."""
+    """Implements `LowRankKernel` for matrices that consist of one parameter. `own_deltas`: memory
+    for each matrix's delta, n x m; None if delta is computed in the bucket. `largest`: the largest
+    absolute gradient of each parameter, or None.
+    """
 
     def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
         self.work, self.products, self.largest = work, products, products.largest
         # Bind `work` and not `self`: a reference cycle would delay freeing the kernel's memory.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
-        self.own_deltas = [None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype) for x in work.matrices]
+        self.own_deltas = [
+            None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype)
+            for x in work.matrices
+        ]
         p, q, ranks = zip(*products.pieces, strict=True)
         self._sent_p = list(zip(p, _pieces(work.first.packed, p), strict=True))
         self._sent_q = list(zip(q, _pieces(work.last.packed, q), ranks, strict=True))
@@ -45,13 +57,18 @@ class CpuKernel:
         self._load_gradients(bucket)
         residuals = self.add_residuals(bucket) if work.error_feedback else None
         known = bucket.q if work.warm_start else {}
-        q = [known[x.name] if x.name in known else work.draw_q(x, bucket.step.number) for x in work.matrices]
-        # Only the span of Q matters. Without the scaling, P would grow with the square of the gradient, because Q is
-        # about as large as the gradient of the step before.
+        q = [
+            known[x.name] if x.name in known else work.draw_q(x, bucket.step.number)
+            for x in work.matrices
+        ]
+        # Only the span of Q matters. Without the scaling, P would grow with the square of the
+        # gradient, because Q is about as large as the gradient of the step before.
         products.unit_rows(q, self._refill_q)
         products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
         if largest is not None:
-            flags.copy_((largest > 0).double().masked_fill_(largest > self._largest_gradient, float("nan")))
+            flags.copy_(
+                (largest > 0).double().masked_fill_(largest > self._largest_gradient, float("nan"))
+            )
         for p, out in self._sent_p:
             pack_factor(p, out, bucket.step.world_size)
 
@@ -65,9 +82,13 @@ class CpuKernel:
             put_projection(q, out, bucket.step.world_size, rank=rank)
 
     def form_remainder(self, bucket: BucketPass) -> None:
-        """Do nothing: `reconstruct` computes the residual together with the gradient, and reads delta once for both."""
+        """Do nothing: `reconstruct` computes the residual together with the gradient, and reads
+        delta once for both.
+        """
 
-    def reconstruct(self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+    def reconstruct(
+        self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor
+    ) -> None:
         work, products = self.work, self.products
         residuals: Tensors | None = None
         idle: list[Slot] = []
@@ -91,19 +112,25 @@ class CpuKernel:
                 bucket.residuals[slot.name].mul_(factor)
             slot.of(bucket.flat).zero_()
 
-    # ---- overridden for batched PowerSGD -------------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD
+    # -------------------------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
 
-    def residuals_to_write(self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]) -> Tensors | None:
+    def residuals_to_write(
+        self, bucket: BucketPass, places: Sequence[int], idle: Sequence[Slot]
+    ) -> Tensors | None:
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
-    # ---- parts of the steps --------------------------------------------------------------------------------------
+    # ---- parts of the steps
+    # --------------------------------------------------------------------------------------
 
     def _load_gradients(self, bucket: BucketPass) -> None:
         bucket.deltas = []
-        for own, gradient, x in zip(self.own_deltas, bucket.gradients, self.work.matrices, strict=True):
+        for own, gradient, x in zip(
+            self.own_deltas, bucket.gradients, self.work.matrices, strict=True
+        ):
             if own is not None:
                 own.view(-1)[: len(gradient)].copy_(gradient)
                 own.view(-1)[len(gradient) :].zero_()
@@ -112,7 +139,9 @@ class CpuKernel:
     def used(self, bucket: BucketPass) -> tuple[list[int], list[Slot]]:
         used = (bucket.first.flags > 0).tolist()
         places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
-        return places, [] if all(used) else [slot for slot, has in zip(self.work.slots, used, strict=True) if not has]
+        return places, [] if all(used) else [
+            slot for slot, has in zip(self.work.slots, used, strict=True) if not has
+        ]
 
     def _keep_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
         name, arrived = self.work.matrices[i].name, bucket.last.factors[i]
@@ -127,23 +156,28 @@ class CpuKernel:
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    return [piece.view_as(x) for piece, x in zip(packed.split([x.numel() for x in like]), like, strict=True)]
+    return [
+        piece.view_as(x)
+        for piece, x in zip(packed.split([x.numel() for x in like]), like, strict=True)
+    ]
 
 
-# ---- the products, with torch ------------------------------------------------------------------------------------
+# ---- the products, with torch
+# ------------------------------------------------------------------------------------
 
 
 class TorchProducts:
-    """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory, because bits can
-    depend on both. `shapes`: n, m and rank of each matrix.
+    """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory,
+    because bits can depend on both. `shapes`: n, m and rank of each matrix.
 
-    A factor of rank 1 is padded with a row of zeros: for products with a single row the BLAS would use another
-    algorithm, whose bits depend on the alignment of the memory.
+    A factor of rank 1 is padded with a row of zeros: for products with a single row the BLAS would
+    use another algorithm, whose bits depend on the alignment of the memory.
 
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`.
         pieces: (P, Q, rank) of the factors that are packed into a message in one call.
-        largest: per matrix the largest absolute gradient, float64, ignoring NaN, set by `form_p`; None: not computed.
+        largest: per matrix the largest absolute gradient, float64, ignoring NaN, set by `form_p`;
+            None: not computed.
     """
 
     largest: torch.Tensor | None = None
@@ -156,7 +190,9 @@ class TorchProducts:
         self.pieces = [(p, q, len(p)) for p, q in zip(self.p, self.q, strict=True)]
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
-        """Set q to the rows of `sources` (r x m), scaled to norm 1. Rows of `refill` replace zero rows."""
+        """Set q to the rows of `sources` (r x m), scaled to norm 1. Rows of `refill` replace zero
+        rows.
+        """
         for i, rows in enumerate(sources):
             self._set(self._q[i], _filled_unit_rows(rows, functools.partial(refill, i)))
 
@@ -166,8 +202,12 @@ class TorchProducts:
             self._set(self._p[i], _basis(rows, functools.partial(refill, i)))
 
     def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
-        """Compute delta += factor * residual in place, then P = delta Q. Deltas are n x m, residuals flat or None."""
-        for p, q, delta, residual in zip(self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True):
+        """Compute delta += factor * residual in place, then P = delta Q. Deltas are n x m,
+        residuals flat or None.
+        """
+        for p, q, delta, residual in zip(
+            self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True
+        ):
             if residual is not None:
                 delta.view(-1).add_(residual, alpha=factor)
             torch.mm(q, delta.t(), out=p)
@@ -177,10 +217,16 @@ class TorchProducts:
             torch.mm(p, delta, out=q)
 
     def reconstruct(
-        self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None
+        self,
+        places: Sequence[int],
+        deltas: Tensors,
+        residuals: Tensors | None,
+        mean_q: Tensors | None,
     ) -> None:
-        """Compute residual = delta - P Q^T if `residuals` are given, then delta = P mean_Q^T if `mean_q` is given. The
-        lists have one tensor per element of `places`, the indices of matrices."""
+        """Compute residual = delta - P Q^T if `residuals` are given, then delta = P mean_Q^T if
+        `mean_q` is given. The lists have one tensor per element of `places`, the indices of
+        matrices.
+        """
         for k, i in enumerate(places):
             if residuals is not None:
                 remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
@@ -190,29 +236,36 @@ class TorchProducts:
     @staticmethod
     def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:
         padded[: len(rows)] = rows
-        if len(rows) < len(padded):  # reset the padding row of rank 1, which an inf in delta turns into NaN
+        # reset the padding row of rank 1, which an inf in delta turns into NaN
+        if len(rows) < len(padded):
             padded[len(rows) :].zero_()
 
 
 def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which rows are zero
-    (r x 1, bool).
+    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which
+    rows are zero (r x 1, bool).
 
-    Divides by the largest element first, because in float32 the square of 1e30 overflows and the square of 1e-38 is 0.
+    Divides by the largest element first, because in float32 the square of 1e30 overflows and the
+    square of 1e-38 is 0.
     """
-    largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
+    # vector_norm(inf) with a dim is seven times slower on CPU
+    largest = rows.abs().amax(1, keepdim=True)
     missing = largest == 0
     scaled = rows / torch.where(missing, torch.ones_like(largest), largest)
     norm = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
     return scaled / torch.where(missing, torch.ones_like(norm), norm), missing
 
 
-def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k) and which rows were dependent (r, bool).
+def orthonormal_rows(
+    rows: torch.Tensor, refill: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k) and which rows were dependent
+    (r, bool).
 
-    Householder QR turns a row that is a combination of the rows before it into an arbitrary orthonormal row, made of
-    rounding errors. If `refill` (r x k, independent rows) is given, its rows replace such rows, and the result is
-    orthonormalised again. Non-finite numbers count as zero.
+    Householder QR turns a row that is a combination of the rows before it into an arbitrary
+    orthonormal row, made of rounding errors. If `refill` (r x k, independent rows) is given, its
+    rows replace such rows, and the result is orthonormalised again. Non-finite numbers count as
+    zero.
     """
     rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
     basis, triangle = torch.linalg.qr(unit_rows(rows)[0].t())
@@ -232,8 +285,9 @@ def _basis(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tens
     return orthonormal_rows(rows, refill())[0] if missing.any() else found
 
 
-# Up to this rank, r outer products are faster than a matrix product. They need no padding, because their bits do not
-# depend on the alignment of memory. They run block by block, so that a block stays in the cache.
+# Up to this rank, r outer products are faster than a matrix product. They need no padding, because
+# their bits do not depend on the alignment of memory. They run block by block, so that a block
+# stays in the cache.
 _OUTER_RANK = 4
 _BLOCK_NUMEL = 2**18
 
@@ -268,15 +322,19 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + height, n)) for begin in range(0, n, height))
 
 
-# ---- the products, with the C kernel, native/powersgd.c ----------------------------------------------------------
+# ---- the products, with the C kernel, native/powersgd.c
+# ----------------------------------------------------------
 
 
 class NativeProducts:
-    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all matrices, which
-    reads each matrix once. P and Q are packed as they are sent. `refills`: whether the C library also replaces
-    dependent rows of P; otherwise torch does."""
+    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all
+    matrices, which reads each matrix once. P and Q are packed as they are sent. `refills`: whether
+    the C library also replaces dependent rows of P; otherwise torch does.
+    """
 
-    def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True
+    ) -> None:
         self._dtype, self._refills = dtype, refills
         self._least_norm = 10 * torch.finfo(dtype).eps
         p, self.p = _packed([(r, n) for n, _, r in shapes], dtype)
@@ -315,7 +373,11 @@ class NativeProducts:
         self._matrices.run("form_q")
 
     def reconstruct(
-        self, places: Sequence[int], deltas: Tensors, residuals: Tensors | None, mean_q: Tensors | None
+        self,
+        places: Sequence[int],
+        deltas: Tensors,
+        residuals: Tensors | None,
+        mean_q: Tensors | None,
     ) -> None:
         table = self._matrices.only(places)
         table.point(delta=deltas, residual=residuals, mean_q=mean_q)
@@ -328,10 +390,14 @@ class NativeProducts:
         return [i for i, rows in enumerate(missing) if rows] if any(missing) else []
 
 
-def _packed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _packed(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     numels = [r * length for r, length in shapes]
     flat = torch.zeros(sum(numels), dtype=dtype)
-    return flat, [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
+    return flat, [
+        piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)
+    ]
 
 
 def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
@@ -341,8 +407,8 @@ def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    # These shapes run every loop of the kernel: odd lengths, each size of a group of rows, and in the last shape
-    # several parts (64 rows), sums of Q (96 rows) and tiles of columns (8,192).
+    # These shapes run every loop of the kernel: odd lengths, each size of a group of rows, and in
+    # the last shape several parts (64 rows), sums of Q (96 rows) and tiles of columns (8,192).
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
     numbers = library.fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
     results = []

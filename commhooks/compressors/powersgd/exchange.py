@@ -1,7 +1,9 @@
-"""Run PowerSGD on one bucket in one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019, Algorithms 1 and 2.
+"""Run PowerSGD on one bucket in one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019,
+Algorithms 1 and 2.
 
-`reference.py` is the readable form for one matrix; tests compare the two. Factors are stored transposed, P as r x n and
-Q as r x m, because the thin products are then several times faster on the CPU.
+`reference.py` is the readable form for one matrix; tests compare the two. Factors are stored
+transposed, P as r x n and Q as r x m, because the thin products are then several times faster on
+the CPU.
 """
 
 import functools
@@ -21,8 +23,12 @@ from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 
 
-def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, step: StepInfo) -> Exchange:
-    """Run one step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`."""
+def low_rank_exchange(
+    flat: torch.Tensor, work: "LowRankKernel", state: State, step: StepInfo
+) -> Exchange:
+    """Run one step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See
+    `Compressor.exchange`.
+    """
     kernel = work
     bucket = BucketPass(flat, kernel.work, state, step)
     kernel.form_p(bucket)  # 1. delta = gradient + residual; P = delta Q
@@ -34,43 +40,55 @@ def low_rank_exchange(flat: torch.Tensor, work: "LowRankKernel", state: State, s
     kernel.orthonormalize(bucket)  # 3. P = orthonormal basis of the columns of P
     kernel.form_q(bucket)  # 4. Q = delta^T P
     remainder = functools.partial(kernel.form_remainder, bucket)
-    yield Send(bucket.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. mean of Q over the ranks
+    # 5. mean of Q over the ranks
+    yield Send(bucket.last.buffer, what="Q", last=True, meanwhile=remainder)
     finite = all_finite(bucket.work.buffer)
     good = yield Verdict(finite)
     if bucket.plain:
         scatter_into(bucket.first.plain, bucket.plain)
-    # `finite` is about this bucket, `good` about all buckets of the pass. If only another bucket is not finite, this
-    # bucket still gets its mean, but no learned state changes.
-    kernel.reconstruct(bucket, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's own Q
+    # `finite` is about this bucket, `good` about all buckets of the pass. If only another bucket is
+    # not finite, this bucket still gets its mean, but no learned state changes.
+    # 6. gradient = P Q^T; residual = delta - P Q^T with this rank's own Q
+    kernel.reconstruct(bucket, good, finite)
     return None
 
 
 class LowRankKernel(Protocol):
-    """Defines the arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on tensor values.
-    `AcceleratorKernel` uses masks, so that the host never waits for the device."""
+    """Defines the arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on
+    tensor values. `AcceleratorKernel` uses masks, so that the host never waits for the device.
+    """
 
     work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
-        """Write P = delta Q into the first message, where delta = gradient + residual. Also write a flag per parameter:
-        1 if its gradient is not zero, 0 if it is, NaN if it is too large for the wire dtype."""
+        """Write P = delta Q into the first message, where delta = gradient + residual. Also write a
+        flag per parameter: 1 if its gradient is not zero, 0 if it is, NaN if it is too large for
+        the wire dtype.
+        """
 
     def orthonormalize(self, bucket: "BucketPass") -> None: ...
 
     def form_q(self, bucket: "BucketPass") -> None:
-        """Write Q = delta^T P into the last message. Leave out parameters without a gradient on any rank."""
+        """Write Q = delta^T P into the last message. Leave out parameters without a gradient on any
+        rank.
+        """
 
     def form_remainder(self, bucket: "BucketPass") -> None:
         """Compute what does not depend on the mean Q, while Q is being reduced."""
 
-    def reconstruct(self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor) -> None:
-        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q, and residual = delta -
-        P Q^T with this rank's Q. If not `finite`, the gradients become NaN on every rank. A parameter without a
-        gradient on any rank keeps its residual, because DDP may discard its result."""
+    def reconstruct(
+        self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor
+    ) -> None:
+        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q,
+        and residual = delta - P Q^T with this rank's Q. If not `finite`, the gradients become NaN
+        on every rank. A parameter without a gradient on any rank keeps its residual, because DDP
+        may discard its result.
+        """
 
 
 class BucketPass:
-    """Holds the tensors of one bucket in one backward pass. `flat`, the bucket's 1-D buffer, changes in place.
+    """Holds the tensors of one bucket in one backward pass. `flat`, the bucket's 1-D buffer,
+    changes in place.
 
     Attributes:
         q, residuals: learned state: per matrix, `r x m`; per parameter, flat in memory order.
@@ -86,7 +104,9 @@ class BucketPass:
     used: torch.Tensor
     used_elements: torch.Tensor
 
-    def __init__(self, flat: torch.Tensor, work: "PowerSGDWorkspace", state: State, step: StepInfo) -> None:
+    def __init__(
+        self, flat: torch.Tensor, work: "PowerSGDWorkspace", state: State, step: StepInfo
+    ) -> None:
         self.flat, self.work, self.step = flat, work, step
         self.q, self.residuals = state["q"], state["residual"]
         pieces = flat.split(work.sizes)
@@ -97,9 +117,10 @@ class BucketPass:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`, adjacent in the
-    bucket. PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a
-    square."""
+    """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`,
+    adjacent in the bucket. PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a
+    bucket, padded with zeros to a square.
+    """
 
     name: str
     slots: tuple[Slot, ...]
@@ -113,29 +134,43 @@ class Matrix:
 
 
 class Message:
-    """Holds the tensor of one all-reduce (`buffer`): factors (`packed`), then uncompressed gradients (`plain`), then
-    flags. `factors`: the shape of each matrix's factor, `r x length`; the attribute has views of them.
+    """Holds the tensor of one all-reduce (`buffer`): factors (`packed`), then uncompressed
+    gradients (`plain`), then flags. `factors`: the shape of each matrix's factor, `r x length`; the
+    attribute has views of them.
 
-    Before the all-reduce the buffer holds this rank's numbers, divided by the world size; afterwards the means. A flag
-    is 1 if its parameter's gradient is not zero, else 0; after the sum it is positive if any rank has a gradient.
+    Before the all-reduce the buffer holds this rank's numbers, divided by the world size;
+    afterwards the means. A flag is 1 if its parameter's gradient is not zero, else 0; after the sum
+    it is positive if any rank has a gradient.
     """
 
-    def __init__(self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor
+    ) -> None:
         self.buffer = buffer
         numels = [rank * length for rank, length in factors]
         end = sum(numels)
-        self.packed, self.plain, self.flags = buffer[:end], buffer[end : end + plain], buffer[end + plain :][:flags]
-        self.factors = [piece.view(shape) for piece, shape in zip(self.packed.split(numels), factors, strict=True)]
+        self.packed, self.plain, self.flags = (
+            buffer[:end],
+            buffer[end : end + plain],
+            buffer[end + plain :][:flags],
+        )
+        self.factors = [
+            piece.view(shape)
+            for piece, shape in zip(self.packed.split(numels), factors, strict=True)
+        ]
 
 
 class PowerSGDWorkspace:
-    """Holds the matrices of one bucket layout, in the order in which they are sent, and the memory of their messages.
+    """Holds the matrices of one bucket layout, in the order in which they are sent, and the memory
+    of their messages.
 
     Attributes:
         slots: the parameters in the matrices.
         flags_of: a slice of `slots` per matrix.
-        in_bucket: delta can be computed in the bucket, because it has the compute dtype and no matrix is padded.
-        buffer: both messages in one tensor, so that one operator checks whether all numbers are finite.
+        in_bucket: delta can be computed in the bucket, because it has the compute dtype and no
+            matrix is padded.
+        buffer: both messages in one tensor, so that one operator checks whether all numbers are
+            finite.
     """
 
     def __init__(
@@ -152,7 +187,9 @@ class PowerSGDWorkspace:
         starts = list(itertools.accumulate((len(matrix.slots) for matrix in matrices), initial=0))
         self.flags_of = list(map(slice, starts, starts[1:]))
         compressed = [matrix.span for matrix in matrices]
-        padded = any(stop - start < x.n * x.m for (start, stop), x in zip(compressed, matrices, strict=True))
+        padded = any(
+            stop - start < x.n * x.m for (start, stop), x in zip(compressed, matrices, strict=True)
+        )
         self.in_bucket = layout.dtype == self.dtype and not padded
         plain = _gaps(sorted(compressed), layout.numel)
         spans = sorted([*compressed, *plain])
@@ -164,7 +201,9 @@ class PowerSGDWorkspace:
         size_p = sum(x.rank * x.n for x in matrices) + plain_numel + flags
         size_q = sum(x.rank * x.m for x in matrices)
         self.buffer = torch.zeros(size_p + size_q, dtype=wire_dtype, device=layout.device)
-        self.first = Message([(x.rank, x.n) for x in matrices], plain_numel, flags, self.buffer[:size_p])
+        self.first = Message(
+            [(x.rank, x.n) for x in matrices], plain_numel, flags, self.buffer[:size_p]
+        )
         self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
@@ -177,9 +216,12 @@ class PowerSGDWorkspace:
         return draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
 
 
-def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank, for every bucket layout,
-    and after a restart."""
+def draw(
+    seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank, for
+    every bucket layout, and after a restart.
+    """
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(rank, length, generator=generator, dtype=dtype)

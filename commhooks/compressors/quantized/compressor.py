@@ -4,8 +4,8 @@
     gradient = the quantised mean of delta over the ranks (`mean.py`)
     residual = the rounding error of this rank
 
-The owner of a block adds the rounding error of the mean to its residual, as the server does in DoubleSqueeze (Tang, Yu,
-Lian, Zhang, Liu: ICML 2019).
+The owner of a block adds the rounding error of the mean to its residual, as the server does in
+DoubleSqueeze (Tang, Yu, Lian, Zhang, Liu: ICML 2019).
 """
 
 import dataclasses
@@ -16,11 +16,29 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from commhooks.comm.wire import put_plain, scatter_into
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Verdict
+from commhooks.compressors.base import (
+    RESIDUAL,
+    Compressor,
+    Exchange,
+    State,
+    StateField,
+    StepInfo,
+    Verdict,
+)
 from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.native import library
-from commhooks.compressors.quantized.kernels import BlockBuffers, NativeKernel, TorchKernel, results_of
-from commhooks.compressors.quantized.mean import BlockCode, BlockKernel, ShareMessages, mean_over_ranks
+from commhooks.compressors.quantized.kernels import (
+    BlockBuffers,
+    NativeKernel,
+    TorchKernel,
+    results_of,
+)
+from commhooks.compressors.quantized.mean import (
+    BlockCode,
+    BlockKernel,
+    ShareMessages,
+    mean_over_ranks,
+)
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
@@ -31,10 +49,13 @@ from commhooks.gradients.precision import compute_dtype
 AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
-def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo) -> Exchange:
-    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the device. A block
-    with a non-finite number becomes NaN on every rank. A parameter without a gradient on any rank keeps its residual,
-    and its averaged gradient is zero."""
+def quantised_exchange(
+    flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo
+) -> Exchange:
+    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the
+    device. A block with a non-finite number becomes NaN on every rank. A parameter without a
+    gradient on any rank keeps its residual, and its averaged gradient is zero.
+    """
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)
     plain = [pieces[place] for place in work.place_of_plain]
@@ -45,15 +66,18 @@ def quantised_exchange(flat: torch.Tensor, work: "QuantizedWorkspace", state: St
         put_plain(plain, messages.plain, step.world_size)
     averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
-    kernel.store(averaged, flat, residuals, factor, good)  # residual = rounding error; gradient = mean
+    # residual = rounding error; gradient = mean
+    kernel.store(averaged, flat, residuals, factor, good)
     if plain:
         scatter_into(averaged.plain, plain)
     return None
 
 
 class QuantizedWorkspace:
-    """Holds the compressed parameters of one bucket layout (`slots`), and their kernel. `wire_dtype`: for uncompressed
-    elements. `natively`: compute with the native kernel: C on the CPU, Triton on CUDA."""
+    """Holds the compressed parameters of one bucket layout (`slots`), and their kernel.
+    `wire_dtype`: for uncompressed elements. `natively`: compute with the native kernel: C on the
+    CPU, Triton on CUDA.
+    """
 
     def __init__(
         self,
@@ -67,13 +91,22 @@ class QuantizedWorkspace:
     ) -> None:
         self.sizes = [slot.numel for slot in layout.slots]
         self.place_of_plain = [place for place, plan in enumerate(plans) if not plan.compressed]
-        self.slots = [slot for slot, plan in zip(layout.slots, plans, strict=True) if plan.compressed]
-        self._layout, self._code, self._wire_dtype, self._error_feedback = layout, code, wire_dtype, error_feedback
+        self.slots = [
+            slot for slot, plan in zip(layout.slots, plans, strict=True) if plan.compressed
+        ]
+        self._layout, self._code, self._wire_dtype, self._error_feedback = (
+            layout,
+            code,
+            wire_dtype,
+            error_feedback,
+        )
         self._triton = natively and runs_triton(layout.device)
         self._buffers: BlockBuffers | None = None
         if not (natively and precision.is_host_readable(layout.device)):
             dtype = compute_dtype(layout.dtype)
-            self._buffers = BlockBuffers(code, self.slots, dtype, layout.device, error_feedback=error_feedback)
+            self._buffers = BlockBuffers(
+                code, self.slots, dtype, layout.device, error_feedback=error_feedback
+            )
         self._kernel: BlockKernel | None = None
 
     def kernel(self, step: StepInfo) -> BlockKernel:
@@ -96,7 +129,9 @@ class QuantizedWorkspace:
             flags=len(self.slots),
         )
         if self._buffers is None:
-            return NativeKernel(messages, rank, self.slots, layout.dtype, error_feedback=self._error_feedback)
+            return NativeKernel(
+                messages, rank, self.slots, layout.dtype, error_feedback=self._error_feedback
+            )
         if self._triton:
             from commhooks.compressors.quantized.triton_kernel import TritonKernel
 
@@ -113,8 +148,8 @@ def native_build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> s
         from commhooks.compressors.quantized.triton_kernel import build
     except ImportError as error:
         raise HookConfigError(
-            f"the native kernel for {device} needs Triton, which cannot be imported ({error}): install it, or turn "
-            f"the kernel off by {library.SWITCH}=0"
+            f"the native kernel for {device} needs Triton, which cannot be imported ({error}):"
+            f" install it, or turn the kernel off by {library.SWITCH}=0"
         ) from error
     return build(device, dtype, code)
 
@@ -125,8 +160,9 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """`numel_compressed` counts bytes: codes and scales, with the padding of the last block. A flag, one byte, marks a
-    gradient that is not zero."""
+    """`numel_compressed` counts bytes: codes and scales, with the padding of the last block. A
+    flag, one byte, marks a gradient that is not zero.
+    """
 
     blocks: int = 0
     bits: int = 0
@@ -141,7 +177,10 @@ class BlockPlan(UnitPlan):
 
     @property
     def details(self) -> dict[str, Any]:
-        return {name: getattr(self, name) if self.compressed else None for name in ("bits", "blocks", "block_size")}
+        return {
+            name: getattr(self, name) if self.compressed else None
+            for name in ("bits", "blocks", "block_size")
+        }
 
 
 class QuantizedCompressor(Compressor[AnyQuantized]):
@@ -198,21 +237,40 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     def allocate(self, work: QuantizedWorkspace, step: StepInfo) -> None:
         work.kernel(step)
 
-    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it counts delta if the
-        gradients have 16 bits. `packed` counts codes and scales, sent and received in both collectives, and with torch
-        their computed copies, without the padding of shares."""
+    def memory_plan(
+        self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
+        """With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it
+        counts delta if the gradients have 16 bits. `packed` counts codes and scales, sent and
+        received in both collectives, and with torch their computed copies, without the padding of
+        shares.
+        """
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
-        residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
-        sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
+        residual = (
+            sum(RESIDUAL.size_bytes(plan) for plan in quantised)
+            if self.config.use_error_feedback
+            else 0
+        )
+        sent = [
+            plan
+            for rows in buckets
+            if any(p.compressed for p in rows)
+            for plan in rows
+            if not plan.compressed
+        ]
         plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in sent)
         packed = (3 if self.native else 4) * sum(plan.numel_sent for plan in quantised) + 4 * plain
         if self.native and all(plan.on_host for plan in quantised):
             converted = [plan for plan in quantised if compute_dtype(plan.dtype) != plan.dtype]
             copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
         else:
-            blocks = sum(plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize for plan in quantised)
-            padding = blocks - sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in quantised)
+            blocks = sum(
+                plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize
+                for plan in quantised
+            )
+            padding = blocks - sum(
+                plan.numel * compute_dtype(plan.dtype).itemsize for plan in quantised
+            )
             copies = blocks + (2 * padding if self.config.use_error_feedback else padding)
         return MemoryPlan(residual, packed=packed, copies=copies)
 

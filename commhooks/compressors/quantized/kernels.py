@@ -1,5 +1,7 @@
-"""Compute the quantised mean with torch on any device, and with the C kernel on the CPU (with Triton:
-`triton_kernel.py`). All kernels perform the same operations in the same order, so their bits are equal."""
+"""Compute the quantised mean with torch on any device, and with the C kernel on the CPU (with
+Triton: `triton_kernel.py`). All kernels perform the same operations in the same order, so their
+bits are equal.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,14 @@ from commhooks.comm.wire import concat_into, put_flags, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
-from commhooks.compressors.quantized.mean import Averaged, BlockCode, Good, Residuals, ShareMessages, sum_in_pairs
+from commhooks.compressors.quantized.mean import (
+    Averaged,
+    BlockCode,
+    Good,
+    Residuals,
+    ShareMessages,
+    sum_in_pairs,
+)
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
@@ -19,14 +28,21 @@ _PIECE = 2**20
 """Elements processed at once on the CPU, so that intermediate results stay in the cache."""
 
 
-# ---- blocks and their codes, with torch --------------------------------------------------------------------------
+# ---- blocks and their codes, with torch
+# --------------------------------------------------------------------------
 
 
 def quantise(
-    code: BlockCode, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest_scale: float
+    code: BlockCode,
+    blocks: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    largest_scale: float,
 ) -> None:
-    """Write `codes` and `scales`, and replace `blocks` by the rounding error, blocks - codes * scales. Numbers beyond
-    `code.levels * largest_scale` are clamped; the excess is part of the rounding error."""
+    """Write `codes` and `scales`, and replace `blocks` by the rounding error, blocks - codes *
+    scales. Numbers beyond `code.levels * largest_scale` are clamped; the excess is part of the
+    rounding error.
+    """
     scales.copy_(_scales(code, blocks, largest_scale))
     divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
     for at in _pieces(blocks):
@@ -40,24 +56,33 @@ def quantise(
             codes[at].copy_(low.add_(high, alpha=16).add_(8 * 17))
 
 
-def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write codes * scales to `out` (`... x n x block_size`, in the dtype of `scales`) and return it."""
+def dequantise(
+    code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Write codes * scales to `out` (`... x n x block_size`, in the dtype of `scales`) and return
+    it.
+    """
     for at in _pieces(out):
         _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(-1))
     return out
 
 
-def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
+def add_dequantised(
+    code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor
+) -> None:
     for at in _pieces(total):
-        total[at].add_(_unpack(code, codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1)))
+        total[at].add_(
+            _unpack(code, codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1))
+        )
 
 
 def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
     top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
-    # `top * 0` makes the divisor NaN where top is inf or NaN. The divisor is a tensor, because on CUDA torch multiplies
-    # by the reciprocal of a Python number.
+    # `top * 0` makes the divisor NaN where top is inf or NaN. The divisor is a tensor, because on
+    # CUDA torch multiplies by the reciprocal of a Python number.
     top.div_((top * 0).add_(code.levels)).clamp_(max=largest_scale)  # NaN stays NaN
-    # A denormal scale has few digits, and some devices treat it as zero: send such a block as zeros.
+    # A denormal scale has few digits, and some devices treat it as zero: send such a block as
+    # zeros.
     return top.masked_fill_(top < torch.finfo(blocks.dtype).tiny, 0)
 
 
@@ -77,17 +102,24 @@ def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
 
 
 class BlockBuffers:
-    """Holds the memory of `TorchKernel` and `TritonKernel` that does not depend on the number of ranks, with learned
-    state.
+    """Holds the memory of `TorchKernel` and `TritonKernel` that does not depend on the number of
+    ranks, with learned state.
 
     Attributes:
-        delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last block is zero, too.
+        delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last
+            block is zero, too.
         residuals: the residuals of `slots`, in blocks; None without error feedback.
         slot_of_block: the index of each block's slot.
     """
 
     def __init__(
-        self, code: BlockCode, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device, *, error_feedback: bool
+        self,
+        code: BlockCode,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        error_feedback: bool,
     ) -> None:
         blocks = [code.blocks_of(slot.numel) for slot in slots]
         rows = list(itertools.accumulate(blocks, initial=0))
@@ -95,12 +127,19 @@ class BlockBuffers:
         self.delta = torch.zeros(rows[-1] + 1, code.block_size, dtype=dtype, device=device)
         self.residuals: NamedViews | None = None
         if error_feedback:
-            names = [(slot.name, row * code.block_size, (slot.numel,)) for slot, row in zip(slots, rows, strict=False)]
+            names = [
+                (slot.name, row * code.block_size, (slot.numel,))
+                for slot, row in zip(slots, rows, strict=False)
+            ]
             whole = torch.zeros(rows[-1] * code.block_size, dtype=dtype, device=device)
             self.residuals = NamedViews(names, whole)
-        self.slot_of_block = torch.arange(len(slots)).repeat_interleave(torch.tensor(blocks)).to(device)
+        self.slot_of_block = (
+            torch.arange(len(slots)).repeat_interleave(torch.tensor(blocks)).to(device)
+        )
         self._first_and_end = torch.tensor([rows[:-1], rows[1:]]).view(-1).to(device)
-        self._paddings = [each * code.block_size - slot.numel for each, slot in zip(blocks, slots, strict=True)]
+        self._paddings = [
+            each * code.block_size - slot.numel for each, slot in zip(blocks, slots, strict=True)
+        ]
         self._zeros = torch.zeros(code.block_size, dtype=dtype, device=device)
         self._unused = torch.empty(sum(self._paddings), dtype=dtype, device=device)
 
@@ -120,7 +159,8 @@ class BlockBuffers:
     def put_flags(self, flags: torch.Tensor) -> None:
         """Write a flag per slot: 1 if its numbers in `delta` are not all zero, else 0."""
         is_nonzero = torch.linalg.vector_norm(self.of_slots, float("inf"), dim=1) != 0
-        # A slot is nonzero if the running count of nonzero blocks grows from its first block to its end.
+        # A slot is nonzero if the running count of nonzero blocks grows from its first block to its
+        # end.
         counts = torch.cat([is_nonzero.new_zeros(1), is_nonzero]).cumsum(0)
         first, end = counts.index_select(0, self._first_and_end).view(2, -1)
         flags.copy_(first != end)
@@ -131,15 +171,20 @@ class BlockBuffers:
 
 
 class TorchKernel:
-    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits for the device. The
-    number of operators does not depend on the number of tensors, and grows by two when the number of ranks doubles."""
+    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits
+    for the device. The number of operators does not depend on the number of tensors, and grows by
+    two when the number of ranks doubles.
+    """
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
         self.buffers, self.messages, self.rank = buffers, messages, rank
         rows, code, device = len(buffers.delta), messages.code, messages.sent.device
-        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)  # codes of `delta`
+        # codes of `delta`
+        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
-        self._own: torch.Tensor | None = None  # delta of this rank's share, divided by the world size
+        self._own: torch.Tensor | None = (
+            None  # delta of this rank's share, divided by the world size
+        )
         self._ranks = torch.full((), messages.world_size, dtype=messages.dtype, device=device)
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
@@ -155,8 +200,8 @@ class TorchKernel:
 
     def quantise(self) -> None:
         messages, shares, buffers = self.messages, self.messages.shares, self.buffers
-        # This rank averages its own share without rounding it. Quantising all blocks is simpler; `average` overwrites
-        # the rounding errors of the own blocks.
+        # This rank averages its own share without rounding it. Quantising all blocks is simpler;
+        # `average` overwrites the rounding errors of the own blocks.
         self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(self._ranks)
         quantise(messages.code, buffers.of_slots, self.codes[:-1], self.scales[:-1], messages.most)
         sent, order = messages.in_sent, shares.blocks.view(-1)
@@ -178,12 +223,20 @@ class TorchKernel:
             deltas[self.rank].copy_(own)
             own = sum_in_pairs(deltas)
         quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
-        # `own` is now the rounding error of the mean. The owner alone corrects it, so multiply by the world size.
+        # `own` is now the rounding error of the mean. The owner alone corrects it, so multiply by
+        # the world size.
         count = shares.counts[self.rank]
-        self.buffers.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
+        self.buffers.delta.index_copy_(
+            0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size)
+        )
 
     def store(
-        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+        self,
+        averaged: Averaged,
+        flat: torch.Tensor,
+        residuals: Residuals,
+        factor: LossScale,
+        good: Good,
     ) -> None:
         has_gradient, used = averaged.flags > 0, None
         if not (precision.is_host_readable(flat.device) and bool(has_gradient.all())):
@@ -197,9 +250,12 @@ class TorchKernel:
             mean.masked_fill_(~used, 0)
         self.buffers.write_gradients(flat)
 
-    def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
-        """Store delta, now the rounding errors, as the residuals. `used` masks the blocks whose tensor has a flag
-        (bool, `n x 1`); None if the host has read that all have one."""
+    def _keep_lost(
+        self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None
+    ) -> None:
+        """Store delta, now the rounding errors, as the residuals. `used` masks the blocks whose
+        tensor has a flag (bool, `n x 1`); None if the host has read that all have one.
+        """
         if good is False or self.buffers.residuals is None:
             return
         lost = self.buffers.of_slots
@@ -215,15 +271,23 @@ class TorchKernel:
         torch.where(keep, lost, before, out=before)
 
 
-# ---- the C kernel, native/quantized.c ----------------------------------------------------------------------------
+# ---- the C kernel, native/quantized.c
+# ----------------------------------------------------------------------------
 
 
 class NativeKernel:
-    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer, or in a copy if the
-    buffer has 16 bits, block by block, and leaves the rounding error there."""
+    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer, or
+    in a copy if the buffer has 16 bits, block by block, and leaves the rounding error there.
+    """
 
     def __init__(
-        self, messages: ShareMessages, rank: int, slots: Sequence[Slot], dtype: torch.dtype, *, error_feedback: bool
+        self,
+        messages: ShareMessages,
+        rank: int,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        *,
+        error_feedback: bool,
     ) -> None:
         self.messages, self.rank = messages, rank
         self._slots, self._error_feedback, self._bits = slots, error_feedback, messages.code.bits
@@ -241,22 +305,48 @@ class NativeKernel:
         self._make_table()
 
     def _make_table(self) -> None:
-        """Make a table with a row per piece, with the pieces of this rank's share first. Offsets are in bytes."""
+        """Make a table with a row per piece, with the pieces of this rank's share first. Offsets
+        are in bytes.
+        """
         messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
         sizes, offsets = [], []
         pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
         for each in pieces:
             begin = each.first * code.block_size
-            sizes.append([min(each.blocks * code.block_size, self._slots[each.tensor].numel - begin), code.block_size])
+            sizes.append(
+                [
+                    min(each.blocks * code.block_size, self._slots[each.tensor].numel - begin),
+                    code.block_size,
+                ]
+            )
             codes_at = messages.codes_at + each.place * code.block_bytes
             scales_at = messages.scales_at + each.place * size
             in_numbers = size * (self._starts[each.tensor] + begin)
-            offsets.append((each.tensor, in_numbers, size * begin, codes_at, scales_at, each.owner * messages.size))
+            offsets.append(
+                (
+                    each.tensor,
+                    in_numbers,
+                    size * begin,
+                    codes_at,
+                    scales_at,
+                    each.owner * messages.size,
+                )
+            )
         columns = torch.tensor(offsets).unbind(1)
-        self._tensor, self._in_numbers, self._in_tensor, self._codes_at, self._scales_at, self._of_owner = columns
+        (
+            self._tensor,
+            self._in_numbers,
+            self._in_tensor,
+            self._codes_at,
+            self._scales_at,
+            self._of_owner,
+        ) = columns
         self._table = table = PieceTable(sizes, messages.dtype)
         self._in_bucket, self._residual = table.column("bucket"), table.column("residual")
-        self._arrived_codes, self._arrived_scales = table.column("arrived_codes"), table.column("arrived_scales")
+        self._arrived_codes, self._arrived_scales = (
+            table.column("arrived_codes"),
+            table.column("arrived_scales"),
+        )
         own = sum(each.owner == self.rank for each in pieces)
         self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
         # The kernel writes codes and scales directly into the messages.
@@ -273,27 +363,41 @@ class NativeKernel:
             concat_into([slot.of(flat) for slot in self._slots], self._copy)
         start = address(self._numbers, self._table.dtype, self._end)
         torch.add(self._in_numbers, start, out=self._in_bucket)
-        self._read = [residuals.get(slot.name) if self._error_feedback else None for slot in self._slots]
+        self._read = [
+            residuals.get(slot.name) if self._error_feedback else None for slot in self._slots
+        ]
         self._point_to_residuals(self._read)
         self._factor = float(factor)
 
     def quantise(self) -> None:
-        # ranks=1, rank=0, stride=0: quantise only. With other values the kernel averages the arrived shares first.
-        self._table.run("quantise", self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others)
+        # ranks=1, rank=0, stride=0: quantise only. With other values the kernel averages the
+        # arrived shares first.
+        self._table.run(
+            "quantise", self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others
+        )
 
     def average(self, arrived: torch.Tensor) -> None:
         messages = self.messages
         self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
         mean_of = messages.world_size, self.rank, messages.size
-        self._table.run("quantise", self._bits, messages.most, self._factor, *mean_of, rows=self._own)
+        self._table.run(
+            "quantise", self._bits, messages.most, self._factor, *mean_of, rows=self._own
+        )
 
     def store(
-        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+        self,
+        averaged: Averaged,
+        flat: torch.Tensor,
+        residuals: Residuals,
+        factor: LossScale,
+        good: Good,
     ) -> None:
         used = (averaged.flags > 0).tolist()
         kept: list[torch.Tensor | None] = [None] * len(used)
         if self._error_feedback and bool(good):
-            kept = [self._kept(*each, residuals, factor) for each in zip(self._slots, used, strict=True)]
+            kept = [
+                self._kept(*each, residuals, factor) for each in zip(self._slots, used, strict=True)
+            ]
         self._point_to_residuals(kept)
         means = address(averaged.means, torch.uint8, self.messages.sent.numel())
         self._point_to_arrived(self._all, self._of_owner + means)
@@ -304,7 +408,9 @@ class NativeKernel:
         if self._copy is not None:
             scatter_into(self._copy, [slot.of(flat) for slot in self._slots])
 
-    def _kept(self, slot: Slot, used: bool, residuals: Residuals, factor: LossScale) -> torch.Tensor | None:
+    def _kept(
+        self, slot: Slot, used: bool, residuals: Residuals, factor: LossScale
+    ) -> torch.Tensor | None:
         if slot.name not in residuals:
             residuals[slot.name] = torch.zeros(slot.numel, dtype=self._table.dtype)
         elif not used and not is_one(factor):
@@ -316,7 +422,8 @@ class NativeKernel:
             0 if each is None else address(each, self._table.dtype, slot.numel)
             for slot, each in zip(self._slots, residuals, strict=True)
         ]
-        if starts != self._residuals_at:  # they rarely move: when a parameter has no gradient, or after a load
+        # they rarely move: when a parameter has no gradient, or after a load
+        if starts != self._residuals_at:
             self._residuals_at = starts
             of_pieces = torch.tensor(starts).index_select(0, self._tensor)
             self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
@@ -327,8 +434,9 @@ class NativeKernel:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should agree, unless a
-    compiler contracts multiplications and additions despite its flags."""
+    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should
+    agree, unless a compiler contracts multiplications and additions despite its flags.
+    """
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
         blocks = code.blocks_of(numel)

@@ -1,5 +1,6 @@
-"""Compute the quantised mean over the ranks of delta, the input plus the residual of earlier steps, divided into
-blocks. The owner of a block is the rank that averages it."""
+"""Compute the quantised mean over the ranks of delta, the input plus the residual of earlier steps,
+divided into blocks. The owner of a block is the rank that averages it.
+"""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -22,52 +23,69 @@ _ALIGNMENT = 8
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
-    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`. Afterwards delta is the rounding
-    error of this rank. The mean of these errors over the ranks is the difference between the exact mean and the
-    result."""
+    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`. Afterwards
+    delta is the rounding error of this rank. The mean of these errors over the ranks is the
+    difference between the exact mean and the result.
+    """
     messages = kernel.messages
     kernel.quantise()  # 1. quantise the blocks that other ranks own
     messages.put_plain_and_flags()
-    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2. send every block to its owner
+    # 2. send every block to its owner
+    arrived = yield Send(messages.sent, what="shares", op="all_to_all")
     kernel.average(arrived)  # 3. average the blocks that this rank owns, and quantise the mean
     messages.reduce_plain_and_flags(arrived)
-    means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4. send the mean to all ranks
+    # 4. send the mean to all ranks
+    means = yield Send(messages.mean, what="means", op="gather", last=True)
     return Averaged(messages, means)  # 5. all ranks decode the same bytes
 
 
 class BlockKernel(Protocol):
-    """Defines the arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any device.
-    `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory, and compute the same bits."""
+    """Defines the arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any
+    device. `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory, and
+    compute the same bits.
+    """
 
     messages: "ShareMessages"
     rank: int
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`. Write a flag per tensor
-        to `messages.flags`: 1 if its gradient is not zero, else 0."""
+        """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`.
+        Write a flag per tensor to `messages.flags`: 1 if its gradient is not zero, else 0.
+        """
 
     def quantise(self) -> None:
-        """Write the blocks of other owners into `messages.sent`. Leave their rounding errors in delta."""
+        """Write the blocks of other owners into `messages.sent`. Leave their rounding errors in
+        delta.
+        """
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: its own blocks, not rounded, then the received ones (on the CPU in the order of
-        the ranks). Write the quantised mean into `messages.mean`. Leave its rounding error, times the world size, in
-        delta."""
+        """Average this rank's share: its own blocks, not rounded, then the received ones (on the
+        CPU in the order of the ranks). Write the quantised mean into `messages.mean`. Leave its
+        rounding error, times the world size, in delta.
+        """
 
     def store(
-        self, averaged: "Averaged", flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+        self,
+        averaged: "Averaged",
+        flat: torch.Tensor,
+        residuals: Residuals,
+        factor: LossScale,
+        good: Good,
     ) -> None:
-        """If `good`, store delta as the residuals. Write the averages into the buffer. A tensor without a flag on any
-        rank keeps its residual, times the factor if `good`, and its average is zero."""
+        """If `good`, store delta as the residuals. Write the averages into the buffer. A tensor
+        without a flag on any rank keeps its residual, times the factor if `good`, and its average
+        is zero.
+        """
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x| / levels. If a
-    number is not finite, the scale of its block is NaN, and the whole block decodes to NaN.
+    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x|
+    / levels. If a number is not finite, the scale of its block is NaN, and the whole block decodes
+    to NaN.
 
-    Blocks are rows of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x block_bytes`, and scales are `n`
-    numbers in the dtype of the blocks.
+    Blocks are rows of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x
+    block_bytes`, and scales are `n` numbers in the dtype of the blocks.
     """
 
     bits: int
@@ -86,8 +104,9 @@ class BlockCode:
         return -(-numel // self.block_size)
 
     def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
-        """Return the scale at which a block is clamped to `largest`. It is slightly less than `largest / levels`, so
-        that rounding does not make `levels * scale` exceed `largest`."""
+        """Return the scale at which a block is clamped to `largest`. It is slightly less than
+        `largest / levels`, so that rounding does not make `levels * scale` exceed `largest`.
+        """
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
 
@@ -104,32 +123,42 @@ class Piece(NamedTuple):
 
 
 class Shares:
-    """Divides the blocks of several tensors (name, number of blocks) among the ranks as equally as possible.
+    """Divides the blocks of several tensors (name, number of blocks) among the ranks as equally as
+    possible.
 
-    The owner of a block depends only on the tensor's name and the world size, so that bits do not depend on the bucket
-    layout. The name selects the first owner, so that small tensors do not all have the same owner.
+    The owner of a block depends only on the tensor's name and the world size, so that bits do not
+    depend on the bucket layout. The name selects the first owner, so that small tensors do not all
+    have the same owner.
 
     Attributes:
         counts: number of blocks in each share.
-        size: number of blocks in each share as sent; shorter shares are padded with the empty block.
+        size: number of blocks in each share as sent; shorter shares are padded with the empty
+            block.
         places: the index of each block in the concatenated shares.
-        blocks: `world_size x size`, the indices of the blocks in each share. The empty block has the last index.
+        blocks: `world_size x size`, the indices of the blocks in each share. The empty block has
+            the last index.
     """
 
-    def __init__(self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, tensors: Sequence[tuple[str, int]], world_size: int, device: torch.device
+    ) -> None:
         self.pieces: list[Piece] = []
         self.counts = [0] * world_size
-        # Divide each tensor into as many parts as there are ranks, and give part i to rank i plus a hash of the name.
+        # Divide each tensor into as many parts as there are ranks, and give part i to rank i plus a
+        # hash of the name.
         for number, (name, blocks) in enumerate(tensors):
             for i in range(min(blocks, world_size)):
-                part = max(i, i * world_size // blocks)  # skips the empty parts if there are fewer blocks than ranks
+                # skips the empty parts if there are fewer blocks than ranks
+                part = max(i, i * world_size // blocks)
                 begin, end = (-(-each * blocks // world_size) for each in (part, part + 1))
                 owner = (part + crc32(name.encode())) % world_size
                 self.pieces.append(Piece(number, begin, end - begin, owner, self.counts[owner]))
                 self.counts[owner] += end - begin
         self.size = max(self.counts)
         starts = [each.owner * self.size + each.place for each in self.pieces]
-        runs = [torch.arange(at, at + each.blocks) for at, each in zip(starts, self.pieces, strict=True)]
+        runs = [
+            torch.arange(at, at + each.blocks) for at, each in zip(starts, self.pieces, strict=True)
+        ]
         places = torch.cat(runs)
         blocks_in = torch.full((world_size * self.size,), len(places))
         blocks_in[places] = torch.arange(len(places))
@@ -148,8 +177,8 @@ class Sections:
 
 
 class ShareMessages:
-    """Holds the messages of one mean over `world_size` ranks, allocated once. A message has the blocks of one share,
-    and an equal part of everything that is not quantised.
+    """Holds the messages of one mean over `world_size` ranks, allocated once. A message has the
+    blocks of one share, and an equal part of everything that is not quantised.
 
     Args:
         tensors: name and number of blocks, in the order of the blocks.
@@ -203,14 +232,18 @@ class ShareMessages:
         self.flags = self._flags.view(-1)[:flags]
 
     def sections(self, messages: torch.Tensor) -> Sections:
-        return Sections(*(messages[..., at : at + length].view(dtype) for at, length, dtype in self._sections))
+        return Sections(
+            *(messages[..., at : at + length].view(dtype) for at, length, dtype in self._sections)
+        )
 
     def put_plain_and_flags(self) -> None:
         self.in_sent.plain.copy_(self._plain)
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of the plain numbers (on the CPU in rank order) and the maxima of the flags into `mean`."""
+        """Write the sums of the plain numbers (on the CPU in rank order) and the maxima of the
+        flags into `mean`.
+        """
         shares, mean = self.sections(arrived), self.in_mean
         if precision.is_host_readable(arrived.device):
             total = torch.zeros(mean.plain.shape, dtype=self.dtype)
@@ -223,9 +256,11 @@ class ShareMessages:
 
 
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the first dimension of `parts`, which is used as scratch memory. One operator adds the second
-    half of the ranks to the first half, whose size is a power of two, then the next operator halves again. `torch.sum`
-    would be one operator, but on an accelerator its order, and so its bits, would depend on the bucket layout."""
+    """Return the sum over the first dimension of `parts`, which is used as scratch memory. One
+    operator adds the second half of the ranks to the first half, whose size is a power of two, then
+    the next operator halves again. `torch.sum` would be one operator, but on an accelerator its
+    order, and so its bits, would depend on the bucket layout.
+    """
     while len(parts) > 1:
         half = 2 ** ((len(parts) - 1).bit_length() - 1)
         parts[: len(parts) - half].add_(parts[half:])
@@ -234,7 +269,8 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 class Averaged:
-    """Holds the averages of all shares, the same bytes on every rank, from the messages `mean` of all ranks.
+    """Holds the averages of all shares, the same bytes on every rank, from the messages `mean` of
+    all ranks.
 
     Attributes:
         finite: whether all scales and plain numbers are finite (0-dim bool tensor).

@@ -24,23 +24,27 @@ class Quantized(HookConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         fits = _UNIT <= self.block_size <= _LARGEST_BLOCK and self.block_size % _UNIT == 0
-        self._require(fits, "block_size", f"a multiple of {_UNIT} between {_UNIT} and {_LARGEST_BLOCK}")
+        self._require(
+            fits, "block_size", f"a multiple of {_UNIT} between {_UNIT} and {_LARGEST_BLOCK}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Compress(Quantized):
     """Sends gradients as 8-bit integers with a scale per block.
 
-    It sends about a quarter of the bytes, with error feedback. Vectors and scalars are not quantised.
+    It sends about a quarter of the bytes, with error feedback. Vectors and scalars are not
+    quantised.
 
     Args:
-        block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of 16. Smaller blocks
-            are more exact and send more scales.
+        block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of
+            16. Smaller blocks are more exact and send more scales.
         use_error_feedback: add the rounding error to the next gradient. Leave it on.
-        start_iter: number of steps with plain all-reduce before compression begins (int), or a fraction of the run
-            (float between 0 and 1, exclusive). None: 10 % of the run, at most 1000 steps; 100 steps if the length of
-            the run is unknown.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are never compressed.
+        start_iter: number of steps with plain all-reduce before compression begins (int), or a
+            fraction of the run (float between 0 and 1, exclusive). None: 10 % of the run, at most
+            1000 steps; 100 steps if the length of the run is unknown.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are
+            never compressed.
     """
 
     hook_name: ClassVar[str] = "int8_compress"
@@ -55,11 +59,13 @@ class Int4Compress(Quantized):
     It sends about a seventh of the bytes, and rounds more coarsely than int8_compress.
 
     Args:
-        block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of 16.
+        block_size: consecutive elements of a parameter that share a scale of 4 bytes; a multiple of
+            16.
         use_error_feedback: add the rounding error to the next gradient. Leave it on.
-        start_iter: number of steps with plain all-reduce before compression begins (int), or a fraction of the run
-            (float between 0 and 1, exclusive). None: as in `Int8Compress`.
-        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are never compressed.
+        start_iter: number of steps with plain all-reduce before compression begins (int), or a
+            fraction of the run (float between 0 and 1, exclusive). None: as in `Int8Compress`.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case-sensitive) that are
+            never compressed.
     """
 
     hook_name: ClassVar[str] = "int4_compress"

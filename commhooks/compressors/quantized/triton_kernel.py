@@ -1,7 +1,7 @@
 """Compute the quantised mean with Triton on CUDA devices, in four kernels and a fill per bucket.
 
-The kernels perform the same operations in the same order as torch in `kernels.py`, and round each of them, so the bits
-are equal. Before a device is used, `build` compares them on a small bucket.
+The kernels perform the same operations in the same order as torch in `kernels.py`, and round each
+of them, so the bits are equal. Before a device is used, `build` compares them on a small bucket.
 """
 
 import contextlib
@@ -34,10 +34,13 @@ from commhooks.gradients.precision import compute_dtype
 _TILE = 2048
 """Elements per program, or more if a block has more."""
 _ROUNDED = {"enable_fp_fusion": False}
-"""Launch options. Triton must not fuse a multiplication with an addition, because torch rounds each of them."""
+"""Launch options. Triton must not fuse a multiplication with an addition, because torch rounds each
+of them.
+"""
 
 
-# ---- on the device -----------------------------------------------------------------------------------------------
+# ---- on the device
+# -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -50,9 +53,11 @@ def _divided(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(x):  # type: ignore[no-untyped-def]
-    """Return `torch.round(x)` for x between -127 and 127: to the nearest integer, ties to even. -0.0 stays.
+    """Return `torch.round(x)` for x between -127 and 127: to the nearest integer, ties to even.
+    -0.0 stays.
 
-    Adding 1.5 * 2^23 in float32 (1.5 * 2^52 in float64) leaves no bits for the fraction, so the addition rounds.
+    Adding 1.5 * 2^23 in float32 (1.5 * 2^52 in float64) leaves no bits for the fraction, so the
+    addition rounds.
     """
     beyond: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
     whole = (x + beyond) - beyond
@@ -69,16 +74,41 @@ def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.
 
 @triton.jit(do_not_specialize=["blocks", "share", "rank", "codes_stride", "scales_stride"])
 def _quantise(  # type: ignore[no-untyped-def]
-    flat, delta, residual, factor, first, count, tensor, flags, places, own, codes, scales,
-    blocks, share, rank, codes_stride, scales_stride,
-    LEVELS: tl.constexpr, MOST: tl.constexpr, TINY: tl.constexpr, RANKS: tl.constexpr,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    MEAN: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Quantise blocks, and leave the rounding errors in `delta`. The PARTS of a block are the codes in one byte.
+    flat,
+    delta,
+    residual,
+    factor,
+    first,
+    count,
+    tensor,
+    flags,
+    places,
+    own,
+    codes,
+    scales,
+    blocks,
+    share,
+    rank,
+    codes_stride,
+    scales_stride,
+    LEVELS: tl.constexpr,
+    MOST: tl.constexpr,
+    TINY: tl.constexpr,
+    RANKS: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    MEAN: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Quantise blocks, and leave the rounding errors in `delta`. The PARTS of a block are the codes
+    in one byte.
 
-    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this rank's blocks stay.
-    MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding errors times RANKS.
+    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this
+    rank's blocks stay. MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding
+    errors times RANKS.
     """
     PARTS: tl.constexpr = 8 // BITS
     real: tl.constexpr = delta.dtype.element_ty
@@ -98,23 +128,29 @@ def _quantise(  # type: ignore[no-untyped-def]
         valid = inside & (j < tl.load(count + row, there, 0)[:, None, None])
         x = tl.load(flat + tl.load(first + row, there, 0)[:, None, None] + j, valid, 0.0).to(real)
         nonzero = tl.max(tl.max((x != 0).to(tl.int32), 2), 1)
-        tl.store(flags + tl.load(tensor + row, there, 0), nonzero.to(tl.uint8), there & (nonzero != 0))
+        tl.store(
+            flags + tl.load(tensor + row, there, 0), nonzero.to(tl.uint8), there & (nonzero != 0)
+        )
         if FEEDBACK:
             before = tl.load(residual + number, valid, 0.0)
             if SCALED:
                 before *= tl.load(factor).to(real)
             x += before
 
-    # The largest |x|. As integers, the bits of nonnegative floats have the order of the numbers, with inf and NaN last.
+    # The largest |x|. As integers, the bits of nonnegative floats have the order of the numbers,
+    # with inf and NaN last.
     integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
     top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
-    scale = tl.where(top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan"))
+    scale = tl.where(
+        top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan")
+    )
     most = tl.full((ROWS,), MOST, real)
     scale = tl.where(scale > most, most, scale)
     scale = tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
     each = scale[:, None, None]
     whole = _divided(x, tl.where(each == 0, 1.0, each) + tl.zeros_like(x))
-    whole = tl.where(whole < LEVELS, whole, LEVELS)  # also turns NaN into LEVELS, so that it has a code
+    # also turns NaN into LEVELS, so that it has a code
+    whole = tl.where(whole < LEVELS, whole, LEVELS)
     whole = _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
     error = x - whole * each
     if MEAN:
@@ -126,18 +162,36 @@ def _quantise(  # type: ignore[no-untyped-def]
     if BITS == 4:
         code = (code + 8) << (part * 4)
     byte = (tl.sum(code, 1) & 255).to(tl.uint8)
-    to = codes + owner[:, None] * codes_stride + place[:, None] * WIDTH + tl.arange(0, PADDED)[None, :]
+    to = (
+        codes
+        + owner[:, None] * codes_stride
+        + place[:, None] * WIDTH
+        + tl.arange(0, PADDED)[None, :]
+    )
     tl.store(to, byte, there[:, None] & (tl.arange(0, PADDED)[None, :] < WIDTH))
     tl.store(scales + owner * scales_stride + place, scale, there)
 
 
 @triton.jit(do_not_specialize=["blocks", "rank", "codes_stride", "scales_stride"])
 def _average(  # type: ignore[no-untyped-def]
-    delta, own, codes, scales, blocks, rank, codes_stride, scales_stride,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, HALVINGS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Average this rank's blocks into `delta`: its own part, not rounded, and codes * scales of the other ranks. The
-    additions are the same as in `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum."""
+    delta,
+    own,
+    codes,
+    scales,
+    blocks,
+    rank,
+    codes_stride,
+    scales_stride,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANKS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Average this rank's blocks into `delta`: its own part, not rounded, and codes * scales of the
+    other ranks. The additions are the same as in `sum_in_pairs`. A missing rank is -0.0, which
+    changes no bit of a sum.
+    """
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -147,9 +201,16 @@ def _average(  # type: ignore[no-untyped-def]
     mine = _divided(tl.load(delta + number, there, 0.0), ranks)
     other = tl.arange(0, 2**HALVINGS)[:, None]
     known = there[None, :] & (other < RANKS)
-    byte = tl.load(codes + other.to(tl.int64) * codes_stride + (row * WIDTH + j % WIDTH)[None, :], known, 0)
-    scale = _divided(tl.load(scales + other.to(tl.int64) * scales_stride + row[None, :], known, 0.0), ranks[None, :])
-    parts = tl.where(other == rank, mine[None, :], _decoded(byte, scale, j[None, :], real, BITS, WIDTH))
+    byte = tl.load(
+        codes + other.to(tl.int64) * codes_stride + (row * WIDTH + j % WIDTH)[None, :], known, 0
+    )
+    scale = _divided(
+        tl.load(scales + other.to(tl.int64) * scales_stride + row[None, :], known, 0.0),
+        ranks[None, :],
+    )
+    parts = tl.where(
+        other == rank, mine[None, :], _decoded(byte, scale, j[None, :], real, BITS, WIDTH)
+    )
     parts = tl.where(other < RANKS, parts, -0.0)
     for i in tl.static_range(HALVINGS):
         parts = tl.sum(tl.reshape(parts, (2, 2 ** (HALVINGS - 1 - i), TILE)), 0)
@@ -158,10 +219,28 @@ def _average(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["blocks", "share", "codes_stride", "scales_stride"])
 def _store(  # type: ignore[no-untyped-def]
-    flat, delta, residual, factor, good, first, count, tensor, flags, places, codes, scales,
-    blocks, share, codes_stride, scales_stride,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FEEDBACK: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    flat,
+    delta,
+    residual,
+    factor,
+    good,
+    first,
+    count,
+    tensor,
+    flags,
+    places,
+    codes,
+    scales,
+    blocks,
+    share,
+    codes_stride,
+    scales_stride,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -184,11 +263,14 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(flat + tl.load(first + row, there, 0) + j, mean.to(flat.dtype.element_ty), valid)
 
 
-# ---- on the host -------------------------------------------------------------------------------------------------
+# ---- on the host
+# -------------------------------------------------------------------------------------------------
 
 
 class TritonKernel:
-    """Implements `BlockKernel` with Triton, on the current stream. The host never waits for the device."""
+    """Implements `BlockKernel` with Triton, on the current stream. The host never waits for the
+    device.
+    """
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
         self.messages, self.rank, self._buffers = messages, rank, buffers
@@ -231,38 +313,92 @@ class TritonKernel:
         halvings, blocks = (messages.world_size - 1).bit_length(), messages.shares.counts[self.rank]
         tile = max(16, _TILE >> halvings)
         self._launch(
-            _average, blocks * messages.code.block_size, tile,
-            self._buffers.delta, self._own, parts.codes, parts.scales, blocks, self.rank, parts.codes.stride(0),
-            parts.scales.stride(0), **self._code, RANKS=messages.world_size, HALVINGS=halvings, TILE=tile,
-        )  # fmt: skip
+            _average,
+            blocks * messages.code.block_size,
+            tile,
+            self._buffers.delta,
+            self._own,
+            parts.codes,
+            parts.scales,
+            blocks,
+            self.rank,
+            parts.codes.stride(0),
+            parts.scales.stride(0),
+            **self._code,
+            RANKS=messages.world_size,
+            HALVINGS=halvings,
+            TILE=tile,
+        )
         self._quantise(self._buffers.delta, 1.0, blocks, mean=True)
 
     def store(
-        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
+        self,
+        averaged: Averaged,
+        flat: torch.Tensor,
+        residuals: Residuals,
+        factor: LossScale,
+        good: Good,
     ) -> None:
         messages, buffers, parts = self.messages, self._buffers, averaged.sections
         kept = buffers.delta if buffers.residuals is None else buffers.residuals.bind(residuals)
         committed, flags = torch.as_tensor(good, device=flat.device), averaged.flags.contiguous()
         first, count, tensor = self._of_block
         self._launch(
-            _store, self._blocks * messages.code.block_size, _TILE,
-            flat, buffers.delta, kept, self._on_device(factor), committed, first, count, tensor, flags,
-            messages.shares.places, parts.codes, parts.scales, self._blocks, messages.shares.size,
-            parts.codes.stride(0), parts.scales.stride(0),
-            **self._code, TILE=_TILE, FEEDBACK=buffers.residuals is not None, SCALED=not is_one(factor),
-        )  # fmt: skip
+            _store,
+            self._blocks * messages.code.block_size,
+            _TILE,
+            flat,
+            buffers.delta,
+            kept,
+            self._on_device(factor),
+            committed,
+            first,
+            count,
+            tensor,
+            flags,
+            messages.shares.places,
+            parts.codes,
+            parts.scales,
+            self._blocks,
+            messages.shares.size,
+            parts.codes.stride(0),
+            parts.scales.stride(0),
+            **self._code,
+            TILE=_TILE,
+            FEEDBACK=buffers.residuals is not None,
+            SCALED=not is_one(factor),
+        )
 
     def _quantise(self, flat: torch.Tensor, factor: LossScale, blocks: int, *, mean: bool) -> None:
         messages, buffers = self.messages, self._buffers
         to, residuals = messages.in_mean if mean else messages.in_sent, buffers.residuals
         first, count, tensor = self._of_block
         self._launch(
-            _quantise, blocks, self._rows,
-            flat, buffers.delta, buffers.delta if residuals is None else residuals.whole, self._on_device(factor),
-            first, count, tensor, messages.flags, messages.shares.places, self._own, to.codes, to.scales,
-            blocks, messages.shares.size, self.rank, to.codes.stride(0), to.scales.stride(0),
-            **self._quantising, MEAN=mean, FEEDBACK=residuals is not None, SCALED=not is_one(factor),
-        )  # fmt: skip
+            _quantise,
+            blocks,
+            self._rows,
+            flat,
+            buffers.delta,
+            buffers.delta if residuals is None else residuals.whole,
+            self._on_device(factor),
+            first,
+            count,
+            tensor,
+            messages.flags,
+            messages.shares.places,
+            self._own,
+            to.codes,
+            to.scales,
+            blocks,
+            messages.shares.size,
+            self.rank,
+            to.codes.stride(0),
+            to.scales.stride(0),
+            **self._quantising,
+            MEAN=mean,
+            FEEDBACK=residuals is not None,
+            SCALED=not is_one(factor),
+        )
 
     def _on_device(self, factor: LossScale) -> torch.Tensor:
         if isinstance(factor, torch.Tensor):
@@ -270,20 +406,25 @@ class TritonKernel:
         # Not read if it is 1.
         return self._buffers.delta if factor == 1 else self._buffers.delta.new_full((), factor)
 
-    def _launch(self, kernel: Any, work: int, per_program: int, *arguments: Any, **options: Any) -> None:
+    def _launch(
+        self, kernel: Any, work: int, per_program: int, *arguments: Any, **options: Any
+    ) -> None:
         device = self.messages.sent.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             if work:
                 kernel[(-(-work // per_program),)](*arguments, **options, **_ROUNDED)
 
 
-# ---- the comparison with torch -----------------------------------------------------------------------------------
+# ---- the comparison with torch
+# -----------------------------------------------------------------------------------
 
 
 @functools.cache
 def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the device. Returns an id;
-    see `Compressor.native_build`. Raises HookConfigError if they cannot be compiled or run, or compute other bits."""
+    """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the
+    device. Returns an id; see `Compressor.native_build`. Raises HookConfigError if they cannot be
+    compiled or run, or compute other bits.
+    """
     expected = results_of(TorchKernel, device, dtype, code)
     try:
         found = results_of(TritonKernel, device, dtype, code)
@@ -293,8 +434,8 @@ def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
         problem = "" if found == expected else "computes other bits than torch"
     if problem:
         raise HookConfigError(
-            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem} ({library.SWITCH}=0 "
-            "turns it off)"
+            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem}"
+            f" ({library.SWITCH}=0 turns it off)"
         )
     return f"triton {hashlib.sha256(expected).hexdigest()[:12]}"
 
@@ -310,19 +451,31 @@ def results_of(
     sizes = (3 * code.block_size + 5, 1, code.block_size, code.block_size - 1, 2 * code.block_size)
     starts = list(itertools.accumulate(sizes, initial=1))  # after an element that is not aligned
     parameter = torch.empty(0, device=device)
-    slots = [Slot(str(i), parameter, *each) for i, each in enumerate(zip(starts, sizes, strict=False))]
+    slots = [
+        Slot(str(i), parameter, *each) for i, each in enumerate(zip(starts, sizes, strict=False))
+    ]
     real, most = compute_dtype(dtype), torch.finfo(dtype).max
-    flats, made, residuals = [], list[BlockKernel](), [dict[str, torch.Tensor]() for _ in range(ranks)]
+    flats, made, residuals = (
+        [],
+        list[BlockKernel](),
+        [dict[str, torch.Tensor]() for _ in range(ranks)],
+    )
     for rank in range(ranks):
         names = [(slot.name, code.blocks_of(slot.numel)) for slot in slots]
-        messages = ShareMessages(code, names, real, ranks, device, largest=most, plain=(0, dtype), flags=len(slots))
-        made.append(kernel(BlockBuffers(code, slots, real, device, error_feedback=True), messages, rank))
+        messages = ShareMessages(
+            code, names, real, ranks, device, largest=most, plain=(0, dtype), flags=len(slots)
+        )
+        made.append(
+            kernel(BlockBuffers(code, slots, real, device, error_feedback=True), messages, rank)
+        )
     found = []
     for step in range(2):
         flats = [_numbers(starts[-1], 1000 * step + 100 * rank, dtype) for rank in range(ranks)]
         for rank, flat in enumerate(flats):
             slots[4].of(flat).zero_()
-            if step:  # slot 2 has no gradient on rank 0, slot 4 on no rank; slot 3 has numbers that are not finite
+            # slot 2 has no gradient on rank 0, slot 4 on no rank; slot 3 has numbers that are not
+            # finite
+            if step:
                 slots[2].of(flat)[: len(flat) * (rank > 0)].zero_()
                 slots[3].of(flat)[rank] = (float("nan"), float("inf"), 1.0)[rank % 3]
         flats = [flat.to(device) for flat in flats]
@@ -331,7 +484,9 @@ def results_of(
             each.load(flat, kept, factor)
         running = [mean_over_ranks(each) for each in made]
         arrived = torch.stack([next(each).tensor for each in running]).transpose(0, 1).contiguous()
-        means = torch.stack([each.send(own).tensor for each, own in zip(running, arrived, strict=True)])
+        means = torch.stack(
+            [each.send(own).tensor for each, own in zip(running, arrived, strict=True)]
+        )
         good = torch.ones((), dtype=torch.bool, device=device)
         for each, flat, kept in zip(made, flats, residuals, strict=True):
             each.store(Averaged(each.messages, means), flat, kept, factor, good)

@@ -1,4 +1,6 @@
-"""The native library if all ranks have the same build of it, else torch, and a line that says why."""
+"""The native library if all ranks have the same build of it, else torch, and a line that says
+why.
+"""
 
 import platform
 import re
@@ -26,7 +28,8 @@ from tests.support.training import SEVERAL_BUCKETS_MB, Run, flat, make_model
 OTHER_BUILD = ("-ffp-contract=off",)
 """Flags with which the last bits of PowerSGD differ, as on another processor."""
 joins_operations = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT" and platform.machine() not in ("aarch64", "arm64"),
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    and platform.machine() not in ("aarch64", "arm64"),
     reason="needs a processor that joins multiplications and additions",
 )
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -48,13 +51,22 @@ def _trained(hook: str) -> tuple[Any, ...]:
         for _ in range(3):
             ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
     bare = hook.startswith("bare")
-    kernel = ("native" if state.session.compressor.native else "torch") if bare else attached.stats()["kernel"]
-    return kernel, flat(p.grad for p in ddp.parameters() if p.grad is not None), [x for x in lines if "kernel" in x]
+    kernel = (
+        ("native" if state.session.compressor.native else "torch")
+        if bare
+        else attached.stats()["kernel"]
+    )
+    return (
+        kernel,
+        flat(p.grad for p in ddp.parameters() if p.grad is not None),
+        [x for x in lines if "kernel" in x],
+    )
 
 
 def _on_machines(machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ...]]]:
-    """By hook, a run in which some ranks have no compiler, have another kind of processor, or have the library switched
-    off; and one with torch on all ranks."""
+    """By hook, a run in which some ranks have no compiler, have another kind of processor, or have
+    the library switched off; and one with torch on all ranks.
+    """
     found = {}
     with ExitStack() as stack:
         if dist.get_rank() in machines.get("broken", []):
@@ -74,10 +86,19 @@ SAID = {
     "alike": ({}, ""),
     "one without a compiler": (
         {"broken": [1]},
-        r"ranks \[1\]: the native kernel cannot be compiled: /bin/false .*CC. .*COMMHOOKS_NATIVE=0 turns it off",
+        (
+            r"ranks \[1\]: the native kernel cannot be compiled: /bin/false .*CC."
+            r" .*COMMHOOKS_NATIVE=0 turns it off"
+        ),
     ),
-    "another kind": ({"other": [1]}, r"the ranks' kernels differ: ranks \[0\]: native \w+ .*; ranks \[1\]: native \w+"),
-    "switched off on rank 1": ({"off": [1]}, r"kernels differ: ranks \[0\]: native .*; ranks \[1\]: torch \("),
+    "another kind": (
+        {"other": [1]},
+        r"the ranks' kernels differ: ranks \[0\]: native \w+ .*; ranks \[1\]: native \w+",
+    ),
+    "switched off on rank 1": (
+        {"off": [1]},
+        r"kernels differ: ranks \[0\]: native .*; ranks \[1\]: torch \(",
+    ),
     "switched off on rank 0": ({"off": [0]}, ""),
 }
 
@@ -92,19 +113,30 @@ def test_all_ranks_compute_with_the_same(run_ranks: Any, machines: str) -> None:
     ranks = run_ranks(_on_machines, given)
     for hook in ranks[0]:
         quantised = hook.startswith("int")
-        native = not given or (quantised and "other" in given)  # int8 and int4 have the same bits on every kind
+        # int8 and int4 have the same bits on every kind
+        native = not given or (quantised and "other" in given)
         line = "" if native else said
         (kernel, gradients, lines), (torch_alone, expected, _) = ranks[0][hook]
         assert (kernel, torch_alone) == ("native" if native else "torch", "torch")
         for mixed, alone in (rank[hook] for rank in ranks):
-            assert mixed[0] == kernel and same_bits(mixed[1], gradients) and same_bits(alone[1], expected)
+            assert (
+                mixed[0] == kernel
+                and same_bits(mixed[1], gradients)
+                and same_bits(alone[1], expected)
+            )
         assert same_bits(gradients, expected) or (native and not quantised)
-        assert not [each for each in ranks[1][hook][0][2] if "native" in each], "only rank 0 says it"
+        assert not [each for each in ranks[1][hook][0][2] if "native" in each], (
+            "only rank 0 says it"
+        )
         named = [each for each in lines if "native" in each]
         if line:
-            assert len(named) == 1 and re.search(f"computes with the kernel 'torch' on all ranks. .*{line}", named[0])
+            assert len(named) == 1 and re.search(
+                f"computes with the kernel 'torch' on all ranks. .*{line}", named[0]
+            )
         else:
-            assert ["; native kernel): " in each for each in named] == [True] * (native and "bare" not in hook)
+            assert ["; native kernel): " in each for each in named] == [True] * (
+                native and "bare" not in hook
+            )
 
 
 def _other_kernel_after_a_load(before: str, after: str) -> torch.Tensor:
@@ -129,12 +161,15 @@ def test_a_build_is_known_by_its_bits() -> None:
     assert cpu.results_of(torch.float32) == usual
     with another_library(*OTHER_BUILD):
         assert cpu.results_of(torch.float32) != usual
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
+    # vectors of another length add in another order
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
         with another_library("-mno-avx512f", "-O1"):
             assert cpu.results_of(torch.float32) != usual
 
 
-def test_no_compiler_is_asked_for_where_the_library_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_asked_for_where_the_library_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(library, "load", mock.Mock(side_effect=AssertionError("compiled")))
     with process_group_of_one(), computing_with("torch"):
         assert [_trained(hook)[0] for hook in OPTIONS] == ["torch"] * len(OPTIONS)

@@ -1,5 +1,6 @@
-"""The C kernels read and write nothing beyond what they are given: every tensor lies beside memory that ends a process
-that touches it."""
+"""The C kernels read and write nothing beyond what they are given: every tensor lies beside memory
+that ends a process that touches it.
+"""
 
 import ctypes
 import functools
@@ -50,7 +51,9 @@ def guarded(values: torch.Tensor, *, at_end: bool) -> torch.Tensor:
 
 
 class Guarded(TorchDispatchMode):
-    """In the body every new tensor is `guarded`, those of the workspaces and of the tables of pointers, too."""
+    """In the body every new tensor is `guarded`, those of the workspaces and of the tables of
+    pointers, too.
+    """
 
     def __init__(self, *, at_end: bool) -> None:
         super().__init__()
@@ -58,7 +61,9 @@ class Guarded(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         new = torch.tensor
-        self._patch = mock.patch("torch.tensor", lambda *args, **more: guarded(new(*args, **more), at_end=self._at_end))
+        self._patch = mock.patch(
+            "torch.tensor", lambda *args, **more: guarded(new(*args, **more), at_end=self._at_end)
+        )
         self._patch.start()
         return super().__enter__()
 
@@ -68,8 +73,14 @@ class Guarded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_new = isinstance(result, torch.Tensor) and all(each.alias_info is None for each in func._schema.returns)
-        return guarded(result, at_end=self._at_end) if is_new and result.numel() and result.is_contiguous() else result
+        is_new = isinstance(result, torch.Tensor) and all(
+            each.alias_info is None for each in func._schema.returns
+        )
+        return (
+            guarded(result, at_end=self._at_end)
+            if is_new and result.numel() and result.is_contiguous()
+            else result
+        )
 
 
 def _numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -89,9 +100,20 @@ def test_a_byte_beyond_ends_the_process(run_ranks: Any) -> None:
 def _low_rank() -> int:
     """P, Q, orthonormal rows and the split of single matrices."""
     calls = 0
-    # Every length with a third of the others: the loops over rows and over columns have their own ends.
-    pairs = [(n, m) for i, n in enumerate(LENGTHS[:12]) for j, m in enumerate(LENGTHS[:12]) if (i + j) % 3 == 0]
-    shapes = [*((n, m, rank) for n, m in pairs for rank in (1, 2)), (37, 1061, 4), (129, 131, 7), (101, 8209, 6)]
+    # Every length with a third of the others: the loops over rows and over columns have their own
+    # ends.
+    pairs = [
+        (n, m)
+        for i, n in enumerate(LENGTHS[:12])
+        for j, m in enumerate(LENGTHS[:12])
+        if (i + j) % 3 == 0
+    ]
+    shapes = [
+        *((n, m, rank) for n, m in pairs for rank in (1, 2)),
+        (37, 1061, 4),
+        (129, 131, 7),
+        (101, 8209, 6),
+    ]
     for dtype, at_end, (n, m, rank) in itertools.product(DTYPES, (False, True), shapes):
         rank = min(rank, n, m)
 
@@ -116,15 +138,29 @@ def _blocks() -> int:
     """Quantising alone, averaging what two ranks sent, and decoding."""
     calls = 0
     codes_of = (BlockCode(8, 64), BlockCode(4, 48), BlockCode(8, 2), BlockCode(4, 2))
-    for dtype, at_end, numel, code in itertools.product(DTYPES, (False, True), (*LENGTHS, 1003), codes_of):
+    for dtype, at_end, numel, code in itertools.product(
+        DTYPES, (False, True), (*LENGTHS, 1003), codes_of
+    ):
         blocks, most = code.blocks_of(numel), code.largest_scale(torch.finfo(dtype).max, dtype)
         size = blocks * code.block_bytes
         with Guarded(at_end=at_end):
-            bucket, residual = _numbers(numel, dtype=dtype).clone(), _numbers(numel, dtype=dtype).clone()
+            bucket, residual = (
+                _numbers(numel, dtype=dtype).clone(),
+                _numbers(numel, dtype=dtype).clone(),
+            )
             codes, scales = torch.zeros(size, dtype=torch.uint8), torch.zeros(blocks, dtype=dtype)
-            arrived, arrived_scales = torch.zeros(2, size, dtype=torch.uint8), torch.ones(2, size).to(dtype)
-            places = [address(each, each.dtype, each.numel()) for each in (bucket, residual, codes, scales)]
-            places += [address(arrived, torch.uint8, 2 * size), address(arrived_scales, dtype, blocks)]
+            arrived, arrived_scales = (
+                torch.zeros(2, size, dtype=torch.uint8),
+                torch.ones(2, size).to(dtype),
+            )
+            places = [
+                address(each, each.dtype, each.numel())
+                for each in (bucket, residual, codes, scales)
+            ]
+            places += [
+                address(arrived, torch.uint8, 2 * size),
+                address(arrived_scales, dtype, blocks),
+            ]
             table = PieceTable([[numel, code.block_size, *places]], dtype)
         table.run("quantise", code.bits, most, 0.7, 1, 0, 0)
         table.run("quantise", code.bits, most, 0.7, 2, 0, size)
@@ -139,12 +175,25 @@ def test_nothing_beyond_the_edges_is_touched(run_ranks: Any, work: Any) -> None:
     assert calls > 500
 
 
-# ---- whole steps, with the tables of pointers that the hooks make ----------------------------------------------------
+# ---- whole steps, with the tables of pointers that the hooks make
+# ----------------------------------------------------
 
-SHAPES = {"a": (7, 33), "bias": (5,), "idle": (16, 9), "b": (1, 150), "c": (65, 17), "d": (3, 3, 11), "one": (1, 1)}
+SHAPES = {
+    "a": (7, 33),
+    "bias": (5,),
+    "idle": (16, 9),
+    "b": (1, 150),
+    "c": (65, 17),
+    "d": (3, 3, 11),
+    "one": (1, 1),
+}
 CONFIGS: dict[str, commhooks.HookConfig] = {
-    "powerSGD": commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0, min_compression_rate=0.1),
-    "rank 1": commhooks.PowerSGD(start_powerSGD_iter=0, min_compression_rate=0.1, use_error_feedback=False),
+    "powerSGD": commhooks.PowerSGD(
+        matrix_approximation_rank=3, start_powerSGD_iter=0, min_compression_rate=0.1
+    ),
+    "rank 1": commhooks.PowerSGD(
+        start_powerSGD_iter=0, min_compression_rate=0.1, use_error_feedback=False
+    ),
     "batched": commhooks.BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0),
     "int8": commhooks.Int8Compress(block_size=16),
     "int4": commhooks.Int4Compress(block_size=32),
@@ -153,10 +202,14 @@ CONFIGS: dict[str, commhooks.HookConfig] = {
 
 
 def _steps(name: str, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]:
-    """Averages and residuals after some steps. A parameter has no gradient at first, and one step is not finite."""
+    """Averages and residuals after some steps. A parameter has no gradient at first, and one step
+    is not finite.
+    """
     config = CONFIGS[name]
     ranks = SimulatedRanks(
-        lambda: compressor_of(config)(config), world_size, {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
+        lambda: compressor_of(config)(config),
+        world_size,
+        {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()},
     )
     found = []
     for step in range(4):
@@ -169,7 +222,12 @@ def _steps(name: str, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]
             buckets.append(bucket)
         assert ranks.step(buckets) == (step != 2)
         found += [bucket.nan_to_num() for bucket in buckets]
-    return found + [each for state in ranks.states for entries in state.entries.values() for each in entries.values()]
+    return found + [
+        each
+        for state in ranks.states
+        for entries in state.entries.values()
+        for each in entries.values()
+    ]
 
 
 def _guarded_steps(name: str) -> int:
@@ -180,7 +238,10 @@ def _guarded_steps(name: str) -> int:
             for at_end in (False, True):
                 with Guarded(at_end=at_end):
                     found = _steps(name, dtype, world_size)
-                assert len(found) == len(expected) and all(map(same_bits, found, expected)), (dtype, world_size)
+                assert len(found) == len(expected) and all(map(same_bits, found, expected)), (
+                    dtype,
+                    world_size,
+                )
                 compared += len(found)
     return compared
 

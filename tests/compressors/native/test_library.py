@@ -1,4 +1,6 @@
-"""The native library and the machine: it is compiled once and kept, and an error says why there is none."""
+"""The native library and the machine: it is compiled once and kept, and an error says why there is
+none.
+"""
 
 import itertools
 import os
@@ -20,11 +22,20 @@ from tests.support.compilers import needs_compiler
 
 
 @pytest.fixture
-def fresh_load(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Loads the library as a process that has not done so yet, with functions that do nothing: quickly compiled."""
-    folder, macros = tmp_path_factory.mktemp("sources"), "#define JOIN(name, real) commhooks_##name##_##real\n"
+def fresh_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """Loads the library as a process that has not done so yet, with functions that do nothing:
+    quickly compiled.
+    """
+    folder, macros = (
+        tmp_path_factory.mktemp("sources"),
+        "#define JOIN(name, real) commhooks_##name##_##real\n",
+    )
     macros += "#define FUNCTION(name, real) int JOIN(name, real)(void) { return 0; }\n"
-    (folder / "all.c").write_text(macros + "".join(f"FUNCTION({each}, REAL)\n" for each in library._FUNCTIONS))
+    (folder / "all.c").write_text(
+        macros + "".join(f"FUNCTION({each}, REAL)\n" for each in library._FUNCTIONS)
+    )
     monkeypatch.setattr(library, "FOLDER", folder)
     monkeypatch.setattr(library, "SOURCES", {"all.c": ()})
 
@@ -47,19 +58,27 @@ def test_it_is_compiled_once_and_kept(fresh_load: Any, tmp_path: Path) -> None:
     made = kept.stat().st_mtime_ns
     assert _works(fresh_load(XDG_CACHE_HOME=str(tmp_path)))
     assert [each.stat().st_mtime_ns for each in (tmp_path / "commhooks").iterdir()] == [made]
-    damaged = tmp_path / "damaged" / "commhooks" / kept.name  # dlopen does not look again at a path that it has loaded
+    # dlopen does not look again at a path that it has loaded
+    damaged = tmp_path / "damaged" / "commhooks" / kept.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"of another machine")
     assert _works(fresh_load(XDG_CACHE_HOME=str(tmp_path / "damaged")))
-    assert damaged.stat().st_size == kept.stat().st_size and len(list(damaged.parent.iterdir())) == 1
+    assert (
+        damaged.stat().st_size == kept.stat().st_size and len(list(damaged.parent.iterdir())) == 1
+    )
 
 
-def test_without_a_compiler(fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler(
+    fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(
-        commhooks.HookConfigError, match="/bin/false .* failed; repair the compiler, or name another one"
+        commhooks.HookConfigError,
+        match="/bin/false .* failed; repair the compiler, or name another one",
     ):
         fresh_load(XDG_CACHE_HOME=str(tmp_path), CC="/bin/false")
-    with pytest.raises(commhooks.HookConfigError, match="/bin/true .* failed; .* Its output: nothing"):
+    with pytest.raises(
+        commhooks.HookConfigError, match="/bin/true .* failed; .* Its output: nothing"
+    ):
         fresh_load(CC="/bin/true")
     monkeypatch.delenv("CC")
     with pytest.raises(commhooks.HookConfigError, match="no C compiler was found: install one"):
@@ -79,20 +98,29 @@ def _refuses(folder: Path) -> Any:
 
 
 @needs_compiler
-def test_a_cache_folder_where_nothing_may_run(fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_folder_where_nothing_may_run(
+    fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(tmp_path))
     assert _works(fresh_load(XDG_CACHE_HOME=str(tmp_path)))
 
 
 @needs_compiler
-def test_what_cannot_be_loaded_at_all(fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_at_all(
+    fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(Path("/")))
-    text = "cannot be saved or loaded; set XDG_CACHE_HOME to a folder .*: failed to map segment from shared object"
+    text = (
+        "cannot be saved or loaded; set XDG_CACHE_HOME to a folder .*: failed to map segment from"
+        " shared object"
+    )
     with pytest.raises(commhooks.HookConfigError, match=text):
         fresh_load(XDG_CACHE_HOME=str(tmp_path))
 
 
-@pytest.mark.parametrize(("mode", "private"), [(0o700, True), (0o775, False), (0o702, False), (0o775, None)])
+@pytest.mark.parametrize(
+    ("mode", "private"), [(0o700, True), (0o775, False), (0o702, False), (0o775, None)]
+)
 def test_others_cannot_put_code_into_the_cache(
     mode: int, private: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -120,7 +148,9 @@ def test_nothing_is_left_where_there_is_no_cache_folder(
     assert _works(loaded)
 
 
-def test_a_compiler_that_hangs(fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_hangs(
+    fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compiler = tmp_path / "slow-cc"
     compiler.write_text("#!/bin/sh\nexec sleep 20\n")
     compiler.chmod(0o700)
@@ -129,9 +159,16 @@ def test_a_compiler_that_hangs(fresh_load: Any, monkeypatch: pytest.MonkeyPatch,
         fresh_load(XDG_CACHE_HOME=str(tmp_path), CC=str(compiler))
 
 
-# ---- the sources -----------------------------------------------------------------------------------------------------
+# ---- the sources
+# --------------------------------------------------------------------------------------------------
 
-WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # psabi: vectors in arguments, but of inlined functions only
+# psabi: vectors in arguments, but of inlined functions only
+WARNINGS = (
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-psabi",
+)
 # gcc's optimiser warns of more than its parser; shorter vectors are other types in the same lines.
 FORMS = {"gcc": "-O2", "clang": "-fsyntax-only"}
 SHORTER = {"float": "-mno-avx512f", "double": "-mno-avx"}
@@ -141,7 +178,9 @@ SHORTER = {"float": "-mno-avx512f", "double": "-mno-avx"}
 def test_no_warning(compiler: str, tmp_path: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
-    for (source, flags), real in itertools.product(library.SOURCES.items(), library.C_TYPES.values()):
+    for (source, flags), real in itertools.product(
+        library.SOURCES.items(), library.C_TYPES.values()
+    ):
         forms = [(FORMS[compiler],)] if real == "float" else []
         forms += [(SHORTER[real], "-fsyntax-only")] if platform.machine() == "x86_64" else []
         for form in forms:
@@ -151,11 +190,19 @@ def test_no_warning(compiler: str, tmp_path: Path) -> None:
             assert done.returncode == 0, (command, done.stderr)
 
 
-def test_stray_files_are_no_part_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What editors and systems leave in the folder of one rank neither fails nor makes another build of it."""
-    assert set(library.SOURCES) == {path.name for path in Path(commhooks.__file__).parent.rglob("*.c")}
+def test_stray_files_are_no_part_of_the_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What editors and systems leave in the folder of one rank neither fails nor makes another
+    build of it.
+    """
+    assert set(library.SOURCES) == {
+        path.name for path in Path(commhooks.__file__).parent.rglob("*.c")
+    }
     wanted = library.source_text()
-    monkeypatch.setattr(library, "FOLDER", Path(shutil.copytree(library.FOLDER, tmp_path / "native")))
+    monkeypatch.setattr(
+        library, "FOLDER", Path(shutil.copytree(library.FOLDER, tmp_path / "native"))
+    )
     assert library.source_text() == wanted
     (library.FOLDER / "a folder.h").mkdir()
     (library.FOLDER / "powersgd.c~").write_bytes(b"\xff")
@@ -163,11 +210,22 @@ def test_stray_files_are_no_part_of_the_sources(monkeypatch: pytest.MonkeyPatch,
     assert library.source_text() == wanted
 
 
-@pytest.mark.parametrize(("table", "struct"), [(MatrixTable, "matrix"), (FactorTable, "factor"), (PieceTable, "piece")])
+@pytest.mark.parametrize(
+    ("table", "struct"), [(MatrixTable, "matrix"), (FactorTable, "factor"), (PieceTable, "piece")]
+)
 def test_a_table_has_the_fields_of_its_struct(table: type[Table], struct: str) -> None:
-    text = (library.FOLDER / "tables.h").read_text().partition(f"struct {struct} {{")[2].partition("}")[0]
+    text = (
+        (library.FOLDER / "tables.h")
+        .read_text()
+        .partition(f"struct {struct} {{")[2]
+        .partition("}")[0]
+    )
     declared = re.sub(r"/\*.*?\*/", "", text).replace("const ", "").split(";")[:-1]
-    names = [name.strip(" *\n") for each in declared for name in each.strip().partition(" ")[2].split(",")]
+    names = [
+        name.strip(" *\n")
+        for each in declared
+        for name in each.strip().partition(" ")[2].split(",")
+    ]
     assert tuple(names) == table.fields
 
 
@@ -184,7 +242,8 @@ def test_a_table_has_the_fields_of_its_struct(table: type[Table], struct: str) -
 )
 def test_c_gets_no_address_of_anything_else(tensor: torch.Tensor, numel: int) -> None:
     with pytest.raises(
-        commhooks.HookRunError, match=rf"needs {numel} contiguous numbers of torch.float32 .* and got a Tensor of"
+        commhooks.HookRunError,
+        match=rf"needs {numel} contiguous numbers of torch.float32 .* and got a Tensor of",
     ):
         address(tensor, torch.float32, numel)
     good = torch.zeros(2, 3)

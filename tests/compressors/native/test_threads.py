@@ -1,4 +1,6 @@
-"""The native kernel in torch's threads: as many as torch uses, and not one bit depends on how many these are."""
+"""The native kernel in torch's threads: as many as torch uses, and not one bit depends on how many
+these are.
+"""
 
 import ctypes
 import os
@@ -15,7 +17,18 @@ from commhooks.compressors.powersgd.cpu import NativeProducts
 from tests.support import warm
 from tests.support.compilers import needs_compiler
 
-SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
+SHAPES = [
+    (1, 1),
+    (7, 1),
+    (1, 9),
+    (5, 3),
+    (3, 50_000),
+    (50_000, 3),
+    (640, 1061),
+    (600, 512),
+    (65, 4608),
+    (9001, 33),
+]
 pytestmark = needs_compiler
 
 
@@ -27,7 +40,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
-    """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads have work."""
+    """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads
+    have work.
+    """
     generator = torch.Generator().manual_seed(rank)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
     products = NativeProducts(shapes, dtype)
@@ -55,7 +70,9 @@ def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float64, 3), (torch.float32, 16)], ids=str)
-def test_no_bit_depends_on_the_number_of_threads(threads: Callable[[int], None], dtype: torch.dtype, rank: int) -> None:
+def test_no_bit_depends_on_the_number_of_threads(
+    threads: Callable[[int], None], dtype: torch.dtype, rank: int
+) -> None:
     results = []
     for number in (1, 3, 2, 3):
         threads(number)
@@ -69,7 +86,9 @@ class _Team:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        kind = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+        )
         self._callback = kind(self._start)
         self.address = ctypes.cast(self._callback, ctypes.c_void_p).value
 
@@ -83,7 +102,9 @@ class _Team:
             each.join(timeout=60)
 
 
-def test_as_many_threads_as_torch_uses(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_threads_as_torch_uses(
+    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads(1)
     alone, team = _all_steps(torch.float32, 4), _Team()
     monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
@@ -106,7 +127,9 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 
     def work(rank: int) -> None:
         torch.set_num_threads(2)  # a setting of each thread
-        wrong.extend(rank for _ in range(3) if not _same(_all_steps(torch.float32, rank), expected[rank]))
+        wrong.extend(
+            rank for _ in range(3) if not _same(_all_steps(torch.float32, rank), expected[rank])
+        )
 
     callers = [threading.Thread(target=work, args=(rank,)) for rank in (2, 5, 2)]
     for each in callers:
@@ -139,6 +162,8 @@ print(before, os.waitpid(child, 0)[1], kernel_tables.team(2**62)[1])
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have() -> None:
-    done = subprocess.run([warm.python(), "-c", FORKED], capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run(
+        [warm.python(), "-c", FORKED], capture_output=True, text=True, timeout=280, check=True
+    )
     before, status, after = done.stdout.split()
     assert status == "0" and before == after

@@ -1,4 +1,6 @@
-"""The exchange for accelerators, which works on stacks of matrices and never asks the device, run on CPU tensors."""
+"""The exchange for accelerators, which works on stacks of matrices and never asks the device, run
+on CPU tensors.
+"""
 
 import copy
 import gc
@@ -37,7 +39,12 @@ COMPRESSED = ("conv", "first", "second", "wide")
 
 def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
     common = {"start_powerSGD_iter": 0, "min_compression_rate": 1.0, "random_seed": 11}
-    return {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batch, **common, **more}
+    return {
+        "matrix_approximation_rank": rank,
+        "batch_tensors_with_same_shape": batch,
+        **common,
+        **more,
+    }
 
 
 def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
@@ -52,7 +59,10 @@ def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
                 if step == 3 and dist.get_rank() == 1:
                     gradients["wide"][0, 0] = float("inf")
                 found[-1].append(backward(ddp, gradients))
-            assert attached.stats()["nonfinite_steps"] == 1 and attached.stats()["compressed_steps"] == 4
+            assert (
+                attached.stats()["nonfinite_steps"] == 1
+                and attached.stats()["compressed_steps"] == 4
+            )
     return found
 
 
@@ -60,30 +70,47 @@ def test_every_dtype_and_wire_gives_what_the_host_form_gives(run_ranks: Any) -> 
     common = {"start_powerSGD_iter": 0, "min_compression_rate": 1.0}
     batched = {**common, "matrix_approximation_rank": 2}
     cases = [
-        ("powerSGD", dtype, wrapper, _options(2, batch, use_error_feedback=feedback, warm_start=warm))
+        (
+            "powerSGD",
+            dtype,
+            wrapper,
+            _options(2, batch, use_error_feedback=feedback, warm_start=warm),
+        )
         for dtype, wrapper, batch, feedback, warm in [
             (torch.float32, "fp16", False, True, True),
             (torch.float32, "bf16", True, True, False),
             (torch.bfloat16, None, True, False, True),
         ]
     ]
-    cases += [("batched_powerSGD", dtype, None, batched) for dtype in (torch.float32, torch.bfloat16)]
+    cases += [
+        ("batched_powerSGD", dtype, None, batched) for dtype in (torch.float32, torch.bfloat16)
+    ]
     host, masked = run_ranks(_variants, False, cases)[0], run_ranks(_variants, True, cases)
     for case, expected, *both in zip(cases, host, *masked, strict=True):
         assert all(map(bits_equal, *both))
         for step, (wanted, got) in enumerate(zip(expected, both[0], strict=True)):
             coarse = case[1] == torch.bfloat16 or case[2] == "bf16"
             for name in SHAPES:
-                assert torch.equal(wanted[name].isfinite().all(), got[name].isfinite().all()), (case, step, name)
+                assert torch.equal(wanted[name].isfinite().all(), got[name].isfinite().all()), (
+                    case,
+                    step,
+                    name,
+                )
                 if wanted[name].isfinite().all():
-                    assert relative_error(got[name], wanted[name]) < (0.05 if coarse else 5e-3), (case, step, name)
+                    assert relative_error(got[name], wanted[name]) < (0.05 if coarse else 5e-3), (
+                        case,
+                        step,
+                        name,
+                    )
 
 
 @pytest.mark.parametrize("loss_scale", [None, lambda: torch.tensor(2.0)])
 @pytest.mark.parametrize("batch", [True, False])
 def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
     few, many = (
-        _kernels_of_a_step(mlp(16, layers, bias=False), "powerSGD", _options(2, batch), loss_scale=loss_scale)
+        _kernels_of_a_step(
+            mlp(16, layers, bias=False), "powerSGD", _options(2, batch), loss_scale=loss_scale
+        )
         for layers in (4, 12)
     )
     if batch:
@@ -94,18 +121,26 @@ def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
 
 @pytest.mark.parametrize(
     ("hook", "options", "per_parameter"),
-    [("batched_powerSGD", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}, 1), ("int8", {}, 0.2)]
+    [
+        ("batched_powerSGD", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}, 1),
+        ("int8", {}, 0.2),
+    ]
     + [("int4", {}, 0.2)],
 )
-def test_a_whole_bucket_waits_for_nothing(hook: str, options: dict[str, Any], per_parameter: float) -> None:
+def test_a_whole_bucket_waits_for_nothing(
+    hook: str, options: dict[str, Any], per_parameter: float
+) -> None:
     """Not even for the flags of its parameters."""
     few, many = (
-        _kernels_of_a_step(mlp(16, layers), hook, options, loss_scale=lambda: torch.tensor(2.0)) for layers in (4, 12)
+        _kernels_of_a_step(mlp(16, layers), hook, options, loss_scale=lambda: torch.tensor(2.0))
+        for layers in (4, 12)
     )
     assert (many - few) / 16 <= per_parameter
 
 
-def _kernels_of_a_step(model: torch.nn.Module, name: str, options: dict[str, Any], **arguments: Any) -> int:
+def _kernels_of_a_step(
+    model: torch.nn.Module, name: str, options: dict[str, Any], **arguments: Any
+) -> int:
     """The kernels of the fourth step, which waits for none of them."""
     counter = Dispatched()
     whole = HookCallbacks.reduce
@@ -150,14 +185,20 @@ def _resumed(batch: bool, residual: str) -> bool:
             backward(ddp, random_gradients(SHAPES, dist.get_rank(), step))
         file = io.BytesIO()
         torch.save(hook.state_dict(residual=residual), file)
-        straight = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)]
+        straight = [
+            backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)
+        ]
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, not batch))
         backward(ddp, random_gradients(SHAPES, dist.get_rank(), 0))
         file.seek(0)
         hook.load_state_dict(torch.load(file, weights_only=True))
-        again = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)]
-    errors = [relative_error(a[n], b[n]) for a, b in zip(straight, again, strict=True) for n in SHAPES]
+        again = [
+            backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)
+        ]
+    errors = [
+        relative_error(a[n], b[n]) for a, b in zip(straight, again, strict=True) for n in SHAPES
+    ]
     return max(errors) < 1e-5
 
 
@@ -176,12 +217,16 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
         assert len(residuals) == 6
         assert len(pickle.dumps(state)) < 1.2 * sum(r.nbytes for r in residuals.values())
         copied = copy.deepcopy(state)
-        assert all(torch.equal(residuals[n], copied.session.state["residual"][n]) for n in residuals)
+        assert all(
+            torch.equal(residuals[n], copied.session.state["residual"][n]) for n in residuals
+        )
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_only_gradients_of_one_shape_are_copied(stacked: bool) -> None:
-    """A gradient that is alone in its shape needs no memory of its own: it is computed in the bucket."""
+    """A gradient that is alone in its shape needs no memory of its own: it is computed in the
+    bucket.
+    """
     shapes = {"alone": (20, 30), "first": (20, 20), "second": (20, 20)}
     with process_group_of_one(), masks():
         ddp = wrap(shapes)
@@ -216,7 +261,9 @@ def test_a_scale_of_zero_leaves_nothing_behind(broken: float) -> None:
     with process_group_of_one(), masks():
         ddp = wrap(SHAPES)
         scale = torch.ones(())
-        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, True), loss_scale=lambda: scale)
+        hook = commhooks.attach(
+            ddp, "powerSGD", hook_options=_options(2, True), loss_scale=lambda: scale
+        )
         backward(ddp, random_gradients(SHAPES, 0, 0))
         before = hook.state_dict()
         scale.fill_(broken)
@@ -227,4 +274,6 @@ def test_a_scale_of_zero_leaves_nothing_behind(broken: float) -> None:
             residuals = (each["parameters"][name]["residual"][0] for each in (before, after))
             assert torch.equal(*residuals), name
         scale.fill_(1)
-        assert all(g.isfinite().all() for g in backward(ddp, random_gradients(SHAPES, 0, 2)).values())
+        assert all(
+            g.isfinite().all() for g in backward(ddp, random_gradients(SHAPES, 0, 2)).values()
+        )

@@ -1,5 +1,6 @@
-"""Factors of all matrices at once, as on accelerators, where nothing is asked of the device: hard inputs, and different
-shapes in padded tensors."""
+"""Factors of all matrices at once, as on accelerators, where nothing is asked of the device: hard
+inputs, and different shapes in padded tensors.
+"""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _supported(rank: int, columns: int, length: int) -> torch.Tensor:
-    """As of a gradient with fewer rows that are not zero than the rank: few tokens of an embedding, dead units."""
+    """As of a gradient with fewer rows that are not zero than the rank: few tokens of an embedding,
+    dead units.
+    """
     rows = torch.zeros(400, rank, length, dtype=torch.float64)
     rows[:, :, :columns] = _random(400, rank, columns)
     return rows
@@ -37,8 +40,14 @@ HARD = {
     "one by one": torch.zeros(3, 1, 1),
     "nearly parallel": 1 + torch.tensor([0, 1e-7, 1e-6, 1e-4])[:, None] * _random(3, 4, 50),
     "all magnitudes": torch.logspace(-30, 30, 16)[:, None] * _random(50, 16, 60),
-    **{f"{q} of {n} columns at rank {r}": _supported(r, q, n) for r, q, n in [(4, 3, 50), (8, 3, 8), (16, 8, 31)]},
-    **{f"sums with {share:g}": _sums(share) for share in (0.3, 1e-2, 1e-3, 1e-4, 1e-5, 1.3e-6, 1e-7)},
+    **{
+        f"{q} of {n} columns at rank {r}": _supported(r, q, n)
+        for r, q, n in [(4, 3, 50), (8, 3, 8), (16, 8, 31)]
+    },
+    **{
+        f"sums with {share:g}": _sums(share)
+        for share in (0.3, 1e-2, 1e-3, 1e-4, 1e-5, 1.3e-6, 1e-7)
+    },
     "low rank": _random(200, 8, 7) @ _random(200, 7, 8, seed=1),
 }
 
@@ -66,14 +75,18 @@ def test_the_stack_spans_what_householder_spans() -> None:
 
 
 def test_numbers_that_are_not_finite_count_as_zero() -> None:
-    rows, refill = _random(3, 4, 50), torch.nn.functional.normalize(_random(3, 4, 50, seed=3), dim=-1)
+    rows, refill = (
+        _random(3, 4, 50),
+        torch.nn.functional.normalize(_random(3, 4, 50, seed=3), dim=-1),
+    )
     damaged = rows.clone()
     damaged[0, 1, 2:5] = torch.tensor([float("nan"), float("inf"), float("-inf")])
     rows[0, 1, 2:5] = 0
     assert torch.equal(orthonormal_stack(damaged, refill), orthonormal_stack(rows, refill))
 
 
-# ---- factors of different shapes ------------------------------------------------------------------------------------
+# ---- factors of different shapes
+# ------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -89,7 +102,9 @@ SHAPES = {
 
 def _rows(shapes: list[tuple[int, int]], dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def _factors(shapes: list[tuple[int, int]], dtype: torch.dtype) -> PackedFactors:
@@ -130,8 +145,12 @@ def test_unit_rows() -> None:
     assert all(((each.norm(dim=1) - 1).abs() < 1e-6).all() for each in got)
     for one, unit in zip(rows, got, strict=True):
         first = int(one is rows[-1])
-        assert torch.allclose(unit[first:], torch.nn.functional.normalize(one[first:], dim=1), atol=1e-6)
-    assert packed[-1] == 0 and torch.equal(packed[:-1], torch.cat([each.flatten() for each in rows]))
+        assert torch.allclose(
+            unit[first:], torch.nn.functional.normalize(one[first:], dim=1), atol=1e-6
+        )
+    assert packed[-1] == 0 and torch.equal(
+        packed[:-1], torch.cat([each.flatten() for each in rows])
+    )
 
 
 def test_dependent_rows_are_replaced_in_their_matrix_alone() -> None:
@@ -140,7 +159,9 @@ def test_dependent_rows_are_replaced_in_their_matrix_alone() -> None:
     rows[0][3] = rows[0][1]
     rows[3].zero_()
     factors = _factors(shapes, torch.float32)
-    factors.orthonormalize(torch.cat([each.flatten() for each in rows]), torch.ones(4, dtype=torch.bool))
+    factors.orthonormalize(
+        torch.cat([each.flatten() for each in rows]), torch.ones(4, dtype=torch.bool)
+    )
     for one, basis in zip(rows, _unpacked(factors, shapes), strict=True):
         assert (basis @ basis.T - torch.eye(len(basis))).abs().max() < 1e-6
         assert (one - one @ basis.T @ basis).abs().max() < 1e-5
@@ -150,14 +171,19 @@ def test_which_factors_share_a_tensor() -> None:
     """Memory stays within four times that of the factors, whatever their lengths."""
 
     def groups(lengths: list[int]) -> list[list[int]]:
-        return [group.members for group in _factors([(2, n) for n in lengths], torch.float32)._groups]
+        return [
+            group.members for group in _factors([(2, n) for n in lengths], torch.float32)._groups
+        ]
 
     assert groups([768, 3072, 768]) == [[0, 2, 1]]
     assert groups([50_257, 768, 768, 3072, 768]) == [[1, 2, 4, 3], [0]]
     assert groups([10, 1000, 20]) == [[0, 2, 1]]  # small ones always
     assert groups([10_000, 20_000]) == [[0, 1]]
-    assert groups([1000, 1000, 1000, 1000, 16_000]) == [[0, 1, 2, 3, 4]]  # five rows of 16,000 are four times as long
+    # five rows of 16,000 are four times as long
+    assert groups([1000, 1000, 1000, 1000, 16_000]) == [[0, 1, 2, 3, 4]]
     assert groups([1000, 1000, 1000, 1000, 16_001]) == [[0, 1, 2, 3], [4]]
     shapes = [(r, n) for r in (1, 4, 16) for n in (64, 5000, 20_000, 100_000)]
-    padded = sum(torch.Size(group.shape).numel() for group in _factors(shapes, torch.float32)._groups)
+    padded = sum(
+        torch.Size(group.shape).numel() for group in _factors(shapes, torch.float32)._groups
+    )
     assert padded < 4 * 16 * sum(n for _, n in shapes)

@@ -51,9 +51,13 @@ def order_in_the_bucket() -> list[str]:
 
 
 class Oracle:
-    """One bucket as one square matrix, padded with zeros. Each rank holds its own residual; Q is given."""
+    """One bucket as one square matrix, padded with zeros. Each rank holds its own residual; Q is
+    given.
+    """
 
-    def __init__(self, order: list[str], q: torch.Tensor, residual: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, order: list[str], q: torch.Tensor, residual: dict[str, torch.Tensor]
+    ) -> None:
         self.order = order
         self.q = q  # r x side, transposed
         self.residual = residual
@@ -66,8 +70,11 @@ class Oracle:
         delta[: flat.numel()] = flat
         delta = delta.view(side, side)
         p, _ = torch.linalg.qr(mean_over_ranks(delta @ self.q.t()))
-        # What has no gradient on any rank stays as it is, and is not in what is sent for the others.
-        idle = {name for name, gradient in local.items() if not mean_over_ranks(gradient.abs()).any()}
+        # What has no gradient on any rank stays as it is, and is not in what is sent for the
+        # others.
+        idle = {
+            name for name, gradient in local.items() if not mean_over_ranks(gradient.abs()).any()
+        }
         for name, part in self._split(delta.flatten(), local).items():
             part.mul_(name not in idle)
         own_q = delta.t() @ p
@@ -75,7 +82,10 @@ class Oracle:
         self.q = q.t()
         kept = {name: self.residual[name] for name in idle}
         self.residual = self._split((delta - p @ own_q.t()).flatten(), local) | kept
-        return {name: part.mul_(name not in idle) for name, part in self._split((p @ q.t()).flatten(), local).items()}
+        return {
+            name: part.mul_(name not in idle)
+            for name, part in self._split((p @ q.t()).flatten(), local).items()
+        }
 
     def _split(self, flat: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters' parts. What lies behind them, the padding, is dropped at each step."""
@@ -102,7 +112,8 @@ def against_the_oracle_here(rank: int) -> None:
     ddp = wrap(mlp(dtype=torch.float64), bucket_cap_mb=25)
     config = commhooks.BatchedPowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=1)
     hook = commhooks.attach(ddp, config)
-    for step in range(3):  # one plain step with the first layout, then two steps from which the oracle goes on
+    # one plain step with the first layout, then two steps from which the oracle goes on
+    for step in range(3):
         backward(ddp, step)
         descend(ddp)
     saved = hook.state_dict("per_rank")
@@ -110,31 +121,42 @@ def against_the_oracle_here(rank: int) -> None:
     oracle = Oracle(order, q.clone(), {name: r.clone() for name, r in residuals(hook).items()})
     assert all(r.any() for r in oracle.residual.values())
     for step in range(3, 9):
-        expected = oracle.step(local_gradients(ddp, partial(backward_at_times_without_input, step=step)))
+        expected = oracle.step(
+            local_gradients(ddp, partial(backward_at_times_without_input, step=step))
+        )
         backward_at_times_without_input(ddp, step)
         for name, gradient in gradients(ddp).items():
             assert gradient.any() == (name != "0.weight" or step not in (5, 6))
             assert (gradient - expected[name]).norm() <= 1e-9 * expected[name].norm(), (step, name)
-            assert relative(residuals(hook)[name] - oracle.residual[name], oracle.residual[name]) <= 1e-9, (step, name)
+            assert (
+                relative(residuals(hook)[name] - oracle.residual[name], oracle.residual[name])
+                <= 1e-9
+            ), (step, name)
         descend(ddp)
         assert replicas_equal(ddp)
     assert hook.stats()["compressed_steps"] == 8
 
 
-@pytest.mark.parametrize(("rank", "kernel", "masked"), [(1, "native", False), (3, "torch", False), (3, "torch", True)])
+@pytest.mark.parametrize(
+    ("rank", "kernel", "masked"), [(1, "native", False), (3, "torch", False), (3, "torch", True)]
+)
 def test_against_the_oracle(run_ranks, rank, kernel, masked):
     run_ranks(against_the_oracle, rank, kernel, masked)
 
 
 def rebuilt_buckets() -> None:
-    """The first pass has one bucket, the others have several: other matrices, the same residuals."""
+    """The first pass has one bucket, the others have several: other matrices, the same
+    residuals.
+    """
     ddp = wrap(mlp(), bucket_cap_mb=0.003)
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
     ddp.register_comm_hook(state, commhooks.batched_powerSGD_hook)
 
     def kept() -> torch.Tensor:
         """The sum of all residuals is enough to see whether one was lost."""
-        return torch.cat([r.flatten().double() for _, r in sorted(state.session.state["residual"].items())])
+        return torch.cat(
+            [r.flatten().double() for _, r in sorted(state.session.state["residual"].items())]
+        )
 
     flows = []
     for step in range(4):
@@ -143,7 +165,9 @@ def rebuilt_buckets() -> None:
         backward(ddp, step)
         flow_in = before.sum() + sum(g.double().sum() for g in local.values())
         flow_out = kept().sum() + sum(g.double().sum() for g in gradients(ddp).values())
-        flows.append((mean_over_ranks(flow_in), mean_over_ranks(flow_out), len(state.session.state["q"])))
+        flows.append(
+            (mean_over_ranks(flow_in), mean_over_ranks(flow_out), len(state.session.state["q"]))
+        )
         assert abs(flows[-1][0] - flows[-1][1]) <= 1e-5, (step, flows)
         descend(ddp)
         assert replicas_equal(ddp)
@@ -156,20 +180,30 @@ def test_the_residual_survives_the_rebuild_of_the_buckets(run_ranks):
 
 
 def too_small_after_the_rebuild() -> dict[str, Any]:
-    """The first pass has one bucket; then every parameter has its own, and those of the biases are too small. The first
-    pass with these is not finite on one rank."""
+    """The first pass has one bucket; then every parameter has its own, and those of the biases are
+    too small. The first pass with these is not finite on one rank.
+    """
     ddp = wrap(mlp(), bucket_cap_mb=EVERY_PARAMETER)
-    hook = commhooks.attach(ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0))
+    hook = commhooks.attach(
+        ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0)
+    )
     backward(ddp, 0)
     kept = [sorted(residuals(hook))]
     with log_lines() as lines:
         for scale in (float("nan") if dist.get_rank() == 1 else 1.0, 1.0, 1.0):
-            true = {name: mean_over_ranks(g) for name, g in local_gradients(ddp, partial(backward, step=1)).items()}
+            true = {
+                name: mean_over_ranks(g)
+                for name, g in local_gradients(ddp, partial(backward, step=1)).items()
+            }
             backward(ddp, 1, scale)
             kept.append(sorted(residuals(hook)))
     applied = gradients(ddp)
     errors = [relative(applied[name] - true[name], true[name]) for name in true if "bias" in name]
-    return {"kept": kept, "errors": errors, "lines": [line for line in lines if "no longer" in line]}
+    return {
+        "kept": kept,
+        "errors": errors,
+        "lines": [line for line in lines if "no longer" in line],
+    }
 
 
 def test_residuals_of_buckets_that_are_too_small_now_are_dropped(run_ranks):
@@ -180,7 +214,10 @@ def test_residuals_of_buckets_that_are_too_small_now_are_dropped(run_ranks):
         assert all(names == [name for name in all_names if "bias" not in name] for names in dropped)
         assert len(rank["errors"]) == 3 and max(rank["errors"]) < 1e-6
     (line,) = first["lines"]
-    assert line.endswith("so that their residuals are dropped: 4.bias, 2.bias, 0.bias") and not second["lines"]
+    assert (
+        line.endswith("so that their residuals are dropped: 4.bias, 2.bias, 0.bias")
+        and not second["lines"]
+    )
 
 
 class Branching(nn.Module):
@@ -211,9 +248,14 @@ def a_branch_rests(masked: bool) -> float:
             after, applied = residuals(hook), gradients(ddp)
             expected = {name: each * (scale[0] / old_scale) for name, each in before.items()}
             if ddp.module.skips:
-                assert all(torch.equal(after[name], expected[name]) and name not in applied for name in BRANCH)
+                assert all(
+                    torch.equal(after[name], expected[name]) and name not in applied
+                    for name in BRANCH
+                )
             for name, each in applied.items():
-                errors.append(conservation_error(local[name], expected.get(name), after[name], each))
+                errors.append(
+                    conservation_error(local[name], expected.get(name), after[name], each)
+                )
         assert replicas_equal(ddp) and all(after[name].any() for name in BRANCH)
         assert hook.stats()["compressed_steps"] == 8
     return max(errors)
@@ -225,7 +267,9 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual(run_ranks, masked):
 
 
 def another_width() -> tuple[list[str], int]:
-    """What is logged when a state of a smaller model with the same names is loaded, and the compressed steps."""
+    """What is logged when a state of a smaller model with the same names is loaded, and the
+    compressed steps.
+    """
     found = []
     for width in (24, 48):
         ddp = wrap(nn.Linear(24, width), bucket_cap_mb=25)
@@ -244,7 +288,9 @@ def another_width() -> tuple[list[str], int]:
 
 def test_a_saved_q_of_another_width_is_not_used(run_ranks):
     (on_0, compressed), (on_1, _) = run_ranks(another_width)
-    assert [line.partition(" has ")[2] for line in on_0] == ["shape (1, 25), it needs (1, 35): it starts afresh"]
+    assert [line.partition(" has ")[2] for line in on_0] == [
+        "shape (1, 25), it needs (1, 35): it starts afresh"
+    ]
     assert on_1 == [] and compressed == 3
 
 
@@ -253,7 +299,9 @@ def _with_an_empty_parameter(masked: bool) -> bool:
         model = mlp()
         model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
         ddp = wrap(model, bucket_cap_mb=25, find_unused_parameters=True)
-        hook = commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0}, wrapper="fp16")
+        hook = commhooks.attach(
+            ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0}, wrapper="fp16"
+        )
         for step in range(2):
             backward(ddp, step)
             descend(ddp)
@@ -265,7 +313,8 @@ def test_an_empty_parameter_on_a_narrow_wire(run_ranks, masked):
     assert all(run_ranks(_with_an_empty_parameter, masked))
 
 
-# ---- another rank, which is found out when the buckets come --------------------------------------------------------
+# ---- another rank, which is found out when the buckets come
+# --------------------------------------------------------
 
 
 def _hooked(rank: int) -> tuple[nn.Module, commhooks.CommHook]:

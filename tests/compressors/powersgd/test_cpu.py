@@ -1,4 +1,6 @@
-"""The arithmetic on the CPU: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
+"""The arithmetic on the CPU: always an orthonormal basis, rows of norm 1, numbers that depend on
+their key alone.
+"""
 
 import contextlib
 import itertools
@@ -52,7 +54,9 @@ def _deviation(basis: torch.Tensor) -> float:
 PLAIN = "plain"
 
 
-def _products(kind: str, shapes: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> Any:
+def _products(
+    kind: str, shapes: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32
+) -> Any:
     """What works on factors and matrices: the plain form, or the native library."""
     return (TorchProducts if kind == PLAIN else NativeProducts)(shapes, dtype)
 
@@ -101,7 +105,9 @@ def test_missing_directions_are_found_and_refilled(kind):
 @needs_compiler
 @pytest.mark.parametrize("scale", [1e-300, 1.0, 1e300])
 def test_orthonormal_in_float64(scale):
-    rows = scale * torch.randn(5, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = scale * torch.randn(
+        5, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     rows[3] = 2 * rows[0] - rows[1]
     rows[4] *= 1e3
     basis = _basis("", rows, _random(5, seed=3).double())
@@ -115,7 +121,9 @@ def test_orthonormal_in_float64(scale):
 
 @both
 def test_unit_rows(kind):
-    rows = torch.stack([_random(1)[0], 1e-38 * _random(1)[0], 1e30 * _random(1)[0], torch.zeros(LENGTH)])
+    rows = torch.stack(
+        [_random(1)[0], 1e-38 * _random(1)[0], 1e30 * _random(1)[0], torch.zeros(LENGTH)]
+    )
     products = _products(kind, [(LENGTH, LENGTH, 4), (LENGTH, LENGTH, 3)])
     products.unit_rows([rows, rows[:3]], lambda i: 5 * torch.eye(LENGTH)[:4])
     for scaled in products.q:
@@ -132,8 +140,15 @@ def test_draws_depend_on_seed_name_and_purpose_only():
     torch.manual_seed(123)
     before = torch.get_rng_state()
     assert torch.equal(draw(), first)
-    assert torch.equal(torch.get_rng_state(), before), "the user's random numbers go on as if nothing was drawn"
-    others = [draw(seed=2), draw(name="layer.bias"), draw(purpose="refill Q"), draw(purpose="Q at step 1")]
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the user's random numbers go on as if nothing was drawn"
+    )
+    others = [
+        draw(seed=2),
+        draw(name="layer.bias"),
+        draw(purpose="refill Q"),
+        draw(purpose="Q at step 1"),
+    ]
     for other in others:
         assert not torch.equal(other, first)
     assert draw(dtype=torch.float64).dtype == torch.float64
@@ -149,7 +164,17 @@ def test_draws_stay_the_same_in_later_versions():
     torch.testing.assert_close(drawn, torch.tensor(golden, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-SHAPES = [(7, 9), (1, 40), (40, 1), (64, 147), (33, 1500), (300, 16), (70, 512), (20, 9000), (700, 600)]
+SHAPES = [
+    (7, 9),
+    (1, 40),
+    (40, 1),
+    (64, 147),
+    (33, 1500),
+    (300, 16),
+    (70, 512),
+    (20, 9000),
+    (700, 600),
+]
 
 
 SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86_64")

@@ -22,7 +22,9 @@ UNCOMPRESSED = replace(PLAN, compressed=False, rank=0)
         (BUCKET_Q, 5, None),  # DDP has yet to build the bucket
     ],
 )
-def test_a_factor_of_another_matrix_is_named(field: StateField, columns: int, problem: str | None) -> None:
+def test_a_factor_of_another_matrix_is_named(
+    field: StateField, columns: int, problem: str | None
+) -> None:
     value = torch.zeros(3, columns)  # of another rank, which can be fitted
     assert field.problem(value, PLAN) == problem
     assert field.problem(value, UNCOMPRESSED) is None, "it is not used then"

@@ -1,5 +1,6 @@
-"""Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`reference.py`): with torch,
-with the native kernel, and as on an accelerator, alone and in stacks."""
+"""Gradients and residuals equal those of a slow, plain implementation on simulated ranks
+(`reference.py`): with torch, with the native kernel, and as on an accelerator, alone and in stacks.
+"""
 
 import functools
 import itertools
@@ -52,7 +53,11 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
 def _run_all(kernel: str, masked: bool, batch: bool) -> list[dict[str, Any]]:
     results = []
     for approximation_rank, cap, dtype in CASES:
-        options = {"matrix_approximation_rank": approximation_rank, "start_powerSGD_iter": 0, "random_seed": 11}
+        options = {
+            "matrix_approximation_rank": approximation_rank,
+            "start_powerSGD_iter": 0,
+            "random_seed": 11,
+        }
         options |= {"min_compression_rate": 1.0, "batch_tensors_with_same_shape": batch}
         with masks(masked), computing_with(kernel):
             ddp = wrap(SHAPES, cap, dtype)
@@ -65,11 +70,15 @@ def _run_all(kernel: str, masked: bool, batch: bool) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tuple[list[Gradients], dict[str, Any]]:
+def _oracle(
+    approximation_rank: int, dtype: torch.dtype, world_size: int
+) -> tuple[list[Gradients], dict[str, Any]]:
     matrices = {}
     for name in COMPRESSED:
         m = torch.Size(SHAPES[name]).numel() // SHAPES[name][0]
-        matrices[name] = ReferenceMatrix(draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
+        matrices[name] = ReferenceMatrix(
+            draw(11, name, "Q", approximation_rank, m, dtype).T, world_size
+        )
     expected: list[Gradients] = []
     for step in range(STEPS):
         ranks = [_gradients(rank, step, dtype) for rank in range(world_size)]
@@ -77,7 +86,9 @@ def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tup
         for name, shape in SHAPES.items():
             each = [gradients[name] for gradients in ranks]
             matrix = matrices.get(name)
-            wanted = plain_mean(each) if matrix is None else matrix.step([g.flatten(1) for g in each])
+            wanted = (
+                plain_mean(each) if matrix is None else matrix.step([g.flatten(1) for g in each])
+            )
             expected[-1][name] = wanted.view(shape)
     return expected, {name: matrix.residuals for name, matrix in matrices.items()}
 
@@ -108,11 +119,18 @@ def test_gradients_and_residuals_equal_the_oracle(
                 else:
                     assert relative_error(got, wanted) < tolerance, (CASES[index], step, name)
             for name, residual in result["residuals"].items():
-                assert relative_error(residual.flatten(1), residuals[name][rank]) < tolerance, (CASES[index], name)
+                assert relative_error(residual.flatten(1), residuals[name][rank]) < tolerance, (
+                    CASES[index],
+                    name,
+                )
             stats = result["stats"]
             assert stats["kernel"] == kernel
-            assert stats["compressed_steps"] == STEPS and stats["bytes_sent"] < stats["bytes_uncompressed"]
-            # One all-reduce per bucket, and for the second factor one more where it holds a compressed matrix.
+            assert (
+                stats["compressed_steps"] == STEPS
+                and stats["bytes_sent"] < stats["bytes_uncompressed"]
+            )
+            # One all-reduce per bucket, and for the second factor one more where it holds a
+            # compressed matrix.
             buckets, more = (1, 1) if cap == 25 else (len(SHAPES), len(COMPRESSED))
             assert stats["collectives_last_pass"] == buckets + more
         assert all(map(bits_equal, results[0][index]["gradients"], results[-1][index]["gradients"]))
@@ -120,7 +138,8 @@ def test_gradients_and_residuals_equal_the_oracle(
     assert all(map(bits_equal, one_bucket, many_buckets))
 
 
-# ---- the residual stays bounded --------------------------------------------------------------------------------------
+# ---- the residual stays bounded
+# --------------------------------------------------------------------------------------
 
 SIDE, RANK, WORLD_SIZE = 32, 2, 4
 EARLY, LATE = 30, 400
@@ -137,8 +156,9 @@ def _norm(residuals: list[torch.Tensor]) -> float:
 
 
 def test_the_norm_of_the_residual_stays_where_torchs_grows() -> None:
-    """torch's residual, `delta - P Q^T` with the averaged Q, grows like a random walk: what lies in the span of P is
-    never taken out of the part in which a rank differs from the mean of the ranks."""
+    """torch's residual, `delta - P Q^T` with the averaged Q, grows like a random walk: what lies in
+    the span of P is never taken out of the part in which a rank differs from the mean of the ranks.
+    """
     generator = torch.Generator().manual_seed(0)
     ranks = SimulatedPowerSGD(WORLD_SIZE, SIDE, SIDE, RANK)
     torchs_form = ReferenceMatrix(ranks.start_q, WORLD_SIZE, torch_residual=True)
@@ -155,11 +175,14 @@ def test_the_norm_of_the_residual_stays_where_torchs_grows() -> None:
     assert torchs[LATE] >= 3 * torchs[EARLY]
 
 
-# ---- directions of zeros -------------------------------------------------------------------------------------------
+# ---- directions of zeros
+# -------------------------------------------------------------------------------------------
 
 
 def _recover_from_a_zero_direction(zero_rows: list[int], kernel: str) -> tuple[float, bool]:
-    """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions back)."""
+    """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions
+    back).
+    """
     ddp = wrap({"second": SHAPES["second"]})
     config = commhooks.PowerSGD(
         matrix_approximation_rank=2,
@@ -182,7 +205,9 @@ def _recover_from_a_zero_direction(zero_rows: list[int], kernel: str) -> tuple[f
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("zero_rows", [[1], [0, 1]])
-def test_a_direction_of_zeros_in_q_is_refilled(run_ranks: Any, zero_rows: list[int], kernel: str) -> None:
+def test_a_direction_of_zeros_in_q_is_refilled(
+    run_ranks: Any, zero_rows: list[int], kernel: str
+) -> None:
     """Otherwise P would get a random direction there instead of one of the gradient."""
     for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows, kernel):
         assert error < 1e-5

@@ -1,12 +1,13 @@
 """With one bucket, float64 and the same random numbers, gradients equal those of torch's own hook.
 
-torch keeps another residual (`delta - averaged reconstruction` instead of the local projection); only its mean over the
-ranks acts on the gradients, and that is the same. One bucket, because torch's hook hangs on gloo with several; a start
-step of 2, because it wants the rebuild of the buckets behind it.
+torch keeps another residual (`delta - averaged reconstruction` instead of the local projection);
+only its mean over the ranks acts on the gradients, and that is the same. One bucket, because
+torch's hook hangs on gloo with several; a start step of 2, because it wants the rebuild of the
+buckets behind it.
 
-Error feedback with a warm start is chaotic on narrow matrices: there a change of the weights in the last bit makes
-torch's own gradients differ by 10 % after 50 steps. It doubles per step on a 10 x 48 matrix at rank 4, and hardly on
-the wider ones of this model.
+Error feedback with a warm start is chaotic on narrow matrices: there a change of the weights in the
+last bit makes torch's own gradients differ by 10 % after 50 steps. It doubles per step on a 10 x 48
+matrix at rank 4, and hardly on the wider ones of this model.
 """
 
 import math
@@ -43,7 +44,9 @@ class ConvNet(torch.nn.Module):
         return self.linear2(torch.tanh(self.linear1(x.flatten(1))))
 
 
-def _train(register: Callable[[DistributedDataParallel], Any]) -> tuple[list[dict[str, torch.Tensor]], Any]:
+def _train(
+    register: Callable[[DistributedDataParallel], Any],
+) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Gradients of all steps, and what `register` returned."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(ConvNet().double(), bucket_cap_mb=100)
@@ -62,15 +65,18 @@ def _train(register: Callable[[DistributedDataParallel], Any]) -> tuple[list[dic
 
 
 def _train_theirs(options: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], Draws]:
-    """Also the Q that torch drew, by step and name, as the hook saw its parameters: one stream for all matrices of a
-    bucket, those of equal shape next to each other."""
+    """Also the Q that torch drew, by step and name, as the hook saw its parameters: one stream for
+    all matrices of a bucket, those of equal shape next to each other.
+    """
     draws: Draws = {}
     state = theirs.PowerSGDState(None, start_powerSGD_iter=START, **options)
 
     def register(ddp: DistributedDataParallel) -> None:
         names = {id(p): name for name, p in ddp.module.named_parameters()}
 
-        def hook(state: theirs.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def hook(
+            state: theirs.PowerSGDState, bucket: dist.GradBucket
+        ) -> torch.futures.Future[torch.Tensor]:
             assert bucket.index() == 0 and bucket.is_last()
             if state.iter >= START and (not state.warm_start or not state.p_memory_dict):
                 with torch.random.fork_rng(devices=[]):
@@ -78,7 +84,9 @@ def _train_theirs(options: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]
                     again.set_state(state.rng.get_state())
                     torch.manual_seed(again.randint(1_000_000_000))
                     for name, m, rank in _compressed(bucket, names, options):
-                        draws[state.iter, name] = torch.randn(1, m, rank, dtype=torch.float64)[0].t().contiguous()
+                        draws[state.iter, name] = (
+                            torch.randn(1, m, rank, dtype=torch.float64)[0].t().contiguous()
+                        )
             return theirs.powerSGD_hook(state, bucket)
 
         ddp.register_comm_hook(state, hook)
@@ -87,7 +95,9 @@ def _train_theirs(options: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]
     return gradients, draws
 
 
-def _compressed(bucket: dist.GradBucket, names: dict[int, str], options: dict[str, Any]) -> list[tuple[str, int, int]]:
+def _compressed(
+    bucket: dist.GradBucket, names: dict[int, str], options: dict[str, Any]
+) -> list[tuple[str, int, int]]:
     by_shape: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     for parameter in bucket.parameters():
         n = parameter.shape[0]
@@ -102,13 +112,18 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
     """(worst relative error, names of compressed parameters, compressed steps)."""
     expected, draws = _train_theirs(options)
 
-    def drawn_by_torch(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    def drawn_by_torch(
+        seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         step = START if purpose == "Q" else int(purpose.removeprefix("Q at step "))
         q = draws[step, name]
         assert q.shape == (rank, length) and q.dtype == dtype
         return q.clone()
 
-    with mock.patch("commhooks.compressors.powersgd.exchange.draw", drawn_by_torch), computing_with("torch"):
+    with (
+        mock.patch("commhooks.compressors.powersgd.exchange.draw", drawn_by_torch),
+        computing_with("torch"),
+    ):
         ours = options | {"start_powerSGD_iter": START}
         got, hook = _train(lambda ddp: commhooks.attach(ddp, "powerSGD", hook_options=ours))
     error = max(worst_error(g, e) for g, e in zip(got, expected, strict=True))

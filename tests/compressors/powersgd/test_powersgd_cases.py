@@ -1,5 +1,6 @@
-"""With error feedback nothing is lost: what a step does not put into the gradient is in the residuals, up to the
-rounding of the wire, over everything that selects another path."""
+"""With error feedback nothing is lost: what a step does not put into the gradient is in the
+residuals, up to the rounding of the wire, over everything that selects another path.
+"""
 
 from typing import NamedTuple
 
@@ -66,7 +67,9 @@ def _run(
             got.append(backward(ddp, own))
             after = residuals(hook)
             for name in after if step >= case.start else ():
-                lost.append(conservation_error(own[name], before.get(name), after[name], got[-1][name]))
+                lost.append(
+                    conservation_error(own[name], before.get(name), after[name], got[-1][name])
+                )
         assert len(lost) == (4 * STEPS if case.error_feedback else 0), case
         stats = hook.stats()
         assert (stats["compressed_steps"], stats["nonfinite_steps"]) == (STEPS, 0), case
@@ -83,7 +86,12 @@ def _run(
         (torch.float32, None, torch.float32, "native"),
         (torch.float32, "fp16", torch.float16, "native"),
         (torch.float32, "bf16", torch.bfloat16, "torch"),
-        (torch.bfloat16, "fp16", torch.bfloat16, "native"),  # a 16-bit bucket is not converted to the other 16-bit type
+        (
+            torch.bfloat16,
+            "fp16",
+            torch.bfloat16,
+            "native",
+        ),  # a 16-bit bucket is not converted to the other 16-bit type
     ],
 )
 def test_nothing_is_lost(run_ranks, dtype, wrapper, wire, kernel):
@@ -96,6 +104,8 @@ def test_nothing_is_lost(run_ranks, dtype, wrapper, wire, kernel):
 
 @pytest.mark.parametrize(("wrapper", "wire"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_rounding_for_the_wire_is_fed_back(run_ranks, wrapper, wire):
-    """What the ranks lose above is rounding in the reduction. On one rank there is none, so nothing may be lost."""
+    """What the ranks lose above is rounding in the reduction. On one rank there is none, so nothing
+    may be lost.
+    """
     [found] = run_ranks(_run, torch.float32, wrapper, wire, "native", world_size=1)
     assert max(each for _, lost in found for each in lost) <= LOST[torch.float32]

@@ -1,5 +1,7 @@
-"""The quantised all-reduce with error feedback, written plainly: loops over ranks, parameters and blocks of Python
-floats, without the package's code. Without regard to numbers that are very large, very small or not finite."""
+"""The quantised all-reduce with error feedback, written plainly: loops over ranks, parameters and
+blocks of Python floats, without the package's code. Without regard to numbers that are very large,
+very small or not finite.
+"""
 
 import zlib
 
@@ -13,8 +15,12 @@ class OracleRanks:
         residuals: per rank and parameter, what was not sent yet.
     """
 
-    def __init__(self, world_size: int, levels: int, block_size: int, compressed: dict[str, int]) -> None:
-        """`levels`: the largest code. `compressed`: number of elements of each compressed parameter."""
+    def __init__(
+        self, world_size: int, levels: int, block_size: int, compressed: dict[str, int]
+    ) -> None:
+        """`levels`: the largest code. `compressed`: number of elements of each compressed
+        parameter.
+        """
         self._world_size = world_size
         self._levels = levels
         self._block_size = block_size
@@ -23,12 +29,16 @@ class OracleRanks:
         ]
 
     def step(self, gradients: list[Vectors]) -> Vectors:
-        """One gradient per rank in, the average out. A parameter without a gradient on any rank is left out."""
+        """One gradient per rank in, the average out. A parameter without a gradient on any rank is
+        left out.
+        """
         average: Vectors = {}
         for name in gradients[0]:
             of_ranks = [each[name] for each in gradients]
             if name not in self.residuals[0]:
-                average[name] = [sum(column) / self._world_size for column in zip(*of_ranks, strict=True)]
+                average[name] = [
+                    sum(column) / self._world_size for column in zip(*of_ranks, strict=True)
+                ]
             elif not any(any(each) for each in of_ranks):
                 average[name] = [0.0] * len(of_ranks[0])
             else:
@@ -45,7 +55,10 @@ class OracleRanks:
                 [gradient[i] + residual[name][i] for i in inside]
                 for gradient, residual in zip(gradients, self.residuals, strict=True)
             ]
-            sent = [delta if rank == owner else self._rounded(delta) for rank, delta in enumerate(deltas)]
+            sent = [
+                delta if rank == owner else self._rounded(delta)
+                for rank, delta in enumerate(deltas)
+            ]
             mean = [sum(column) / world_size for column in zip(*sent, strict=True)]
             arrived = self._rounded(mean)
             average += arrived

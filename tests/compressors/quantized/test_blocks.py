@@ -1,4 +1,6 @@
-"""What travels: blocks of numbers as codes with a scale, and the division of blocks among the ranks."""
+"""What travels: blocks of numbers as codes with a scale, and the division of blocks among the
+ranks.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ CODES = [BlockCode(8, SIZE), BlockCode(4, SIZE)]
 LARGEST = torch.finfo(torch.float32).max
 
 
-def _through(code: BlockCode, blocks: torch.Tensor, largest: float = LARGEST) -> tuple[torch.Tensor, torch.Tensor]:
+def _through(
+    code: BlockCode, blocks: torch.Tensor, largest: float = LARGEST
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What arrives, and what is lost."""
     codes = torch.full((len(blocks), code.block_bytes), 85, dtype=torch.uint8)
     scales, lost = torch.empty(len(blocks), dtype=blocks.dtype), blocks.clone()
@@ -76,7 +80,9 @@ def test_the_largest_numbers_are_finite_on_arrival(code: BlockCode) -> None:
     arrived, lost = _through(code, blocks)
     assert bool(arrived.isfinite().all() & lost.isfinite().all())
     torch.testing.assert_close(arrived, blocks, rtol=1e-5, atol=0)
-    arrived, lost = _through(code, torch.full((1, SIZE), 3e5), largest=torch.finfo(torch.float16).max)
+    arrived, lost = _through(
+        code, torch.full((1, SIZE), 3e5), largest=torch.finfo(torch.float16).max
+    )
     assert bool(arrived.half().isfinite().all()), "it fits into the bucket's dtype"
     assert torch.equal(arrived + lost, torch.full((1, SIZE), 3e5))
     assert float(lost.min()) > 2e5
@@ -92,7 +98,8 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(code: BlockCode, va
     torch.testing.assert_close(arrived[[0, 2]], blocks[[0, 2]])
 
 
-# ---- shares: which rank averages which block -----------------------------------------------------------------------
+# ---- shares: which rank averages which block
+# -----------------------------------------------------------------------
 
 PARAMETERS = [("a", 1), ("layers.0.weight", 100), ("b", 3), ("layers.1.weight", 101)]
 
@@ -116,26 +123,39 @@ def test_a_parameter_is_divided_equally_wherever_its_name_begins() -> None:
         for blocks, world_size in [(10, 4), (64, 8), (3, 5)]:
             counts = Shares([(name, blocks)], world_size, torch.device("cpu")).counts
             assert max(counts) - min(counts) <= 1
-    first = [Shares([(f"layers.{i}.bias", 1)], 4, torch.device("cpu")).pieces[0].owner for i in range(200)]
-    assert min(first.count(rank) for rank in range(4)) > 25, "small parameters do not meet at one rank"
+    first = [
+        Shares([(f"layers.{i}.bias", 1)], 4, torch.device("cpu")).pieces[0].owner
+        for i in range(200)
+    ]
+    assert min(first.count(rank) for rank in range(4)) > 25, (
+        "small parameters do not meet at one rank"
+    )
 
 
 def _averages(names: list[str], world_size: int) -> dict[str, torch.Tensor]:
     """Averages and residuals after some steps, with the parameters in this order in one bucket."""
     shapes = {"a": (6, 11), "b": (40, 2), "c": (3, 3, 9), "d": (10,)}
     ranks = SimulatedRanks(
-        lambda: Int8Compressor(Int8Compress(block_size=16)), world_size, {n: torch.zeros(shapes[n]) for n in names}
+        lambda: Int8Compressor(Int8Compress(block_size=16)),
+        world_size,
+        {n: torch.zeros(shapes[n]) for n in names},
     )
     found: dict[str, torch.Tensor] = {}
     for step in range(5):
         buckets = []
         for rank in range(world_size):
-            noise = {n: torch.Generator().manual_seed(1000 * step + 10 * rank + ord(n)) for n in names}
-            buckets.append(torch.cat([torch.randn(shapes[n], generator=noise[n]).flatten() for n in names]))
+            noise = {
+                n: torch.Generator().manual_seed(1000 * step + 10 * rank + ord(n)) for n in names
+            }
+            buckets.append(
+                torch.cat([torch.randn(shapes[n], generator=noise[n]).flatten() for n in names])
+            )
         assert ranks.step(buckets)
         found |= {slot.name: slot.of(buckets[0]).clone() for slot in ranks.layout.slots}
     for rank, state in enumerate(ranks.states):
-        found |= {f"{name} of rank {rank}": residual for name, residual in state["residual"].items()}
+        found |= {
+            f"{name} of rank {rank}": residual for name, residual in state["residual"].items()
+        }
     return found
 
 

@@ -1,5 +1,6 @@
-"""The quantised hooks' native kernel computes the same bits as torch's operations, whatever the numbers, the compiler,
-the processor's vectors and the number of threads."""
+"""The quantised hooks' native kernel computes the same bits as torch's operations, whatever the
+numbers, the compiler, the processor's vectors and the number of threads.
+"""
 
 import platform
 import shutil
@@ -22,7 +23,8 @@ from tests.support.models import same_bits
 from tests.support.simulation import SimulatedRanks
 
 BLOCK = 32
-# Parts of a block, one block, a little more, blocks for some of the ranks only, and more than a part of the kernel.
+# Parts of a block, one block, a little more, blocks for some of the ranks only, and more than a
+# part of the kernel.
 SHAPES = {
     "part": (1, BLOCK - 1),
     "whole": (BLOCK, 1),
@@ -35,7 +37,11 @@ SHAPES = {
 }
 SIZES = torch.tensor([1e-3, 1e-2, 0.1, 1, 10], dtype=torch.float64)
 CONFIGS: list[type[HookConfig]] = [Int8Compress, Int4Compress]
-CASES = [(Int8Compress, torch.float32, 1), (Int8Compress, torch.float64, 3), (Int8Compress, torch.bfloat16, 3)]
+CASES = [
+    (Int8Compress, torch.float32, 1),
+    (Int8Compress, torch.float64, 3),
+    (Int8Compress, torch.bfloat16, 3),
+]
 CASES += [(Int4Compress, torch.float32, 7), (Int4Compress, torch.float16, 2)]
 pytestmark = needs_compiler
 
@@ -46,12 +52,14 @@ def _ranks(config: HookConfig, world_size: int, dtype: torch.dtype) -> Simulated
 
 
 def _gradients(ranks: SimulatedRanks, world_size: int, step: int) -> list[torch.Tensor]:
-    """Numbers of very different size, zeros of both signs, denormal and very large ones, and parameters without a
-    gradient: on one rank and in one step on all."""
+    """Numbers of very different size, zeros of both signs, denormal and very large ones, and
+    parameters without a gradient: on one rank and in one step on all.
+    """
     generator = torch.Generator().manual_seed(step)
     layout = ranks.layout
     info = torch.finfo(layout.dtype)
-    # In float16 the sum with a residual may be larger than any gradient; in wider ones it would be inf.
+    # In float16 the sum with a residual may be larger than any gradient; in wider ones it would be
+    # inf.
     huge = info.max if layout.dtype == torch.float16 else info.max / 100
     buckets = []
     for rank in range(world_size):
@@ -76,8 +84,9 @@ def _gradients(ranks: SimulatedRanks, world_size: int, step: int) -> list[torch.
 def _run(
     config: HookConfig, world_size: int, dtype: torch.dtype, kernel: str = "native", steps: int = 4
 ) -> list[tuple[torch.Tensor, ...]]:
-    """After each step the verdict, and per rank the average and the residuals. One step is not finite, and one has
-    another loss scale."""
+    """After each step the verdict, and per rank the average and the residuals. One step is not
+    finite, and one has another loss scale.
+    """
     with computing_with(kernel):
         ranks = _ranks(config, world_size, dtype)
     found = []
@@ -89,11 +98,19 @@ def _run(
             with _residual_factor(0.7 if step == 2 else 1.0):
                 good = ranks.step(buckets)
             assert good == (step != 1)
-            assert isinstance(ranks._works[0]._kernel, NativeKernel if kernel == "native" else TorchKernel)
+            assert isinstance(
+                ranks._works[0]._kernel, NativeKernel if kernel == "native" else TorchKernel
+            )
             residuals = [state["residual"] for state in ranks.states] if _keeps(config) else []
             kept = [each.clone() for own in residuals for each in own.values()]
             # A NaN is a NaN, whichever its sign.
-            found.append((torch.tensor(good), *(torch.where(each.isnan(), torch.nan, each) for each in buckets), *kept))
+            found.append(
+                (
+                    torch.tensor(good),
+                    *(torch.where(each.isnan(), torch.nan, each) for each in buckets),
+                    *kept,
+                )
+            )
     return found
 
 
@@ -102,7 +119,9 @@ def _residual_factor(factor: float) -> Iterator[None]:
     """The loss scale has changed."""
     real = simulated_ranks.StepInfo
     with mock.patch.object(
-        simulated_ranks, "StepInfo", lambda *args, **more: real(*args, **more, residual_factor=factor)
+        simulated_ranks,
+        "StepInfo",
+        lambda *args, **more: real(*args, **more, residual_factor=factor),
     ):
         yield
 
@@ -113,14 +132,22 @@ def _keeps(config: HookConfig) -> bool:
 
 def _compare(config: type[HookConfig], world_size: int, dtype: torch.dtype, **options: Any) -> None:
     options = {"block_size": BLOCK, **options}
-    native, torch_form = (_run(config(**options), world_size, dtype, kernel) for kernel in ("native", "torch"))
+    native, torch_form = (
+        _run(config(**options), world_size, dtype, kernel) for kernel in ("native", "torch")
+    )
     for step, (one, other) in enumerate(zip(native, torch_form, strict=True)):
         assert len(one) == len(other) and all(map(same_bits, one, other)), step
-        assert world_size == 1 or options.get("use_error_feedback") is False or len(one) > 2 * world_size
+        assert (
+            world_size == 1
+            or options.get("use_error_feedback") is False
+            or len(one) > 2 * world_size
+        )
 
 
 @pytest.mark.parametrize(("config", "dtype", "world_size"), CASES)
-def test_the_bits_are_those_of_torch(config: type[HookConfig], dtype: torch.dtype, world_size: int) -> None:
+def test_the_bits_are_those_of_torch(
+    config: type[HookConfig], dtype: torch.dtype, world_size: int
+) -> None:
     _compare(config, world_size, dtype)
 
 
@@ -153,7 +180,9 @@ CLANG = pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
         pytest.param("clang", "-O3", marks=CLANG),
     ],
 )
-def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(compiler: str | None, flags: str) -> None:
+def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
+    compiler: str | None, flags: str
+) -> None:
     """So machines of different kinds share the kernel."""
     usual = _build()
     with another_library(*flags.split(), compiler=compiler):
@@ -163,10 +192,13 @@ def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(compiler: str | 
 
 
 @X86
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor that joins them")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor that joins them"
+)
 def test_a_build_that_joins_operations_is_another_one() -> None:
     usual = _build()
-    with another_library("-O1", "-fexpensive-optimizations", "-ffp-contract=fast"):  # -O3 takes four times as long
+    # -O3 takes four times as long
+    with another_library("-O1", "-fexpensive-optimizations", "-ffp-contract=fast"):
         assert _build() != usual
 
 
@@ -175,7 +207,13 @@ def test_no_bit_depends_on_the_number_of_threads() -> None:
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
-            results.append([each for step in _run(Int4Compress(block_size=BLOCK), 2, torch.float32) for each in step])
+            results.append(
+                [
+                    each
+                    for step in _run(Int4Compress(block_size=BLOCK), 2, torch.float32)
+                    for each in step
+                ]
+            )
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*results, strict=True))

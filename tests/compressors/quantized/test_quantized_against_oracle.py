@@ -1,4 +1,6 @@
-"""Averages and residuals of the quantised hooks are those of the oracle: plain loops over ranks and blocks."""
+"""Averages and residuals of the quantised hooks are those of the oracle: plain loops over ranks and
+blocks.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,11 @@ SHAPES = {
     "quiet": (5, 8),
 }
 CONFIGS = {"int8": Int8Compress, "int4": Int4Compress}
-WAYS = ["torch", "as on an accelerator"]  # the native kernel has the bits of torch: test_native_bits.py
+# the native kernel has the bits of torch: test_native_bits.py
+WAYS = [
+    "torch",
+    "as on an accelerator",
+]
 LEVELS = {"int8": 127, "int4": 7}
 COMPRESSED = ("part", "whole", "more", "many", "quiet")
 QUIET_AT = 2
@@ -37,7 +43,10 @@ def _parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _gradients(rank: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     noise = torch.Generator().manual_seed(100 * step + rank)
-    found = {name: torch.randn(shape, generator=noise, dtype=torch.float64) for name, shape in SHAPES.items()}
+    found = {
+        name: torch.randn(shape, generator=noise, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
     if step == QUIET_AT:
         found["quiet"] = torch.zeros_like(found["quiet"])
     return {name: gradient.to(dtype) for name, gradient in found.items()}
@@ -58,7 +67,9 @@ def test_averages_and_residuals_are_those_of_the_oracle(
 ) -> None:
     with masks(way == "as on an accelerator"), torch.no_grad():
         ranks = _simulated(hook, world_size, dtype, way)
-        assert [plan.name for plan in ranks.plans if plan.compressed] == sorted(COMPRESSED, key=list(SHAPES).index)
+        assert [plan.name for plan in ranks.plans if plan.compressed] == sorted(
+            COMPRESSED, key=list(SHAPES).index
+        )
         sizes = {name: torch.Size(SHAPES[name]).numel() for name in COMPRESSED}
         oracle = OracleRanks(world_size, LEVELS[hook], BLOCK, sizes)
         for step in range(STEPS):
@@ -66,7 +77,9 @@ def test_averages_and_residuals_are_those_of_the_oracle(
             buckets = [torch.cat([each.flatten() for each in own.values()]) for own in gradients]
             assert ranks.step(buckets)
             assert all(same_bits(bucket, buckets[0]) for bucket in buckets)
-            plain = [{name: each.flatten().tolist() for name, each in own.items()} for own in gradients]
+            plain = [
+                {name: each.flatten().tolist() for name, each in own.items()} for own in gradients
+            ]
             average = oracle.step(plain)
             expected = torch.tensor(sum(average.values(), []), dtype=torch.float64)
             torch.testing.assert_close(buckets[0].double(), expected, rtol=0, atol=10 * tolerance)
@@ -74,7 +87,9 @@ def test_averages_and_residuals_are_those_of_the_oracle(
                 _compare(state["residual"], residual, world_size * tolerance)
 
 
-def _compare(found: dict[str, torch.Tensor], expected: dict[str, list[float]], tolerance: float) -> None:
+def _compare(
+    found: dict[str, torch.Tensor], expected: dict[str, list[float]], tolerance: float
+) -> None:
     assert found.keys() == expected.keys()
     for name, residual in found.items():
         should_be = torch.tensor(expected[name], dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""The quantised hooks with parameters of every kind, unused ones, and numbers that are not finite, in one bucket."""
+"""The quantised hooks with parameters of every kind, unused ones, and numbers that are not finite,
+in one bucket.
+"""
 
 import math
 from typing import Any
@@ -56,10 +58,14 @@ def _mixed(hook: str, kernel: str, wrapper: str | None, dtype: torch.dtype) -> d
         use_all = step < 2
         for model in (ddp, plain):
             _step(model, step, use_all)
-        for (name, one), (_, other) in zip(ddp.module.named_parameters(), plain.module.named_parameters(), strict=True):
+        for (name, one), (_, other) in zip(
+            ddp.module.named_parameters(), plain.module.named_parameters(), strict=True
+        ):
             if one.grad is not None and other.grad is not None:
                 ours, theirs = one.grad.to_dense(), other.grad.to_dense()
-                errors[name] = max(errors.get(name, 0.0), float((ours - theirs).abs().max() / theirs.abs().max()))
+                errors[name] = max(
+                    errors.get(name, 0.0), float((ours - theirs).abs().max() / theirs.abs().max())
+                )
         if step > 0:
             kept.append(residuals(attached)["unused.weight"].clone())
     return {
@@ -79,12 +85,20 @@ def _mixed(hook: str, kernel: str, wrapper: str | None, dtype: torch.dtype) -> d
         pytest.param("int4", "native", "bf16", 2e-2, marks=needs_compiler),
     ],
 )
-def test_parameters_of_every_kind(run_ranks: Any, hook: str, kernel: str, wrapper: str | None, exact: float) -> None:
+def test_parameters_of_every_kind(
+    run_ranks: Any, hook: str, kernel: str, wrapper: str | None, exact: float
+) -> None:
     quantised = 0.02 if hook == "int8" else 0.3
     for rank in run_ranks(_mixed, hook, kernel, wrapper, torch.float32, world_size=3):
         reasons = rank["reasons"]
-        assert {name for name, reason in reasons.items() if not reason} == {"wide.weight", "unused.weight"}
-        assert reasons["small"] == "too small for a block of 64" and reasons["phase"] == "complex numbers"
+        assert {name for name, reason in reasons.items() if not reason} == {
+            "wide.weight",
+            "unused.weight",
+        }
+        assert (
+            reasons["small"] == "too small for a block of 64"
+            and reasons["phase"] == "complex numbers"
+        )
         assert reasons["wide.bias"] == "vector" and reasons["scale"] == "scalar"
         for name, error in rank["errors"].items():
             assert error < (exact if reasons[name] else quantised), name
@@ -98,10 +112,17 @@ def test_parameters_of_every_kind(run_ranks: Any, hook: str, kernel: str, wrappe
     + [pytest.param(Int8Compressor, "native", -math.inf, marks=needs_compiler)]
     + [pytest.param(Int4Compressor, "native", math.nan, marks=needs_compiler)],
 )
-def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, kernel: str, value: float) -> None:
-    """On any rank, in any block, in one's own share and in another's, and in what is not quantised."""
+def test_one_number_that_is_not_finite_anywhere_stops_the_step(
+    compressor: Any, kernel: str, value: float
+) -> None:
+    """On any rank, in any block, in one's own share and in another's, and in what is not
+    quantised.
+    """
     world_size, shapes = 3, {"a": (10, 7), "bias": (5,), "b": (6, 16)}
-    config, parameters = compressor.Config(block_size=16), {n: torch.zeros(s) for n, s in shapes.items()}
+    config, parameters = (
+        compressor.Config(block_size=16),
+        {n: torch.zeros(s) for n, s in shapes.items()},
+    )
     with computing_with(kernel):
         ranks = SimulatedRanks(lambda: compressor(config), world_size, parameters)
     numel = ranks.layout.numel
@@ -116,7 +137,9 @@ def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, 
                 assert not any(all_finite([bucket]) for bucket in buckets)
         for state, old in zip(ranks.states, before, strict=True):
             assert all(torch.equal(state["residual"][name], each) for name, each in old.items())
-        assert ranks.step([torch.ones(numel) for _ in range(world_size)]), "nothing is left in the buffers"
+        assert ranks.step([torch.ones(numel) for _ in range(world_size)]), (
+            "nothing is left in the buffers"
+        )
 
 
 def _after_a_step(config: commhooks.Int8Compress, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -128,7 +151,9 @@ def _after_a_step(config: commhooks.Int8Compress, dtype: torch.dtype) -> tuple[A
         made.append(Int8Compressor(config))
         return made[-1]
 
-    ranks = SimulatedRanks(compressor, 1, {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()})
+    ranks = SimulatedRanks(
+        compressor, 1, {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()}
+    )
     with torch.no_grad():
         assert ranks.step([torch.ones(ranks.layout.numel, dtype=dtype)])
     work = ranks._works[0]
@@ -146,7 +171,10 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
     own = kernel.buffers
     buffers = [own.delta, own._unused, *([own.residuals.whole] if error_feedback else [])]
     # Delta has a block more than the plan knows, the empty one.
-    assert planned.residual + planned.copies == sum(each.nbytes for each in buffers) - own.delta[-1].nbytes
+    assert (
+        planned.residual + planned.copies
+        == sum(each.nbytes for each in buffers) - own.delta[-1].nbytes
+    )
     sent = kernel.messages.sent.nbytes
     assert planned.packed <= kernel.codes.nbytes + kernel.scales.nbytes + 3 * sent + 4 * 5 * 4
     assert planned.packed >= 4 * (kernel.codes[:-1].nbytes + kernel.scales[:-1].nbytes)

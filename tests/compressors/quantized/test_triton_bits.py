@@ -1,5 +1,6 @@
-"""Triton's kernels compute the bits of torch's operators, in Triton's interpreter. A GPU is not needed, and none of
-this shows that they run on one: tests/cuda/test_gpu_triton.py does."""
+"""Triton's kernels compute the bits of torch's operators, in Triton's interpreter. A GPU is not
+needed, and none of this shows that they run on one: tests/cuda/test_gpu_triton.py does.
+"""
 
 import importlib.util
 import json
@@ -19,14 +20,17 @@ from commhooks.errors import HookConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton, 1 GB): see make test-triton"
+    importlib.util.find_spec("triton") is None,
+    reason="needs Triton (pip install triton, 1 GB): see make test-triton",
 )
 
 
 def _run(what: str, *, interpreted: bool = True) -> Any:
     environment = {**os.environ, "TRITON_INTERPRET": "1"} if interpreted else os.environ
     command = [sys.executable, "-m", "tests.compressors.quantized.triton_bits", what]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -40,7 +44,9 @@ def test_the_bits_are_those_of_torch(what: str) -> None:
 @needs_triton
 def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
     *wrong, broken = _run("faults")
-    assert len(wrong) == 4 and all("computes other bits than torch" in each for each in wrong), wrong
+    assert len(wrong) == 4 and all("computes other bits than torch" in each for each in wrong), (
+        wrong
+    )
     assert "cannot be compiled or run: " in broken and "COMMHOOKS_NATIVE=0 turns it off" in broken
 
 
@@ -48,16 +54,24 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
 def test_each_operation_is_rounded_by_itself_on_nvidia_gpus() -> None:
     """As torch's operators are: nothing joined, no approximate division, no denormals as zero."""
     found = _run("instructions", interpreted=False)
-    arithmetic = {each for each in found if each.split(".")[0] in ("fma", "mad", "mul", "div", "add", "sub", "rcp")}
+    arithmetic = {
+        each
+        for each in found
+        if each.split(".")[0] in ("fma", "mad", "mul", "div", "add", "sub", "rcp")
+    }
     assert arithmetic == {"mul.rn.f32", "div.rn.f32", "add.rn.f32", "sub.rn.f32"}
-    assert "cvt.rn.bf16.f32" in found and not any("ftz" in each or "approx" in each for each in found)
+    assert "cvt.rn.bf16.f32" in found and not any(
+        "ftz" in each or "approx" in each for each in found
+    )
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "commhooks.compressors.quantized.triton_kernel", raising=False)
     given = torch.device("cuda"), torch.float32, BlockCode(8, 256)
-    with pytest.raises(HookConfigError, match=r"needs Triton, which cannot be imported .*COMMHOOKS_NATIVE=0"):
+    with pytest.raises(
+        HookConfigError, match=r"needs Triton, which cannot be imported .*COMMHOOKS_NATIVE=0"
+    ):
         quantized.native_build(*given)
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": "0"}):
         assert quantized.native_build(*given) == ""

@@ -1,5 +1,6 @@
-"""Runs Triton's kernels on CPU tensors, in Triton's interpreter, and compares them with torch's operators; or compiles
-them for NVIDIA GPUs and prints the instructions on floating-point numbers. `test_triton_bits.py` starts it.
+"""Runs Triton's kernels on CPU tensors, in Triton's interpreter, and compares them with torch's
+operators; or compiles them for NVIDIA GPUs and prints the instructions on floating-point numbers.
+`test_triton_bits.py` starts it.
 
     TRITON_INTERPRET=1 python -m tests.compressors.quantized.triton_bits kernels|hooks|faults
     python -m tests.compressors.quantized.triton_bits instructions
@@ -33,7 +34,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def round_bfloat16() -> None:
-    """Convert as torch and devices do: Triton 3.9's interpreter truncates to bfloat16, and denormal ones are wrong."""
+    """Convert as torch and devices do: Triton 3.9's interpreter truncates to bfloat16, and denormal
+    ones are wrong.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -58,26 +61,33 @@ def kernels() -> list[str]:
         for dtype in DTYPES
         for ranks in (1, 3, 6)
         if (code.block_size < 100 or ranks == 3)
-        and results_of(TorchKernel, CPU, dtype, code, ranks) != results_of(TritonKernel, CPU, dtype, code, ranks)
+        and results_of(TorchKernel, CPU, dtype, code, ranks)
+        != results_of(TritonKernel, CPU, dtype, code, ranks)
     ]
 
 
 def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> list[torch.Tensor]:
-    """Buckets and residuals after each of four steps: one is not finite, one has another loss scale, in one some ranks
-    have no gradient of a parameter."""
+    """Buckets and residuals after each of four steps: one is not finite, one has another loss
+    scale, in one some ranks have no gradient of a parameter.
+    """
     shapes = {"a": (3, 33), "bias": (5,), "b": (16, 16), "idle": (5, 20)}
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     ranks = SimulatedRanks(lambda: compressor_of(config)(config), world_size, parameters)
     found, info = [], simulation.StepInfo
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        buckets = [torch.randn(ranks.layout.numel, generator=generator).to(dtype) for _ in range(world_size)]
+        buckets = [
+            torch.randn(ranks.layout.numel, generator=generator).to(dtype)
+            for _ in range(world_size)
+        ]
         if step == 1:
             buckets[-1][100] = float("nan")
         for bucket in buckets[: world_size if step == 2 else 1]:
             ranks.layout.slots[3].of(bucket).zero_()
         factor = 0.7 if step == 2 else 1.0
-        with mock.patch.object(simulation, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)):
+        with mock.patch.object(
+            simulation, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
+        ):
             with torch.no_grad():
                 assert ranks.step(buckets) == (step != 1)
         assert isinstance(ranks._works[0]._kernel, kernel), ranks._works[0]._kernel
@@ -109,7 +119,9 @@ def faults() -> list[str]:
     # Each change is one that a kernel which computes something else would make.
     def launched(change: Callable[[dict[str, Any]], Any]) -> Any:
         real = TritonKernel._launch
-        return lambda self, kernel, *a, **options: change(options) or real(self, kernel, *a, **options)
+        return lambda self, kernel, *a, **options: (
+            change(options) or real(self, kernel, *a, **options)
+        )
 
     for change in (
         lambda options: options.update(LEVELS=126) if "LEVELS" in options else None,
@@ -135,7 +147,15 @@ def instructions() -> list[str]:
     pointers = {"flags": "*u8", "codes": "*u8", "factor": "*fp32", "good": "*i1", "count": "*i32"}
     pointers |= dict.fromkeys(("first", "tensor", "places", "own"), "*i64")
     pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32") | {"flat": "*bf16"}
-    given = {"LEVELS": 127, "MOST": 1e30, "TINY": 1e-38, "RANKS": 13, "PADDED": 32, "ROWS": 8, "HALVINGS": 4}
+    given = {
+        "LEVELS": 127,
+        "MOST": 1e30,
+        "TINY": 1e-38,
+        "RANKS": 13,
+        "PADDED": 32,
+        "ROWS": 8,
+        "HALVINGS": 4,
+    }
     given |= {"TILE": 128, "FEEDBACK": True, "SCALED": True, "WIDTH": 32}
     found: set[str] = set()
     for kernel in (triton_kernel._quantise, triton_kernel._average, triton_kernel._store):
@@ -150,7 +170,13 @@ def instructions() -> list[str]:
                 source = ASTSource(kernel, signature=signature, constexprs=constants)
                 target = GPUTarget("cuda", capability, 32)
                 made = triton.compile(source, target=target, options=triton_kernel._ROUNDED)
-                found |= set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S*\.b?f(?:16|32|64)\S*)", made.asm["ptx"], re.MULTILINE))
+                found |= set(
+                    re.findall(
+                        r"^\s+(?:@\S+ )?([a-z]\S*\.b?f(?:16|32|64)\S*)",
+                        made.asm["ptx"],
+                        re.MULTILINE,
+                    )
+                )
     return sorted(found)
 
 

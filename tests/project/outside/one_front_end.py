@@ -1,4 +1,5 @@
-"""Trains with one front end of the installed package, where no other is installed. Rank 0 prints what was sent.
+"""Trains with one front end of the installed package, where no other is installed. Rank 0 prints
+what was sent.
 
     torchrun --standalone --nproc-per-node 2 one_front_end.py lightning
 
@@ -79,7 +80,9 @@ def accelerate() -> commhooks.CommHook:
     handler = CommHookKwargs(hook="powerSGD", hook_options=POWERSGD)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     net = network()
-    model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader())
+    model, optimizer, batches = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), loader()
+    )
     for batch in batches:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
@@ -106,8 +109,12 @@ def transformers() -> commhooks.CommHook:
             return {"loss": loss_of(self.net, {"x": x, "labels": labels})}
 
     folder = tempfile.mkdtemp()
-    args = TrainingArguments(folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
-    trainer = CommHookTrainer(Model(), args, train_dataset=examples(), hook="powerSGD", hook_options=POWERSGD)
+    args = TrainingArguments(
+        folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer = CommHookTrainer(
+        Model(), args, train_dataset=examples(), hook="powerSGD", hook_options=POWERSGD
+    )
     trainer.train()
     return trainer.comm_hook
 
@@ -124,12 +131,17 @@ INSTALLS = {
 def main(name: str) -> None:
     installed = {each for each in set().union(*INSTALLS.values()) if importlib.util.find_spec(each)}
     if installed != INSTALLS[name]:
-        raise SystemExit(f"installed are {sorted(installed)}, and not {sorted(INSTALLS[name])} alone")
+        raise SystemExit(
+            f"installed are {sorted(installed)}, and not {sorted(INSTALLS[name])} alone"
+        )
     stats = FRONT_ENDS[name]().stats()
     if not stats["compressed_steps"]:
         raise SystemExit("no step was compressed")
     if int(os.environ["RANK"]) == 0:
-        sent = f"{stats['compressed_steps']} compressed steps, {stats['compression_rate']:.1f} times less"
+        sent = (
+            f"{stats['compressed_steps']} compressed steps, {stats['compression_rate']:.1f} times"
+            " less"
+        )
         print(f"{name}: {sent}, torch {torch.__version__}, {commhooks.__file__}", flush=True)
     dist.barrier()
     sys.stdout.flush()

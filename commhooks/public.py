@@ -47,6 +47,7 @@ from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.members.options import Torchft
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
+from commhooks.sharded.options import Shards
 
 __all__ = [
     "RESIDUAL",
@@ -75,6 +76,7 @@ __all__ = [
     "PowerSGD",
     "PowerSGDState",
     "Send",
+    "Shards",
     "State",
     "StateField",
     "StepInfo",

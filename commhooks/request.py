@@ -41,6 +41,7 @@ from commhooks.registry import (
     names_to_offer,
     register_compressor,
 )
+from commhooks.sharded.options import FORMS, Shards, shards_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,6 +80,7 @@ ARGUMENTS = {
         int | str | None, expected="'auto', a number of ranks, 1 or more, or None"
     ),
     "members": Argument(str | None, choices=(None, "torchft")),
+    "shards": Argument(str | None, choices=(None, *FORMS)),
 }
 
 
@@ -162,6 +164,7 @@ class HookRequest:
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
     members: Torchft | None = None
+    shards: Shards | None = None
     distributed: bool = False
     """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models
     always have this form.
@@ -183,7 +186,8 @@ class HookRequest:
         combination.
         """
         members = torchft_of(common.pop("members", None))
-        common = check_arguments(common) | {"members": members}
+        shards = shards_of(common.pop("shards", None))
+        common = check_arguments(common) | {"members": members, "shards": shards}
         given = plain("hook_options", hook_options)
         if not isinstance(given, Mapping | None):
             raise invalid("hook_options", given, "a dict of options")
@@ -293,6 +297,11 @@ class HookRequest:
     @property
     def off(self) -> bool:
         return self.config is None and self.factory is None and self.function is None
+
+    @property
+    def shards_alone(self) -> bool:
+        """Whether FSDP2's own collectives are compressed, and no hook averages."""
+        return self.off and self.shards is not None
 
     def as_plain_average(self) -> "HookRequest":
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())

@@ -24,6 +24,10 @@ Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """The name of the all-gather into one tensor, which torch 2.13 has renamed."""
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+"""The name of the reduce-scatter from one tensor, likewise."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +59,7 @@ class Send:
     rank. With "gather" every rank gets all of `tensor`.
     """
     into: torch.Tensor | None = None
-    """Memory for the result with `splits`; None: new memory."""
+    """Memory for the result of "gather" and "all_to_all", in its shape; None: new memory."""
     over: Scope = "all"
     """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks
     of this node, "inter_node" for the ranks with this local rank on all nodes.
@@ -273,7 +277,9 @@ def start(
         if send.op == "gather":
             own = send.tensor.contiguous()
             if send.splits is None:
-                answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
+                answer = send.into if send.into is not None else own.new_empty(
+                    (group.size(), *own.shape)
+                )
                 sizes = None
             else:
                 sizes = list(send.splits[1])
@@ -288,7 +294,9 @@ def start(
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
-                answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
+                answer = send.into if send.into is not None else torch.empty_like(
+                    send.tensor, memory_format=torch.contiguous_format
+                )
             else:
                 sent, arriving = map(list, send.splits)
                 answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into

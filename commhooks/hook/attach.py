@@ -21,9 +21,10 @@ from commhooks.errors import (
 )
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import warn_if_unmatched
-from commhooks.gradients.source import held_weakly
+from commhooks.gradients.source import GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.kinds import prepared
+from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.options import HookConfig, check_choice
@@ -31,6 +32,7 @@ from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests
 
 if TYPE_CHECKING:
     from commhooks.members.options import Torchft
+    from commhooks.sharded.options import Shards
 
 logger = logger_of(__name__)
 
@@ -51,6 +53,7 @@ def attach(
     members: "Torchft | str | None" = None,
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
+    shards: "Shards | str | None" = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
     """Register a communication hook with a model that is wrapped in DDP or sharded by `fully_shard`
@@ -96,6 +99,9 @@ def attach(
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh
             over which to average, that is, the ranks that hold the same shard, such as
             `mesh["replicate"]`. With `members` it may be None: each machine has one replica.
+        shards: for a model sharded by `fully_shard`: what FSDP2's own all-gather and reduce-scatter
+            send. "int8", "bf16", or a `Shards` with options. With `hook=None` it needs no
+            `replicate_group`. None: as FSDP2 sends it.
         loss_scale: a function that returns the current loss scale, e.g. `scaler.get_scale`. The
             residuals are rescaled when it changes.
 
@@ -157,17 +163,23 @@ def attach_request(
     live = request.members is not None
     if live and not dist.is_initialized():
         _process_group_of_one(model)
-    source = source_of(
-        model,
-        process_group,
-        replicate_group,
-        unwrapped=request.averages_weights,
-        one_replica=live,
-        accumulates=accumulates,
-    )
+    if request.shards_alone and replicate_group is None and isinstance(model, FSDPModule):
+        from commhooks.hook.shards_hook import NAME, source_without_replicas
+
+        request = dataclasses.replace(request, name=NAME)
+        source = source_without_replicas(model, process_group)
+    else:
+        source = source_of(
+            model,
+            process_group,
+            replicate_group,
+            unwrapped=request.averages_weights,
+            one_replica=live,
+            accumulates=accumulates,
+        )
+        if request.off and not source.from_ddp:
+            request = request.as_plain_average()
     check_arrangement(request, source)
-    if request.off and not source.from_ddp:
-        request = request.as_plain_average()
     shards = None if source.shard_group is None else held_weakly(source.shard_group)
     binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
     made = prepared(request, source, binding, total_steps)
@@ -175,9 +187,9 @@ def attach_request(
     if not source.names.named_parameters():
         raise AttachError(source.nothing_to_reduce)
     hook = made.build(choice)
-    attached = CommHook(request, hook, source)
+    attached = CommHook(request, hook, source, _shards_of(request, hook, source))
     logs = is_logging_rank(source.group, source.shard_group)
-    if request.off:  # no hook will log a summary in the first backward pass
+    if request.off and request.shards is None:  # no hook will log a summary in the first backward pass
         if logs:
             ignored = (
                 f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
@@ -193,6 +205,14 @@ def attach_request(
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
     return attached
+
+
+def _shards_of(request: HookRequest, hook: Hook, source: GradientSource) -> Any:
+    if request.shards is None:
+        return None
+    from commhooks.hook.shards_hook import ShardsHook, attach_shards
+
+    return hook.shards if isinstance(hook, ShardsHook) else attach_shards(request, source)
 
 
 def _process_group_of_one(model: torch.nn.Module) -> None:

@@ -46,11 +46,13 @@ class CommHook:
             on without residuals.
     """
 
-    def __init__(self, request: HookRequest, hook: Hook, source: GradientSource) -> None:
+    def __init__(
+        self, request: HookRequest, hook: Hook, source: GradientSource, shards: Any = None
+    ) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self.detached = False
-        self._request, self._hook, self._source = request, hook, source
+        self._request, self._hook, self._source, self._shards = request, hook, source, shards
         self._rank, self._world_size = source.group.rank(), source.group.size()
         self._logs = is_logging_rank(source.group, source.shard_group)
         logs_use = self._logs and self._world_size > 1
@@ -108,11 +110,15 @@ class CommHook:
         self._unused.after_first_pass()
         if self._quiet or not self._logs:
             return
+        if self._shards is not None:
+            log_summary(self._shards.summary())
         found, use, wrapper = self._hook.summary(), self._hook.status().use, self._request.wrapper
         about = f"{self.name} ({'; '.join(found.details)})" if found.details else self.name
         effect = ", ".join(
             each for each in (found.effect, wrapper and f"{wrapper} on the wire") if each
         )
+        if found.alone is None:
+            return
         if self._world_size == 1 and self.members is None:
             unit = "rank" if self._source.shard_group is None else "replica"
             effect = f"there is one {unit}, so nothing is sent{found.alone}"
@@ -136,6 +142,8 @@ class CommHook:
         self.synchronize()
         self._unused.silence()
         self._hook.close()
+        if self._shards is not None:
+            self._shards.detach()
         self.detached = True
 
     @plain_mode()
@@ -148,6 +156,8 @@ class CommHook:
         self._unused.ended()
         self._source.close()
         self._hook.close()
+        if self._shards is not None:
+            self._shards.detach()
 
     def failed(self, error: BaseException) -> None:
         """End the training after `error`, without the warning that the hook had no effect. If
@@ -190,7 +200,8 @@ class CommHook:
         """Return the plan of what is compressed, with one row per parameter. For batched PowerSGD
         there is one row per bucket, and the buckets are known after the first backward pass.
         """
-        return self._hook.plan()
+        plan = self._hook.plan()
+        return plan if self._shards is None else self._shards.with_plan(plan)
 
     @plain_mode()
     def stats(self) -> dict[str, Any]:
@@ -249,7 +260,8 @@ class CommHook:
         so_far = {
             name: None if counted[name] is None else count for name, count in c.cumulative().items()
         }
-        return counted | {"so_far": so_far}
+        shards = None if self._shards is None else self._shards.stats()
+        return counted | {"so_far": so_far, "shards": shards}
 
     @plain_mode()
     def norms(self) -> dict[str, float | None]:

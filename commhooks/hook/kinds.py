@@ -18,6 +18,7 @@ KINDS = {
     "compressor": "commhooks.hook.compressor_hook",
     "function": "commhooks.hook.function_hook",
     "local steps": "commhooks.hook.local_steps_hook",
+    "shards": "commhooks.hook.shards_hook",
 }
 """The modules of the kinds, which are imported when they are used. Each has a function `prepare`,
 with the arguments of `prepared`. A kind is named by `HookConfig.kind`; without a config it is
@@ -48,7 +49,9 @@ def prepared(
     request cannot be served for this model.
     """
     kind = (
-        "compressor"
+        "shards"
+        if request.shards_alone
+        else "compressor"
         if request.off
         else "function"
         if request.config is None

@@ -277,8 +277,10 @@ def start(
         if send.op == "gather":
             own = send.tensor.contiguous()
             if send.splits is None:
-                answer = send.into if send.into is not None else own.new_empty(
-                    (group.size(), *own.shape)
+                answer = (
+                    send.into
+                    if send.into is not None
+                    else own.new_empty((group.size(), *own.shape))
                 )
                 sizes = None
             else:
@@ -294,8 +296,10 @@ def start(
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
-                answer = send.into if send.into is not None else torch.empty_like(
-                    send.tensor, memory_format=torch.contiguous_format
+                answer = (
+                    send.into
+                    if send.into is not None
+                    else torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
                 )
             else:
                 sent, arriving = map(list, send.splits)

@@ -204,8 +204,9 @@ def unit_of_fsdp(
     now = set(map(id, known))
     if any(id(each.sharded_param) not in now for each in group.fsdp_params):
         group.lazy_init()  # parameters were replaced, as by load_state_dict(assign=True)
-    freed_to, kept = group.post_forward_mesh_info, getattr(
-        state, "_auto_reshard_after_forward", False
+    freed_to, kept = (
+        group.post_forward_mesh_info,
+        getattr(state, "_auto_reshard_after_forward", False),
     )
     resharded = freed_to is not None and not (is_root and kept)
     smaller = resharded and freed_to != group.mesh_info

@@ -189,7 +189,9 @@ def attach_request(
     hook = made.build(choice)
     attached = CommHook(request, hook, source, _shards_of(request, hook, source))
     logs = is_logging_rank(source.group, source.shard_group)
-    if request.off and request.shards is None:  # no hook will log a summary in the first backward pass
+    if (
+        request.off and request.shards is None
+    ):  # no hook will log a summary in the first backward pass
         if logs:
             ignored = (
                 f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""

@@ -23,7 +23,9 @@ def sharded_source(
     one_replica: bool,
     kind: type[FullyShardGradients] = FullyShardGradients,
 ) -> FullyShardGradients:
-    """See `source_of`. `kind`: the class of the source. Raises HookConfigError if the groups do not fit a sharded model."""
+    """See `source_of`. `kind`: the class of the source. Raises HookConfigError if the groups do not
+    fit a sharded model.
+    """
     assert isinstance(model, Module)
     if process_group is not None:
         raise HookConfigError(

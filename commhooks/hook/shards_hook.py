@@ -180,8 +180,13 @@ def shards_plan(shards: AttachedShards) -> ModelPlan:
 def _planned(parameter: UnitParameter, rows: Rows, shards: AttachedShards) -> ShardPlan:
     weights, gradients = _piece(parameter, rows.weights), _piece(parameter, rows.gradients)
     gathers, scatters = rows.unit.gathers, int(parameter.trained)
-    before = shards.ranks * parameter.numel * (
-        gathers * parameter.gathered_dtype.itemsize + scatters * parameter.reduced_dtype.itemsize
+    before = (
+        shards.ranks
+        * parameter.numel
+        * (
+            gathers * parameter.gathered_dtype.itemsize
+            + scatters * parameter.reduced_dtype.itemsize
+        )
     )
     after = gathers * _sent(parameter, parameter.gathered_dtype.itemsize, rows.weights, shards)
     if parameter.trained:

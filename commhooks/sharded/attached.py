@@ -44,8 +44,8 @@ class AttachedShards:
         slower: why the native kernel is not used, and the remedy; "" if it is, or does not apply.
 
     Raises:
-        AttachError: a unit's collectives cannot be replaced; nothing was replaced. On all ranks: the
-            ranks have different units, or nodes of different sizes.
+        AttachError: a unit's collectives cannot be replaced; nothing was replaced. On all ranks:
+            the ranks have different units, or nodes of different sizes.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.precision import has_streams
 
 
@@ -29,7 +30,8 @@ class Memory:
         """Return a buffer (uint8). The current stream waits for the work that last used it."""
         if not self._free:
             self.allocated += self.size
-            return torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            with plain_mode():  # a tensor made in inference mode could not be written outside of it
+                return torch.empty(self.size, dtype=torch.uint8, device=self.device)
         buffer, last_use = self._free.pop()
         if last_use is not None:
             torch.accelerator.current_stream(self.device).wait_event(last_use)

@@ -52,7 +52,8 @@ class Route(Protocol):
 
 class Direct:
     def __init__(self, ranks: int, rank: int, traffic: Traffic) -> None:
-        self.places, self.peers, self.here = range(ranks), ranks, rank
+        self.places: Sequence[int] = range(ranks)
+        self.peers, self.here = ranks, rank
         self._traffic = traffic
 
     def gather(self, messages: torch.Tensor, group: dist.ProcessGroup, what: str) -> Pending:
@@ -81,7 +82,7 @@ class BetweenNodes:
         own = torch.tensor([self.here, self._local], device=rows.device)
         found = gather_rows(own, group, None, "the places of the ranks in nodes").tolist()
         # Buffers are `L x N`: the ranks of a node side by side, for one collective inside it.
-        self.places = [local * nodes.count + node for node, local in found]
+        self.places: Sequence[int] = [local * nodes.count + node for node, local in found]
         order = sorted(range(len(found)), key=self.places.__getitem__)
         self._order = torch.tensor(order, device=rows.device)
 

@@ -41,7 +41,7 @@ class Unit:
 
     def described(self) -> str:
         """Describe the unit in a line that is equal on two ranks if and only if its rows are."""
-        rows = [(each.names, each.numel, each.gathered_dtype, each.trained) for each in self.parameters]
+        rows = [(p.names, p.numel, p.gathered_dtype, p.trained) for p in self.parameters]
         return f"{self.name}: {rows}"
 
 
@@ -59,18 +59,9 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
         if found is not None and found.parameters:
             name = own_name(module_name) or type(model).__name__.removeprefix("FSDP")
             _check(name, module, found)
-            parameters = tuple(_described(each, names[id(each)], found) for each in found.parameters)
-            units.append(
-                Unit(
-                    name,
-                    weakref.ref(module),
-                    parameters,
-                    found.gather,
-                    found.scatter,
-                    found.gathers,
-                    found.regathers,
-                )
-            )
+            parameters = [_described(each, names[id(each)], found) for each in found.parameters]
+            collectives = found.gather, found.scatter, found.gathers, found.regathers
+            units.append(Unit(name, weakref.ref(module), tuple(parameters), *collectives))
     return units
 
 

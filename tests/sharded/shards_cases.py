@@ -110,9 +110,7 @@ class Training:
         for unit, number in case.frozen:
             getattr(self.model.units()[names[unit]], f"p{number}").requires_grad_(False)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
-        by_columns = {
-            id(getattr(self.model.units()[unit], name)) for unit, name in self.columns
-        }
+        by_columns = {id(getattr(self.model.units()[unit], name)) for unit, name in self.columns}
         options: dict[str, Any] = {
             "mesh": init_device_mesh("cpu", (case.ranks,)),
             "mp_policy": policy,
@@ -178,9 +176,7 @@ class Training:
         for unit_name, unit in self.model.units().items():
             for name, whole in before[unit_name].items():
                 expected = self.expected_weight(whole, self.dim(unit_name, name))
-                problems += _differences(
-                    f"weight {unit_name}.{name}", unit.seen[name], expected
-                )
+                problems += _differences(f"weight {unit_name}.{name}", unit.seen[name], expected)
         unit_problems = [
             self.compare_gradients(unit_name, number) for unit_name in self.model.units()
         ]
@@ -322,9 +318,7 @@ def random_case(seed: int, ranks: int) -> Case:
     units = [[shape() for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 4))]
     units[0].append((4 * ranks, 8 * ranks))  # something is compressed, and has columns
     places = [(u, n) for u, unit in enumerate(units) for n in range(len(unit))]
-    by_columns = [
-        (u, n) for u, n in places if len(units[u][n]) > 1 and units[u][n][1] % ranks == 0
-    ]
+    by_columns = [(u, n) for u, n in places if len(units[u][n]) > 1 and units[u][n][1] % ranks == 0]
     case = Case(
         seed,
         ranks,

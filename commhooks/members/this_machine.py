@@ -14,6 +14,7 @@ from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft, 
 from commhooks.members.lines import Lines
 from commhooks.members.options import Torchft
 from commhooks.members.peers import Connections, RanksOfMachine, check_interface
+from commhooks.members.round_end import RoundEnd
 from commhooks.members.state_server import StateServer
 
 
@@ -26,6 +27,7 @@ class ThisMachine:
         store: the address of its `TCPStore`, in which the ranks of a new group find each other.
         server: of this rank; None if this rank does not exchange.
         lighthouse: on the first rank; None on others.
+        round_end: what this rank has heard of the ends of rounds.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -35,6 +37,7 @@ class ThisMachine:
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
+        self.round_end = RoundEnd()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
         own_id = (
@@ -77,7 +80,9 @@ class ThisMachine:
         waited_for = (
             self.lighthouse.heartbeats.waited_for if self.lighthouse is not None else lambda: None
         )
-        self.server = StateServer(host, options.timeout_s, self.connections.status, waited_for)
+        self.server = StateServer(
+            host, options.timeout_s, self.connections.status, waited_for, self.round_end.hear
+        )
 
     def close(self) -> None:
         """Tell the others that they need not wait for this machine, and close everything."""

@@ -4,7 +4,8 @@ JSON`.
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the
 weights and of the optimizer's state, the front end's number of steps, the learning rate of its
 scheduler. It trains `steps` steps, slowly as long as there is a file "slow" in the folder: machine
-a then waits after two rounds until machine b is coming. `sigterm`: it gets SIGTERM after so many
+a then waits after two rounds until machine b is coming. `lag_s`: how much longer
+each step takes. `sigterm`: it gets SIGTERM after so many
 outer steps, in mid-round. A machine with a `world` of several ranks shards the model by FSDP2;
 `port`: for their process group. `members` false: it trains alone, by DDP.
 """
@@ -33,12 +34,17 @@ class Rounds:
     def __init__(self, given: dict[str, Any]) -> None:
         self._slow, self._coming = (Path(given["folder"]) / name for name in ("slow", "coming"))
         self._before, self._count, self._sigterm = 0, 0, given.get("sigterm")
+        self._looks, self._lag_s = 0, given.get("lag_s", 0.0)
         if given["name"] != "a":
             self._coming.touch()
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
         stats = hook.stats()
+        self._looks += 1
+        if self._lag_s:
+            time.sleep(self._lag_s)
+            said("trained", steps=self._looks)
         if stats["step"] > self._before and stats["step_in_round"] == 0:
             self._before, self._count = stats["step"], self._count + 1
             weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -154,7 +160,9 @@ def lightning(given: dict[str, Any]) -> None:
         devices=given.get("world", 1),
         plugins=[TorchElasticEnvironment()] if sharded else [],
         strategy=strategy(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+            hook="diloco",
+            hook_options={"sync_every": given.get("every", EVERY)},
+            members=machine(given),
         ),
         max_steps=given["steps"],
         max_epochs=-1,
@@ -185,7 +193,9 @@ def fabric(given: dict[str, Any]) -> None:
     from lightning_commhooks.fabric import CommHookDDP
 
     strategy = CommHookDDP(
-        hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+        hook="diloco",
+        hook_options={"sync_every": given.get("every", EVERY)},
+        members=machine(given),
     )
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
@@ -224,7 +234,9 @@ def accelerate(given: dict[str, Any]) -> None:
         from tests.support.accelerators import sharding_accelerator
 
         handler = CommHookKwargs(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+            hook="diloco",
+            hook_options={"sync_every": given.get("every", EVERY)},
+            members=machine(given),
         )
         accelerator = sharding_accelerator(handler, replicas=1)
     elif given["name"] == "a":  # by the name of the host
@@ -236,7 +248,9 @@ def accelerate(given: dict[str, Any]) -> None:
         handler.attach(accelerator)
     else:
         handler = CommHookKwargs(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+            hook="diloco",
+            hook_options={"sync_every": given.get("every", EVERY)},
+            members=machine(given),
         )
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         handler.attach(accelerator)
@@ -344,7 +358,7 @@ def transformers(given: dict[str, Any]) -> None:
         eval_dataset=data[:4],
         callbacks=[Looks()],
         hook="diloco",
-        hook_options={"sync_every": EVERY},
+        hook_options={"sync_every": given.get("every", EVERY)},
         members=machine(given),
     )
     trainer.train()
@@ -356,7 +370,7 @@ def transformers(given: dict[str, Any]) -> None:
     }
     end["weights"] = hash_of(p for group in trainer.optimizer.param_groups for p in group["params"])
     # the last 14 steps once more, as a new machine; it meets the others after the first one
-    if given["name"] == "a":
+    if given["name"] == "a" and "every" not in given:
         trainer.train(
             resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 14}"
         )

@@ -123,7 +123,10 @@ def main(given: dict) -> None:
         sync_every=given["every"], wire=given["wire"], lr_factor=1.0, **given.get("options", {})
     )
     members = commhooks.Torchft(
-        name=name, timeout_s=given.get("timeout_s", 20.0), min_machines=given.get("least", 1)
+        name=name,
+        timeout_s=given.get("timeout_s", 20.0),
+        min_machines=given.get("least", 1),
+        wait_for=given.get("wait_for", "first"),
     )
     try:
         hook = commhooks.attach(model, options, members=members, replicate_group=replicate_group)

@@ -72,8 +72,6 @@ chaos: $(READY)
 bench: $(READY)
 	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
 	@$(CLEAN) benchmarks/memory.py --ranks 4
-	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
-	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
 	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 

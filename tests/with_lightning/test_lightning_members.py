@@ -14,6 +14,7 @@ from tests.support.machines import (
     lighthouse,
     one_comes_and_is_killed,
     one_gets_sigterm,
+    one_is_slower,
 )
 
 pytestmark = pytest.mark.timeout(180)

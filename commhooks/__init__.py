@@ -7,27 +7,30 @@ The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_co
 by function.
 """
 
-import sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from commhooks.features import *  # noqa: F403
     from commhooks.public import *  # noqa: F403
-    from commhooks.public import __all__ as __all__
 else:
 
     def __getattr__(name):
         # torch takes seconds to import, and the commands need it only when they run.
         if not (name.startswith("__") and name != "__all__"):
-            import commhooks.public  # noqa: F401
+            from importlib import import_module
 
-            # during a circular import it is not yet an attribute of commhooks
-            public = sys.modules["commhooks.public"]
-            globals().update((each, getattr(public, each)) for each in ("__all__", *public.__all__))
+            # `import commhooks.public` would set a local name from the attribute, which is missing
+            # during a circular import.
+            public = vars(import_module("commhooks.public"))
+            features = vars(import_module("commhooks.features"))
+            names = {public_name: public[public_name] for public_name in public["__all__"]}
+            names |= {key: value for key, value in features.items() if not key.startswith("_")}
+            globals().update(names, __all__=sorted(names))
             if name in globals():  # the import also sets subpackages
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "sys"})
+        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING"})

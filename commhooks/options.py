@@ -66,8 +66,10 @@ class HookConfig:
     """True for a hook that averages weights once in several steps, in place of gradients. It needs
     no wrapper around the model.
     """
-    kind: ClassVar[str] = "compressor"
-    """What runs the hook: a key of `hook.kinds.KINDS`."""
+    kind: ClassVar[str] = "commhooks.hook.compressor_hook"
+    """The module that runs the hook. It has a function `prepare`, with the arguments of
+    `hook.kinds.prepared`, and is imported when it is used.
+    """
     start_option: ClassVar[str | None] = None
     """Name of the field that holds the first compressed step. The field's value is an int for a
     number of steps, a float for a fraction of the run, or None for 10 % of the run (at most 1000

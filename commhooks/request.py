@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from commhooks.errors import (
     print_error_on_rank_zero,
 )
 from commhooks.import_path import import_path
-from commhooks.members.options import Torchft, torchft_of
 from commhooks.options import DROP_INS, HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
@@ -41,6 +40,9 @@ from commhooks.registry import (
     names_to_offer,
     register_compressor,
 )
+
+if TYPE_CHECKING:
+    from commhooks.members.options import Torchft
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,7 +163,7 @@ class HookRequest:
     total_steps: int | None = None
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
-    members: Torchft | None = None
+    members: "Torchft | None" = None
     distributed: bool = False
     """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models
     always have this form.
@@ -182,7 +184,11 @@ class HookRequest:
         arguments. Raises HookConfigError for an unknown hook or option, a wrong type, or an invalid
         combination.
         """
-        members = torchft_of(common.pop("members", None))
+        members = common.pop("members", None)
+        if members is not None:
+            from commhooks.members.options import torchft_of  # here, because few runs need it
+
+            members = torchft_of(members)
         common = check_arguments(common) | {"members": members}
         given = plain("hook_options", hook_options)
         if not isinstance(given, Mapping | None):

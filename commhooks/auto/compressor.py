@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from commhooks.auto import trials
-from commhooks.auto.options import Auto, Candidate
+from commhooks.auto.options import QUALITIES, Auto, Candidate
 from commhooks.auto.trials import Decision, Watch
 from commhooks.auto.watch import ObservedPass, Ranks, StepWatch
 from commhooks.compressors.base import (
@@ -25,31 +25,22 @@ from commhooks.compressors.base import (
     StepInfo,
     average,
 )
-from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
-from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.options import LARGEST_STEP
-
-_CLASSES: dict[str, type[Compressor[Any]]] = {
-    each.Config.hook_name: each
-    for each in (
-        AllReduceCompressor,
-        BF16Compressor,
-        Int8Compressor,
-        Int4Compressor,
-        PowerSGDCompressor,
-    )
-}
+from commhooks.registry import compressor_named
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    if candidate.hook not in _CLASSES:
+    """Make the compressor of a candidate. Raises HookConfigError if the candidate, which may come
+    from a checkpoint, is none of the hooks that auto chooses from, or has wrong options.
+    """
+    allowed = dict.fromkeys(choice.hook for choices in QUALITIES.values() for choice in choices)
+    made = compressor_named(candidate.hook) if candidate.hook in allowed else None
+    if made is None:
         raise HookConfigError(
-            f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}"
+            f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(allowed)}"
         )
-    made = _CLASSES[candidate.hook]
     try:
         return made(made.Config(**candidate.options_at_once(made.Config)))
     except TypeError as error:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from commhooks.options import HookConfig, check_choice
 
+__all__ = ["Auto"]
+
 MARGIN = 1.1
 """A hook must shorten the step by at least this factor to be chosen. A median of eight steps varies
 by a few percent, and a gain of less than a tenth does not justify other gradients.
@@ -105,12 +107,19 @@ class Auto(HookConfig):
 
     @property
     def candidates(self) -> list[Candidate]:
-        return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
+        """The candidates of `quality`, without hooks that this build of commhooks does not have."""
+        from commhooks.registry import COMPRESSORS  # here: it imports this module
+
+        return [
+            candidate.excluding(self.exclude)
+            for candidate in QUALITIES[self.quality]
+            if candidate.hook in COMPRESSORS
+        ]
 
     def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
-        return (
-            [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
-        )
+        if ranks_per_node == 1:
+            return self.candidates
+        return [candidate.of_nodes() for candidate in self.candidates]
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
@@ -125,3 +134,6 @@ def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str)
     longest = min(MARGIN * min(usable.values()), usable[now] / MARGIN)
     about = [label for label, each in usable.items() if each <= longest]
     return min(about, key=lambda label: (known[label].changes, usable[label]), default=now)
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {Auto: "commhooks.auto.compressor:AutoCompressor"}

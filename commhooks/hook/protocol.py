@@ -31,8 +31,10 @@ class Residuals(NamedTuple):
 
 class Hook(Protocol):
     counters: Counters
-    members: "Members | None"
-    """The machines, if they come and go; None otherwise."""
+
+    @property
+    def members(self) -> "Members | None":
+        """The machines, if they come and go; None otherwise."""
 
     def run(self, bucket: Bucket, /) -> Future:
         """Reduce one bucket, and return a future of the result."""

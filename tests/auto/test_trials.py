@@ -104,7 +104,7 @@ def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], cho
     untried = SENT.keys() - now.tried_s.keys()
     assert ("not tried, because their bytes alone" in now.why) == bool(untried)
     assert all(each in now.why for each in untried)
-    assert set(now.known) == set(SENT) and Decision.from_plain(now.to_plain()) == now
+    assert set(now.candidates) == set(SENT) and Decision.from_plain(now.to_plain()) == now
 
 
 def test_what_sends_as_much_as_all_reduce_is_not_tried() -> None:
@@ -143,7 +143,7 @@ def test_a_trial_without_a_time_ends_the_trials() -> None:
         "allreduce",
         2,
     )
-    assert "int4 could not be measured" in now.why and set(now.known) == set(SENT)
+    assert "int4 could not be measured" in now.why and set(now.candidates) == set(SENT)
     assert Decision.from_plain(now.to_plain()).to_plain() == now.to_plain()
 
 

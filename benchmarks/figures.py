@@ -1,9 +1,9 @@
 """Makes the figures of README and docs again: the numbers of each table, and the pictures.
 
     make figures                                # lists them, with what each needs
-    make figures ARGS="codec memory"            # measures, and prints beside it what README and
-    docs say make figures ARGS="--stored"                # draws the pictures again from the stored
-    measurements, in a minute sudo .venv/bin/python benchmarks/figures.py link --folder figures
+    make figures ARGS="codec memory"            # measures, and prints what README and docs say
+    make figures ARGS="--stored"                # draws the pictures from the stored measurements
+    sudo .venv/bin/python benchmarks/figures.py link --folder figures
 
 What is measured and drawn goes into --folder. To publish it, copy it to docs/figures, and the
 numbers into the page.
@@ -131,6 +131,17 @@ FIGURES = {
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
+    "profiled_step": Figure(
+        "benchmarks/profiled_step.py --json FOLDER/profiled_step.json --plot"
+        " FOLDER/profiled_step.png",
+        0.2,
+        ("docs/working.md#in-a-profile",),
+        picture="profiled_step.png",
+        stored=(
+            "benchmarks/profiled_step.py --from docs/figures/profiled_step.json --plot"
+            " FOLDER/profiled_step.png"
+        ),
+    ),
     "codec": Figure(
         "benchmarks/codec.py --json FOLDER/codec.json",
         10,
@@ -163,12 +174,12 @@ FIGURES = {
         ("docs/performance.md#operators-on-an-accelerator",),
     ),
     "chaos": Figure(
-        "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#trainings-that-die",)
+        "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#processes-that-die",)
     ),
     "chaos_members": Figure(
         "-m tests.stress.chaos --topologies members --seed 1127",
         15,
-        ("docs/reliability.md#trainings-that-die",),
+        ("docs/reliability.md#processes-that-die",),
     ),
     "stragglers": Figure(
         "-m tests.stress.stragglers", 10, ("docs/reliability.md#a-rank-that-is-slow-or-gone",)

@@ -7,6 +7,7 @@ The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_co
 by function.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -19,12 +20,12 @@ else:
     def __getattr__(name):
         # torch takes seconds to import, and the commands need it only when they run.
         if not (name.startswith("__") and name != "__all__"):
-            from importlib import import_module
+            import commhooks.features
+            import commhooks.public  # noqa: F401
 
-            # `import commhooks.public` would set a local name from the attribute, which is missing
-            # during a circular import.
-            public = vars(import_module("commhooks.public"))
-            features = vars(import_module("commhooks.features"))
+            # during a circular import they are not yet attributes of commhooks
+            public = vars(sys.modules["commhooks.public"])
+            features = vars(sys.modules["commhooks.features"])
             names = {public_name: public[public_name] for public_name in public["__all__"]}
             names |= {key: value for key, value in features.items() if not key.startswith("_")}
             globals().update(names, __all__=sorted(names))
@@ -33,4 +34,4 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING"})
+        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "sys"})

@@ -43,11 +43,16 @@ class BuiltIn:
         return compressor
 
 
-COMPRESSORS: dict[str, BuiltIn | type[Compressor[Any]]] = {
-    config.hook_name: BuiltIn(config, path)
-    for module in MODULES
-    for config, path in importlib.import_module(module).COMPRESSORS.items()
-}
+def built_in_hooks() -> dict[str, BuiltIn | type[Compressor[Any]]]:
+    """Return the built-in hooks by name; this imports their options."""
+    return {
+        config.hook_name: BuiltIn(config, path)
+        for module in MODULES
+        for config, path in importlib.import_module(module).COMPRESSORS.items()
+    }
+
+
+COMPRESSORS = built_in_hooks()
 """Built-in hooks and registered compressor classes by hook name. `register_compressor` adds to this
 dict.
 """

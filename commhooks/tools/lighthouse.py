@@ -5,7 +5,8 @@ import os
 import threading
 
 from commhooks.errors import CommandError
-from commhooks.members.lighthouse import VARIABLE, check_torchft, host_for_others
+from commhooks.members.addresses import host_for_others
+from commhooks.members.lighthouse import VARIABLE, check_torchft
 
 
 def run(arguments: argparse.Namespace) -> None:

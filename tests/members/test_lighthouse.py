@@ -30,11 +30,22 @@ class Simulated:
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self.id, self.number = f"{name}:1", 0
-        self.lighthouse = Lighthouse(address, self.id, "127.0.0.1:1", timeout_s, Lines(logs=True))
+        status = {"id": self.id}
+        self.server = StateServer("127.0.0.1", 60.0, lambda: status, self.waited_for)
+        self.lighthouse = Lighthouse(
+            address,
+            self.id,
+            self.server.address,
+            "127.0.0.1:1",
+            lambda: timeout_s,
+            Lines(logs=True),
+        )
         heartbeats = self.lighthouse.heartbeats
-        self.server = StateServer("127.0.0.1", 60.0, lambda: {"id": self.id}, heartbeats.waited_for)
         self.passes = 0
         heartbeats.passes = lambda: self.passes
+
+    def waited_for(self) -> None:
+        self.lighthouse.heartbeats.waited_for()
 
     def ask(self, limit_s: float | None = 20.0) -> list[Report] | None:
         self.number += 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
 from tests.support.inside import learns, session_of, user_state
 from tests.support.models import EVERY_PARAMETER, Prescribed, backward
 from tests.support.repository import TESTS

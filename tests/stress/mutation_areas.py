@@ -119,7 +119,7 @@ AREAS = {
     ],
     "checkpoint": [
         Part(
-            "learned_state distributed",
+            "learned_state writing reading residuals distributed",
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
@@ -223,18 +223,18 @@ EXPLAINED = {
     ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",
-        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
-        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
+        "if _largest(residual) * max(1, 1 / loss_scale) > largest / 2**24:",
+        "if _largest(residual) * max(1, 1 / loss_scale) > largest / 2** 25:",
     ): "any limit does that leaves room for the sum of a row",
     (
-        "commhooks/checkpoint/payload.py",
+        "commhooks/checkpoint/parts.py",
         'name: entry["residual"][0]',
         'name: entry["residual"][ -1]',
     ): "the list holds the residual of one rank",
     (
         "commhooks/checkpoint/distributed.py",
-        "return entries[0] | {",
-        "return entries[ 1] | {",
+        'return entries[0] | {"shape": [rows, *shapes[0][1:]] if shapes[0] else []}',
+        'return entries[ 1] | {"shape": [rows, *shapes[0][1:]] if shapes[0] else []}',
     ): "it is for an error, of which the shape alone is read",
     (
         "commhooks/engine/session.py",

@@ -71,7 +71,7 @@ EXPLAINED = {
     ): "the host has waited for the copy to the device",
     (
         "local_steps/fragments.py",
-        "held_exchange",
+        "prepare",
         "self.held.settle()",
     ): "machines that come and go are not simulated",
     (

@@ -44,7 +44,7 @@ from tests.support import warm
 from tests.support.repository import PYTHONPATH
 from tests.support.worker_side import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
-MAX_WORLD_SIZE = 6
+MAX_WORLD_SIZE = 32
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 STACK_TIMEOUT_S = 5.0  # for the stacks of workers that hang, on a busy machine
 

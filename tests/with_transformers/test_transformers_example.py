@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="transformers needs Python 3.11 or ne
 
 import clean_env  # noqa: E402
 
-from commhooks.checkpoint.payload import save_id  # noqa: E402
+from commhooks.checkpoint.parts import save_id  # noqa: E402
 from tests.support.transformers_runs import FILES  # noqa: E402
 
 LAUNCH_LIMIT_S = 150

@@ -240,7 +240,7 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
     own = next((report for report in present if report.id == me), None)
     if own is None:
         reason = f"the others have declared {me.rpartition(':')[0]} dead, and it asks again"
-        return Decision(action=Action.WAIT, reason=reason, pause_s=0.1)
+        return Decision(action=QuorumAction.WAIT, reason=reason, pause_s=0.1)
     if reason := _refusal(own, present) or _never_exchanged(own, present):
         return Decision(action=QuorumAction.REFUSED, reason=reason)
     alike = _alike(own, present)

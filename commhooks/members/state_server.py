@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from commhooks.members.watch import keep_from_children
+from commhooks.members.watch import keep_from_children, wake
 
 PIECE_BYTES = 16 * 2**20
 _POLL_S = 0.1
@@ -74,6 +74,7 @@ class StateServer:
         self._limit_s, self._status, self._waited_for = limit_s, status, waited_for
         self._served: _Served | None = None
         self._lock = threading.Lock()
+        self._watchers = set[socket.socket]()
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -144,8 +145,7 @@ class StateServer:
             return
         if kind == "watch" and urllib.parse.unquote(rest) == self._status().get("id"):
             _send(request, memoryview(b""))
-            request.connection.settimeout(None)
-            request.connection.recv(1)  # until the other machine closes the connection
+            self._wait_for_end_of(request.connection)
             return
         served, (step, _, part) = self._served, rest.partition("/")
         if kind != "state" or served is None or step != str(served.step):
@@ -163,10 +163,20 @@ class StateServer:
         else:
             request.send_error(404)
 
+    def _wait_for_end_of(self, connection: socket.socket) -> None:
+        self._watchers.add(connection)
+        try:
+            connection.settimeout(None)
+            connection.recv(1)
+        finally:
+            self._watchers.discard(connection)
+
     def close(self) -> None:
         """End, for ever. May be called again."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in list(self._watchers):
+            wake(connection)
         self._free()
 
 

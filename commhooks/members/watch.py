@@ -40,7 +40,7 @@ class Watch:
         self._servers = dict(servers)
         for id, connection in list(self._connections.items()):
             if id not in servers:
-                _wake(connection)
+                wake(connection)
         for id in new:
             threading.Thread(
                 target=self._watch, args=(id,), name="commhooks watch", daemon=True
@@ -68,7 +68,8 @@ class Watch:
         self.follow({})
 
 
-def _wake(connection: socket.socket) -> None:
+def wake(connection: socket.socket) -> None:
+    """End both directions of `connection`, so that a thread that waits for it goes on."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

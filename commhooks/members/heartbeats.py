@@ -53,9 +53,7 @@ class Heartbeats:
         self._paused = False
         self._again = False
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="commhooks heartbeat", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="commhooks heartbeat", daemon=True)
         self._thread.start()
         # The process would abort if a thread came back from native code while the interpreter ends.
         weakref.finalize(self, _stop, self._stopped, self._thread)

@@ -262,7 +262,9 @@ class Lighthouse:
         """Return the quorum with the ids of the machines in place of the names under which they
         have asked.
         """
-        has_left = {name: isinstance(data, dict) and data.get("left") is True for name, data in members}
+        has_left = {
+            name: isinstance(data, dict) and data.get("left") is True for name, data in members
+        }
         if has_left.pop(self._name, False):
             # The others have declared this machine dead, and answer under this name.
             self._name = next_name(self._name)

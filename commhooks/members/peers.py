@@ -4,8 +4,6 @@ other machines.
 
 import contextlib
 import gc
-import os
-import socket
 import threading
 import time
 from collections import deque
@@ -19,7 +17,6 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import adopt
-from commhooks.errors import AttachError
 from commhooks.members.report import Report
 from commhooks.members.state_server import NETWORK_ERRORS, ask, listens
 

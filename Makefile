@@ -64,7 +64,7 @@ soak: $(READY)
 stragglers: $(READY)
 	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
-# About 5,000 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
+# About 4,700 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
 hostile: $(READY)
 	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py $(ARGS)
 
@@ -76,8 +76,6 @@ chaos: $(READY)
 bench: $(READY)
 	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
 	@$(CLEAN) benchmarks/memory.py --ranks 4
-	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
-	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
 	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 

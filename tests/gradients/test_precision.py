@@ -167,11 +167,9 @@ def test_threads_that_overlap_leave_the_switches_to_the_last(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Autograd has a thread per GPU, and the switches are those of the process."""
-    switch, inside, go_on = (
-        PER_LIBRARY.get(name, GlobalSwitch()),
-        threading.Event(),
-        threading.Event(),
-    )
+    switch = PER_LIBRARY.get(name, GlobalSwitch())
+    inside = threading.Event()
+    go_on = threading.Event()
     monkeypatch.setattr(precision, "_PRECISION_SWITCHES", (switch,))
 
     def other() -> None:

@@ -288,7 +288,8 @@ class WorkerPool:
         deadline = time.monotonic() + (STACK_TIMEOUT_S if alive else 0)
         while time.monotonic() < deadline:  # until all of them are written and grow no more
             time.sleep(0.25)
-            before, sizes = sizes, [self._stack_file(rank).stat().st_size for rank in alive]
+            before = sizes
+            sizes = [self._stack_file(rank).stat().st_size for rank in alive]
             if all(sizes) and sizes == before:
                 break
         if len(alive) < len(silent):

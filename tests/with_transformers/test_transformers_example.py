@@ -62,7 +62,7 @@ def test_example_goes_on_bit_equal(tmp_path: Path) -> None:
     _train(again)
     results = [json.loads((folder / "result.json").read_text()) for folder in (through, again)]
     assert results[0]["test_loss"] == results[1]["test_loss"] < 5.545
-    assert [each["stats"]["step"] for each in results] == [4, 4]
+    assert [result["stats"]["step"] for result in results] == [4, 4]
     assert results[1]["stats"]["compressed_steps"] == 2 < results[0]["stats"]["compressed_steps"]
     whole, resumed = (folder / "final" / "model.safetensors" for folder in (through, again))
     assert whole.read_bytes() == resumed.read_bytes()

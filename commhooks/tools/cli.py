@@ -166,7 +166,7 @@ def _lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
             " machines wait for it (3600). The machines themselves leave out one that hangs"
         ),
     )
-    lighthouse.add_argument(
+    parser.add_argument(
         "--heartbeat-timeout-s",
         type=float,
         metavar="S",

@@ -19,7 +19,7 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
 
 def _leaves() -> tuple[str, float] | None:
     """Rank 1 stops taking part after two steps, as if it hung."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))
     ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001, process_group=group)
     hook = commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
     for step in range(3):

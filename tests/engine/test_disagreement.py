@@ -172,7 +172,7 @@ def test_a_model_with_nothing_to_reduce_is_refused(run_ranks: Any) -> None:
 
 
 def _left_alone() -> tuple[str, float] | None:
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     ddp = DistributedDataParallel(make_model(), process_group=group)
     if dist.get_rank() == 1:
         return None

@@ -38,7 +38,7 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     command = [*torchrun, *elastic, *rendezvous, SCRIPT, str(folder / "state.pt")]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
-        "PAUSE_S": "0.2",  # alone the first one must still train when the second one comes
+        "PAUSE_S": "0.1",  # alone the first one must still train when the second one comes
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (folder / log).open("w") as output:

@@ -274,20 +274,6 @@ def test_two_ranks_train_without_a_warning(environment, tmp_path):
     assert kernel == ("native" if HAS_COMPILER else "torch")
 
 
-def test_pyright_knows_the_types(python, tmp_path):
-    """mypy checks the sources: `make lint`."""
-    lines = (OUTSIDE / "typed.py").read_text().splitlines()
-    wrong = [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")]
-    shutil.copy(OUTSIDE / "typed.py", tmp_path)
-    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", python, "--outputjson"]
-    done = _run(command, cwd=tmp_path)
-    diagnostics = json.loads(done.stdout)["generalDiagnostics"]
-    assert [diagnostic["range"]["start"]["line"] + 1 for diagnostic in diagnostics] == wrong, (
-        done.stdout
-    )
-
-
 def test_core_imports_without_the_frameworks(without_frameworks):
     assert [without_frameworks[name] for name in ("commhooks", "commhooks.tools.cli")] == [
         None,

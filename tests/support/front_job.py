@@ -59,7 +59,7 @@ class Rounds:
         while self._before == 2 and self._slow.exists() and not self._coming.exists():
             time.sleep(0.02)
         if self._slow.exists():
-            time.sleep(0.3 if len(names_in(hook)) < 2 else 0.1)
+            time.sleep(0.15 if len(names_in(hook)) < 2 else 0.05)
 
 
 def said(what: str, **more: Any) -> None:

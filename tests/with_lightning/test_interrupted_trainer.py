@@ -37,7 +37,7 @@ from tests.support.lightning_support import (
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STOPS_AT = 6  # of four steps per epoch: in the middle of the second
 LIMIT_S = 60.0  # of a collective, where nobody may wait
-SHORT_LIMIT_S = 6.0  # where Lightning waits for a rank that does not come
+SHORT_LIMIT_S = 4.0  # where Lightning waits for a rank that does not come
 
 
 class _Slurm(PoolEnvironment, SLURMEnvironment):

@@ -1,6 +1,4 @@
-"""Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked
-process groups.
-"""
+"""Fixtures for all tests: a clean environment, the worker pool, and guards against leaks."""
 
 import atexit
 import gc
@@ -158,9 +156,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
-    """Every test starts without the variables of launchers and batch systems, and what it sets ends
-    with it.
-    """
+    """Every test starts without the variables of launchers, and what it sets ends with it."""
     before = clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA)
     _set_environ(before)
     yield
@@ -177,9 +173,7 @@ def forgotten_registrations() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaked_process_group() -> Iterator[None]:
-    """A process group that a test leaves behind in the main process fails that test, not the next
-    one.
-    """
+    """Fail the test that leaves a process group behind in the main process, not the next one."""
     import torch.distributed as dist
 
     yield
@@ -190,9 +184,7 @@ def no_leaked_process_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def gradients_stay_on() -> Iterator[None]:
-    """A test that leaves autograd off, as a generator with `no_grad` around its yield does, fails
-    itself.
-    """
+    """Fail the test that leaves autograd off, as `no_grad` around a generator's yield does."""
     import torch
 
     yield
@@ -217,8 +209,6 @@ def worker_pool() -> "Iterator[WorkerPool]":
 def run_ranks(
     request: pytest.FixtureRequest, worker_pool: "WorkerPool"
 ) -> Callable[..., list[Any]]:
-    """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see
-    `workers.WorkerPool.run`.
-    """
+    """Return `WorkerPool.run`."""
     worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run

@@ -81,9 +81,7 @@ def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommHook]:
-    """Buckets that are never built anew: one per parameter, or one for all where they make the
-    matrix.
-    """
+    """Return buckets that are never rebuilt: one per parameter, or one for all."""
     cap = 25 if hook == "batched_powerSGD" else EVERY_PARAMETER
     ddp = DistributedDataParallel(
         Prescribed(SHAPES), bucket_cap_mb=cap, find_unused_parameters=True
@@ -128,9 +126,7 @@ def payload_of(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Load it into a hook that was told to start much later, look at its memory, and train two
-    steps.
-    """
+    """Load it into a hook that was told to start later, look at its memory, and train two steps."""
     ddp, attached = new(KINDS[kind][0], start=900)
     attached.load_state_dict(payload_of(kind, saved))
     memory = session_of(attached).state if learns(attached) else None

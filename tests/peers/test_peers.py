@@ -1,6 +1,4 @@
-"""`make test-peers` compares what it should: one small case of torch, and the verdicts on made-up
-outcomes.
-"""
+"""`make test-peers` runs a case with and without a hook, and judges made-up outcomes rightly."""
 
 import io
 import sys

@@ -25,9 +25,7 @@ from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 
 class HookedDDP(DistributedDataParallel):
-    """DDP with the hook that is tried, attached at the first forward unless the case registers one
-    of its own.
-    """
+    """DDP that attaches the tried hook at the first forward unless the case registers its own."""
 
     hooked = False
 

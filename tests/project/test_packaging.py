@@ -289,16 +289,12 @@ def test_core_imports_without_the_frameworks(without_frameworks):
     ],
 )
 def test_plugin_without_its_framework_says_what_to_install(without_frameworks, plugin, sentence):
-    """Proves too that the test above can fail: under the same blocker an import that needs a
-    framework does.
-    """
+    """This also proves that the test above can fail: the blocker works."""
     assert without_frameworks[plugin] == f"ImportError: {sentence}"
 
 
 def test_core_import_is_light(imported):
-    """The configuration and the tables are for those who use them: a bare import pays for
-    neither.
-    """
+    """A bare import must not pay for configuration and tables that it does not use."""
     heavy = {
         "torch",
         "omegaconf",

@@ -1,6 +1,4 @@
-"""No failure of a rank, or of a program that `make` starts, is lost: every other test relies on
-it.
-"""
+"""No failure of a rank or of a program is lost: every other test relies on it."""
 
 import os
 import signal

@@ -120,9 +120,7 @@ def campaign(
     keep: Callable[[dict[str, Any]], None],
     end: float,
 ) -> None:
-    """Runs the numbered cases, unless it is `end` on the monotonic clock, and hands a summary of
-    each to `keep`.
-    """
+    """Run the numbered cases until `end` (monotonic), and hand each summary to `keep`."""
     pool = WorkerPool()
     pool.import_first(*PRELOADED)
     twins = Twins(pool.run)

@@ -83,9 +83,7 @@ def enter_copy(folder: str) -> None:
 
 
 def warm_pytest() -> str:
-    """A command that starts pytest where torch is imported already: its import takes longer than
-    many a test.
-    """
+    """Return a command that starts pytest where torch is imported already, which saves seconds."""
     python = warm.python(
         "torch.distributed", "torch.nn.parallel", "hypothesis", "numpy", "omegaconf", "rich"
     )
@@ -123,9 +121,7 @@ def is_python(mutant: MutationSpec) -> bool:
 
 
 def modules(area: str) -> list[tuple[Path, Part]]:
-    """The modules of an area, each with its part; without Triton, not its kernels, whose tests are
-    then skipped.
-    """
+    """Return the modules of an area with their parts; without Triton, not its kernels."""
     paths = [
         path
         for path in sorted(Path(FOLDERS[area]).glob("[a-z]*.py"))

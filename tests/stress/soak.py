@@ -180,9 +180,7 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
 def _mean_residual(
     hook: commhooks.CommHook, subject: Subject, largest_gradients: dict[str, float]
 ) -> dict[str, float]:
-    """The norm of the mean residual over all matrices, and the largest part of `given` that it is
-    of a matrix.
-    """
+    """Return the norm of the mean residual, and its largest part of a gradient."""
     payload = hook.state_dict("per_rank")
     squares = 0.0
     part = 0.0
@@ -207,9 +205,7 @@ def drift(looks: list[dict[str, Any]]) -> float:
 def problems(
     name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]], steps: int
 ) -> list[str]:
-    """What is wrong with a run of `train`, and with a shorter one `again`, in sentences; none if
-    all is well.
-    """
+    """Return what is wrong with a run and its shorter repetition, in sentences."""
     wrong = []
     subject = SUBJECTS[name]
     for rank, result in enumerate(ranks):

@@ -94,9 +94,7 @@ LIMIT_S = 900
 
 
 def places() -> Iterator[tuple[str, str, ast.AST]]:
-    """The file and the function of each wait, with what is taken out: a statement, or the devices
-    of a future.
-    """
+    """Yield file and function of each wait, with the statement or devices that are taken out."""
     for file, text in sources().items():
         waits = WAITS | (
             SETTLES

@@ -701,9 +701,7 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             register(model, state, reduce)
 
         def free(tensor: torch.Tensor) -> None:
-            """As FSDP frees parameters: later work of the stream that allocated them may get the
-            memory.
-            """
+            """Free memory as FSDP does: later work of the stream that allocated it may get it."""
             with (
                 cuda.on(accelerator.memory(tensor).home),
                 torch.autograd._unsafe_preserve_version_counter(tensor),

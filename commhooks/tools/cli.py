@@ -134,8 +134,22 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     lighthouse.add_argument(
         "--wait-s",
         type=float,
-        default=60,
-        help="seconds for which machines that are alive wait for another one (60)",
+        metavar="S",
+        default=3600,
+        help=(
+            "leave out a machine that is alive after so many seconds, if more than half of the"
+            " machines wait for it (3600). The machines themselves leave out one that hangs"
+        ),
+    )
+    lighthouse.add_argument(
+        "--heartbeat-timeout-s",
+        type=float,
+        metavar="S",
+        default=5,
+        help=(
+            "leave out a machine whose heartbeats have not arrived for so many seconds, because its"
+            " host or network is down (5). That a process has died is noticed at once"
+        ),
     )
 
     options = "options of the hook; values are YAML"

@@ -1,5 +1,4 @@
-"""Runs tests that ship inside installed packages with our hooks in place, each beside the same test
-without us.
+"""Runs tests of installed packages with our hooks in place, each beside the same test without us.
 
     # make test-peers ARGS="accelerate"; words of the cases' names
     python tests/peers/peers.py [WORD ...]

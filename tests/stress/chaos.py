@@ -1,4 +1,4 @@
-"""Trainings die again and again: do they go on, to the same weights?
+"""Kills runs again and again: they must go on, to the same weights.
 
     # what `make chaos` runs
     python examples/clean_env.py -m tests.stress.chaos [--runs 100] [--seed N]

@@ -1,5 +1,4 @@
-"""Mutants that a tool makes (cosmic-ray): small changes of the code in a copy of the repository,
-each of which a test must notice.
+"""Changes the code in small ways (by cosmic-ray, in a copy), each of which a test must notice.
 
     python -m tests.stress.mutation [AREA ...] [--sample N | --all] [--seed S]
 

@@ -1,5 +1,4 @@
-"""A long run on 2 ranks: does memory grow, do the replicas drift apart, does the mean residual
-grow, are the bits the same when it is run again?
+"""In a long run on 2 ranks memory and residuals must not grow, nor replicas or repetitions differ.
 
     # exit code 1 if something is wrong
     python -m tests.stress.soak [--hooks powerSGD int8 diloco] [--steps 50000]

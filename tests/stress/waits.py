@@ -1,5 +1,4 @@
-"""Take each wait for a stream out of the packages, one at a time: a test on the simulated
-accelerator must fail.
+"""Takes out each wait for a stream in turn: a test on the simulated accelerator must fail.
 
     python -m tests.stress.waits [PART OF A PLACE ...]
 

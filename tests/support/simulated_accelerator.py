@@ -1,5 +1,4 @@
-"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a
-training queues.
+"""Simulates on the CPU in which order an accelerator's streams may run what a training queues.
 
 `simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a
 program with a GPU would have on the host. Operators run at once, with two additional effects:

@@ -121,8 +121,7 @@ def all_finite(reduced: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high) < float("inf")
 
 
-# ---- copies of many pieces in one or two operators
-# -----------------------------------------------------------------
+# ---- copies of many pieces in one or two operators -----------------------------------------------
 
 
 def concat_into(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -126,8 +126,7 @@ class Compressor(ABC, Generic[ConfigT]):
         self.config = config
         self.wire_dtype = wire_dtype
 
-    # ---- for every author
-    # ----------------------------------------------------------------------------------------
+    # ---- for every author ------------------------------------------------------------------------
 
     @abstractmethod
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
@@ -153,8 +152,7 @@ class Compressor(ABC, Generic[ConfigT]):
         """
         return layout, plans
 
-    # ---- rarely needed
-    # ----------------------------------------------------------------------------------------------
+    # ---- rarely needed ---------------------------------------------------------------------------
 
     def allocate(self, work: Any, step: StepInfo) -> None:
         """Allocate what depends on the number of ranks. The engine calls this right after
@@ -276,8 +274,7 @@ class Compressor(ABC, Generic[ConfigT]):
         """Average a bucket before compression begins, or one in which nothing is compressed."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size)
 
-    # ---- for compressors that change during a run
-    # --------------------------------------------------------------------
+    # ---- for compressors that change during a run ------------------------------------------------
 
     uses_machines: ClassVar[bool] = False
     """Whether machines count as nodes if `ranks_per_node` is None."""
@@ -313,8 +310,7 @@ class Compressor(ABC, Generic[ConfigT]):
         """
         return None
 
-    # ---- the same for all compressors
-    # --------------------------------------------------------------------------------
+    # ---- the same for all compressors ------------------------------------------------------------
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         """Leave sparse, excluded, complex and empty parameters uncompressed. Call `plan_parameter`

@@ -410,8 +410,7 @@ class FullyShardGradients(GradientSource):
     def _units(self) -> list[FSDPModule]:
         return [] if self.module is None else _units_of(self.module)
 
-    # ---- what torch calls
-    # --------------------------------------------------------------------------------------------
+    # ---- what torch calls ------------------------------------------------------------------------
 
     def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if current_task() == -1:
@@ -453,8 +452,7 @@ class FullyShardGradients(GradientSource):
             else:
                 self._keep_partial(unit)
 
-    # ---- a backward pass
-    # ---------------------------------------------------------------------------------------------
+    # ---- a backward pass -------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
         current = self._pass

@@ -73,8 +73,7 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
         )
 
 
-# ---- the switches that let float32 products be rounded (TF32, bfloat16)
-# ----------------------------------------------
+# ---- the switches that let float32 products be rounded (TF32, bfloat16) --------------------------
 
 
 class GlobalSwitch:
@@ -136,8 +135,7 @@ def full_precision(*, products: bool = True) -> Iterator[None]:
                     switch.fp32_precision = precision
 
 
-# ---- what the last bits depend on
-# ------------------------------------------------------------------------------------
+# ---- what the last bits depend on ----------------------------------------------------------------
 
 
 def arithmetic_of(device: torch.device) -> str:

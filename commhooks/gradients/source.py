@@ -222,8 +222,7 @@ class GradientSource(ABC):
             " is sharded by fully_shard"
         )
 
-    # ---- shards; by default each parameter is one shard
-    # --------------------------------------------------------------
+    # ---- shards; by default each parameter is one shard ------------------------------------------
 
     @property
     def place(self) -> tuple[int, int]:

@@ -89,8 +89,7 @@ class AcceleratorKernel:
                 piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)
             ]
 
-    # ---- the steps
-    # ----------------------------------------------------------------------------------------------
+    # ---- the steps -------------------------------------------------------------------------------
 
     def form_p(self, bucket: BucketPass) -> None:
         self._load_deltas(bucket)
@@ -143,8 +142,7 @@ class AcceleratorKernel:
                 gradients = bucket.gradients[block.members]
                 scatter_into(delta.view(-1)[: sum(map(len, gradients))], gradients)
 
-    # ---- overridden for batched PowerSGD
-    # ----------------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD ---------------------------------------------------------
 
     def used(self, bucket: BucketPass) -> torch.Tensor:
         return bucket.first.flags > 0
@@ -167,8 +165,7 @@ class AcceleratorKernel:
                     residual.mul_(factor)
             torch.where(keep, delta, residual, out=residual)
 
-    # ---- delta and residual
-    # ----------------------------------------------------------------------------------------
+    # ---- delta and residual ----------------------------------------------------------------------
 
     def _load_deltas(self, bucket: BucketPass) -> None:
         bucket.deltas = []
@@ -224,8 +221,7 @@ class AcceleratorKernel:
             names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device)
         )
 
-    # ---- factors
-    # ----------------------------------------------------------------------------------------------
+    # ---- factors ---------------------------------------------------------------------------------
 
     def _factors(self, side: str) -> "PackedFactors":
         shapes = [(x.rank, x.n if side == "P" else x.m) for x in self.work.matrices]
@@ -262,8 +258,7 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
     return matrix.n, matrix.m, matrix.rank
 
 
-# ---- one factor of every matrix
-# ---------------------------------------------------------------------------------
+# ---- one factor of every matrix ------------------------------------------------------------------
 
 _WASTE, _SMALL = 4, 2**14
 """Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long in
@@ -399,8 +394,7 @@ def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
     return groups
 
 
-# ---- orthonormal rows
-# -------------------------------------------------------------------------------------------
+# ---- orthonormal rows ----------------------------------------------------------------------------
 
 # A row is weak if the part of it that is independent of the rows before it has less than `_WEAK`
 # times its norm. `_NUDGE` times a random row is added to a weak row.

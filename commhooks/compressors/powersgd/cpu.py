@@ -112,8 +112,7 @@ class CpuKernel:
                 bucket.residuals[slot.name].mul_(factor)
             slot.of(bucket.flat).zero_()
 
-    # ---- overridden for batched PowerSGD
-    # -------------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD ---------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
@@ -123,8 +122,7 @@ class CpuKernel:
     ) -> Tensors | None:
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
-    # ---- parts of the steps
-    # --------------------------------------------------------------------------------------
+    # ---- parts of the steps ----------------------------------------------------------------------
 
     def _load_gradients(self, bucket: BucketPass) -> None:
         bucket.deltas = []
@@ -162,8 +160,7 @@ def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.
     ]
 
 
-# ---- the products, with torch
-# ------------------------------------------------------------------------------------
+# ---- the products, with torch --------------------------------------------------------------------
 
 
 class TorchProducts:
@@ -322,8 +319,7 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + height, n)) for begin in range(0, n, height))
 
 
-# ---- the products, with the C kernel, native/powersgd.c
-# ----------------------------------------------------------
+# ---- the products, with the C kernel, native/powersgd.c ------------------------------------------
 
 
 class NativeProducts:

@@ -28,8 +28,7 @@ _PIECE = 2**20
 """Elements processed at once on the CPU, so that intermediate results stay in the cache."""
 
 
-# ---- blocks and their codes, with torch
-# --------------------------------------------------------------------------
+# ---- blocks and their codes, with torch ----------------------------------------------------------
 
 
 def quantise(
@@ -271,8 +270,7 @@ class TorchKernel:
         torch.where(keep, lost, before, out=before)
 
 
-# ---- the C kernel, native/quantized.c
-# ----------------------------------------------------------------------------
+# ---- the C kernel, native/quantized.c ------------------------------------------------------------
 
 
 class NativeKernel:

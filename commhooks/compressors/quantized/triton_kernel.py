@@ -39,8 +39,7 @@ of them.
 """
 
 
-# ---- on the device
-# -----------------------------------------------------------------------------------------------
+# ---- on the device -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -263,8 +262,7 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(flat + tl.load(first + row, there, 0) + j, mean.to(flat.dtype.element_ty), valid)
 
 
-# ---- on the host
-# -------------------------------------------------------------------------------------------------
+# ---- on the host ---------------------------------------------------------------------------------
 
 
 class TritonKernel:
@@ -415,8 +413,7 @@ class TritonKernel:
                 kernel[(-(-work // per_program),)](*arguments, **options, **_ROUNDED)
 
 
-# ---- the comparison with torch
-# -----------------------------------------------------------------------------------
+# ---- the comparison with torch -------------------------------------------------------------------
 
 
 @functools.cache

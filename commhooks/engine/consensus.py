@@ -227,7 +227,8 @@ class Consensus:
         return KernelSupport(self.choice.name)
 
     def _own_state(self, support: KernelSupport) -> RankState:
-        compressor, state = self.compressor, self._held.state
+        compressor = self.compressor
+        state = self._held.state
         parameters = self.binding.names.named_parameters()
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in parameters.items())
         options = (compressor.config, compressor.notes)

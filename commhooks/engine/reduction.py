@@ -238,7 +238,8 @@ class HierarchicalWorkspace:
         owners: Mapping[str, int],
         nodes: Nodes,
     ) -> None:
-        local_rank, ranks = nodes.local_rank, nodes.ranks_per_node
+        local_rank = nodes.local_rank
+        ranks = nodes.ranks_per_node
         self._local_rank = local_rank
         self._must_read_flags = (
             precision.is_host_readable(layout.device) or compressor.needs_exact_step
@@ -270,7 +271,8 @@ class HierarchicalWorkspace:
             for numel, fields in zip(numels, self._fields, strict=True)
         ]
         sizes = [sum(parts) for parts in self._sizes]
-        numel, size = numels[self._local_rank], sizes[self._local_rank]
+        numel = numels[self._local_rank]
+        size = sizes[self._local_rank]
         self.to_owners: Splits = (numels, [numel] * len(numels))
         self.from_owners: Splits = ([size], sizes)
         # Gradients and averages share memory, because the gradients have been read before the

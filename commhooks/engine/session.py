@@ -202,8 +202,8 @@ class Session(ExchangeDriver):
         step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
-            name, iterations = compressor.display_name, self.state.step
-            logger.info("Start to apply %s after %s iterations.", name, iterations)
+            name = compressor.display_name
+            logger.info("Start to apply %s after %s iterations.", name, self.state.step)
         # Without a scaler the loss scale is 1, and residuals saved with another scale are rescaled.
         saved_scale = self.state.loss_scale
         loss_scale: LossScale = 1.0

@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
+.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-many test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -37,6 +37,10 @@ test-mutants: $(READY)
 # make test-rooms ARGS="auto"
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)
+
+# All hooks with 16 and 32 ranks, as processes on two cores: some minutes.
+test-many: $(READY)
+	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py $(ARGS)
 
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
 test-waits: $(READY)
@@ -72,8 +76,6 @@ chaos: $(READY)
 bench: $(READY)
 	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
 	@$(CLEAN) benchmarks/memory.py --ranks 4
-	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
-	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
 	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 

@@ -40,7 +40,7 @@ ABANDONED_LIMIT_S = 5.0
 class ExchangeDriver:
     """Runs the exchanges of a compressor on the ranks of one model.
 
-    `Session` averages gradients, `FragmentSession` weights. `state`, the learned state, changes at
+    `Session` averages gradients, `OuterSteps` weights. `state`, the learned state, changes at
     commits only, and `held` guards it. `consensus` is equal on all ranks.
     """
 

@@ -210,8 +210,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         self._ranks_differ = True
-        # else each forward pass copies rank 0's buffers to all ranks (torch 2.13)
-        ddp_model.broadcast_buffers = False
+        stop_buffer_broadcasts(ddp_model)
         if not self.finds_unused:
             return []
         return [
@@ -343,3 +342,19 @@ def _check_free(ddp_model: DistributedDataParallel) -> None:
             "an optimizer applied in backward registers a communication hook of its own, and DDP"
             " takes one only; use an ordinary optimizer"
         )
+
+
+def stop_buffer_broadcasts(ddp_model: DistributedDataParallel) -> None:
+    """Keep DDP from copying rank 0's buffers to all ranks in every forward pass. Raises AttachError
+    if this version of torch has no attribute for it that is known here.
+    """
+    # torch 2.14 renames the attribute, and keeps the old name as a property for the time being.
+    for name in ("forward_sync_buffers", "broadcast_buffers"):
+        if hasattr(ddp_model, name):
+            setattr(ddp_model, name, False)
+            return
+    raise AttachError(
+        f"DistributedDataParallel of torch {torch.__version__} has neither forward_sync_buffers nor"
+        " broadcast_buffers, so it would overwrite the buffers of all ranks with rank 0's: hooks"
+        " that average weights need a version of torch that has one of them"
+    )

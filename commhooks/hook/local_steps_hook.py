@@ -21,7 +21,7 @@ from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.local_steps.saving import RoundSaves
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan
@@ -55,7 +55,7 @@ def _build(
     sizes = {
         name: parameter.numel() for name, parameter in zip(names, source.stepped(), strict=True)
     }
-    outer = FragmentSession(compressor, binding, sizes, partner)
+    outer = OuterSteps(compressor, binding, sizes, partner)
     outer.consensus.compute_with(choice)
     driver = LocalStepsDriver(request.name, source, outer)
     return LocalStepsHook(request, source, driver, members_of(driver))

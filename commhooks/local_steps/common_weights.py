@@ -13,7 +13,7 @@ from commhooks.gradients.layout import to_logical
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import checksums
 from commhooks.local_steps.flat_weights import layouts, packed, set_weights, write_back
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR
 
 logger = logger_of(__name__)
@@ -23,9 +23,7 @@ class CommonWeights:
     """Compares and sets the trained weights. All ranks must call each method at the same point of
     the training."""
 
-    def __init__(
-        self, hook: str, source: GradientSource, outer: FragmentSession, *, logs: bool
-    ) -> None:
+    def __init__(self, hook: str, source: GradientSource, outer: OuterSteps, *, logs: bool) -> None:
         self._hook, self._logs = hook, logs
         self._source, self._outer = source, outer
 

@@ -20,7 +20,7 @@ from commhooks.local_steps import schedule
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.common_weights import CommonWeights
 from commhooks.local_steps.events import TrainingEvents, WeightSample
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.notices import Notices, refuse_repeated_pass
 from commhooks.local_steps.outer_step import ANCHOR
 from commhooks.local_steps.schedule import Action, Event, State
@@ -39,9 +39,9 @@ class LocalStepsDriver:
         sample: tells whether something else than the training has changed the weights.
     """
 
-    def __init__(self, name: str, source: GradientSource, outer: FragmentSession) -> None:
+    def __init__(self, name: str, source: GradientSource, outer: OuterSteps) -> None:
         self.outer, self.counters, self.partner = outer, outer.counters, outer.partner
-        self.rules, self.state = outer.rules, State(met=self.partner.has_met)
+        self.rules, self.state = outer.rules, State(joined=self.partner.joined)
         self.still_sent = source.let_ranks_differ()
         self.thread: int | None = None
         self._name, self._source = name, source
@@ -208,7 +208,7 @@ class LocalStepsDriver:
                 return schedule.Applied()
         number = None if action is Action.EXCHANGE_ALL else self.state.turn
         counts = self.partner.end_round(
-            lambda: self.outer.exchange(number), trained=self.state.met, limit_s=limit_s
+            lambda: self.outer.exchange(number), trained=self.state.joined, limit_s=limit_s
         )
         return schedule.Exchanged(counts)
 

@@ -5,14 +5,14 @@ methods: `begin`, `finite`, `commit`, `write_weights`. There are three ways to c
 - **at once**, while the training waits: an exchange for each buffer, of which two are under way at
   a time;
 - **behind the training** (`delay`): `begin_behind`, and the rest some passes later;
-- **held**: `begin` and `finite`, and the rest only after another condition holds.
+- **prepared**: `begin` and `finite`, and the rest only after all machines have confirmed.
 
 Anchor, momentum and weights are written by `commit` and `write_weights` only (among machines, on
-ranks that do not exchange, by `FragmentSession.commit_held`), so an exchange may
-be dropped before. That is why an exchange that is held or behind the training needs memory for all
-of its buffers (behind the training twice, with the weights as they were sent), and not for two at
-a time: all of its buffers are committed or none, so what has arrived must be kept until the last
-one has. At once it may be less, because whether all ranks can commit is known from the first
+ranks that do not exchange, by `OuterSteps.commit_prepared`), so an exchange may
+be dropped before. That is why an exchange that is prepared or behind the training needs memory for
+all of its buffers (behind the training twice, with the weights as they were sent), and not for
+two at a time: all of its buffers are committed or none, so what has arrived must be kept until the
+last one has. At once it may be less, because whether all ranks can commit is known from the first
 buffer on."""
 
 import contextlib

@@ -32,7 +32,7 @@ from commhooks.local_steps.partner import Partner
 from commhooks.local_steps.schedule import Rules
 
 
-class FragmentSession(ExchangeDriver):
+class OuterSteps(ExchangeDriver):
     """Runs the outer steps of one model, when the driver says so. All ranks must call each method
     after the same backward passes.
 
@@ -154,12 +154,12 @@ class FragmentSession(ExchangeDriver):
         if exchange is not None:
             exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
-    # ---- held
+    # ---- prepared, and committed when all machines have confirmed
     # ----------------------------------------------------------------------------------------------
 
-    def held_exchange(self, weight: float, *, exchanges: bool) -> OuterExchange:
-        """Prepare the exchange of all weights, of which nothing is written before `commit_held`;
-        the caller begins it. `weight` is the weight of this replica's differences in the mean. If
+    def prepare(self, weight: float, *, exchanges: bool) -> OuterExchange:
+        """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
+        caller begins it. `weight` is the weight of this replica's differences in the mean. If
         `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
         has no buffers.
         """
@@ -169,7 +169,7 @@ class FragmentSession(ExchangeDriver):
             work.weight = weight
         return self._new_exchange(buffers)
 
-    def commit_held(self, exchange: OuterExchange) -> None:
+    def commit_prepared(self, exchange: OuterExchange) -> None:
         """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
         or any shard. All ranks of a model must call this.
         """
@@ -265,10 +265,7 @@ class FragmentSession(ExchangeDriver):
 
     def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
         # one by one, because the whole anchor may not fit on the device
-        for (
-            name,
-            parameter,
-        ) in parameters.items():
+        for name, parameter in parameters.items():
             self.state[ANCHOR.key].update(copied({name: parameter}))
             self.place_state([name])
 

@@ -13,7 +13,7 @@ from commhooks.comm.nodes import Nodes
 
 if TYPE_CHECKING:
     from commhooks.local_steps.common_state import CommonState
-    from commhooks.local_steps.fragments import FragmentSession
+    from commhooks.local_steps.fragments import OuterSteps
 
 
 class Partner(Protocol):
@@ -39,7 +39,7 @@ class Partner(Protocol):
     only_whole_rounds: str
 
     @property
-    def has_met(self) -> bool:
+    def joined(self) -> bool:
         """Whether the first round may begin. While this is False, an outer step is due after the
         first step of all optimizers (their state then exists, so that it can be taken from another
         replica)."""
@@ -58,7 +58,7 @@ class Partner(Protocol):
         """The ranks of the exchange under way, or of the next one. Only ranks that exchange may
         ask."""
 
-    def bind(self, steps: "FragmentSession", common: "CommonState") -> None:
+    def bind(self, steps: "OuterSteps", common: "CommonState") -> None:
         """Take what outer steps work on. The driver calls this once, before it calls anything
         else. Does not communicate."""
 
@@ -70,10 +70,10 @@ class Partner(Protocol):
 
         Args:
             exchange: runs it at once, with the ranks in `group`. For a partner without conditions;
-                others use `FragmentSession.held_exchange` instead, which writes nothing before its
+                others use `OuterSteps.prepare` instead, which writes nothing before its
                 commit.
             trained: whether this replica has trained since the latest outer step; False in the
-                call that `has_met` asks for.
+                call that `joined` asks for.
             limit_s: seconds to wait for the other replicas; None: as long as it takes.
 
         Raises:
@@ -99,7 +99,7 @@ class FixedPartner:
 
     first_rank_exchanges = False
     only_whole_rounds = ""
-    has_met = True
+    joined = True
 
     def __init__(self, ranks: Callable[[], dist.ProcessGroup], nodes: Nodes | None) -> None:
         self.nodes = nodes
@@ -118,7 +118,7 @@ class FixedPartner:
     def group(self) -> dist.ProcessGroup:
         return self._ranks() if self.nodes is None else self.nodes.inter_node
 
-    def bind(self, steps: "FragmentSession", common: "CommonState") -> None:
+    def bind(self, steps: "OuterSteps", common: "CommonState") -> None:
         pass
 
     def end_round(

@@ -87,7 +87,7 @@ class State:
         in_flight: whether that fragment has been sent.
         due_at: in the phase DUE, the value of `ended` since which every parameter must be stepped.
         apart: whether the ranks may have different weights.
-        met: whether the first round has begun; see `Partner.has_met`.
+        joined: whether the first round has begun; see `Partner.joined`.
         in_step: passes of the optimizer step that runs; None outside of a step.
         training: `Module.training` in the latest pass.
         shared: what rank 0 has shared since the latest pass."""
@@ -101,7 +101,7 @@ class State:
     in_flight: bool = False
     due_at: int = 0
     apart: bool = False
-    met: bool = True
+    joined: bool = True
     in_step: int | None = None
     training: bool = True
     shared: Share = Share.OPTIMIZERS
@@ -235,7 +235,7 @@ Next = tuple[State, Action]
 def ends_a_turn(rules: Rules, state: State) -> bool:
     """Return whether something is to be sent or applied after the pass that comes next, or runs
     now."""
-    return not state.met or _is_due(rules, state, state.in_round + 1)
+    return not state.joined or _is_due(rules, state, state.in_round + 1)
 
 
 def advance(rules: Rules, state: State, event: Event) -> Next:
@@ -289,11 +289,11 @@ def _action_ends(rules: Rules, state: State, event: Event) -> Next:
         case Applied():
             return _end_turn(rules, replace(state, in_flight=False))
         case Exchanged(counts=False):
-            return replace(state, phase=Phase.TRAINING, met=True), Action.NOTHING
+            return replace(state, phase=Phase.TRAINING, joined=True), Action.NOTHING
         case Exchanged() if state.phase is Phase.ENDING:
             return _end_round(state, apart=False)
         case Exchanged():
-            return _end_turn(rules, replace(state, met=True))
+            return _end_turn(rules, replace(state, joined=True))
         case Shared(optimizers):
             shared = max(state.shared, Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
             return (
@@ -349,7 +349,7 @@ def _count(rules: Rules, state: State, *, repeated: bool = False) -> Next:
 def _due(state: State) -> State:
     """Wait for a step of every parameter from now on; before the first round, since the pass that
     began to wait."""
-    waits = state.phase is Phase.DUE and not state.met
+    waits = state.phase is Phase.DUE and not state.joined
     return replace(state, phase=Phase.DUE, due_at=state.due_at if waits else state.ended)
 
 
@@ -361,7 +361,7 @@ def _comes_late(rules: Rules, state: State) -> bool:
     """Return whether what is due waits for the optimizers no longer. Before the first round it
     waits for `sync_every` passes, in which gradients may accumulate, or optimizers take turns."""
     return state.phase is Phase.DUE and (
-        state.met or state.ended - state.due_at >= rules.sync_every
+        state.joined or state.ended - state.due_at >= rules.sync_every
     )
 
 
@@ -411,4 +411,4 @@ def _end_turn(rules: Rules, state: State) -> Next:
 
 
 def _end_round(state: State, *, apart: bool) -> Next:
-    return replace(state, turn=0, in_round=0, apart=apart, met=True), Action.SHARE
+    return replace(state, turn=0, in_round=0, apart=apart, joined=True), Action.SHARE

@@ -10,7 +10,7 @@ from commhooks.errors import log_summary
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.flat_weights import set_weights
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from commhooks.members.report import Decision
 from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
@@ -26,7 +26,7 @@ class Healing:
         failed: how often in turn the state of another machine was unavailable.
     """
 
-    _outer: FragmentSession
+    _outer: OuterSteps
     _common: CommonState
 
     def __init__(self, machine: ThisMachine, source: GradientSource) -> None:
@@ -39,7 +39,7 @@ class Healing:
             machine.lines,
         )
 
-    def bind(self, steps: FragmentSession, common: CommonState) -> None:
+    def bind(self, steps: OuterSteps, common: CommonState) -> None:
         self._outer, self._common = steps, common
 
     def serve(self, decision: Decision) -> None:

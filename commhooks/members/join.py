@@ -13,13 +13,13 @@ from commhooks.gradients.source import GradientSource
 from commhooks.members.options import Torchft
 from commhooks.members.peers import RanksOfMachine
 from commhooks.members.report import VERSION
-from commhooks.members.steps import MachineSteps
+from commhooks.members.steps import MachinePartner
 from commhooks.members.this_machine import ThisMachine
 
 
 def join(
     options: Torchft, hook: str, compressor: Compressor[Any], source: GradientSource
-) -> MachineSteps:
+) -> MachinePartner:
     """Let this machine come to the others. All ranks of the model must call this.
 
     Raises:
@@ -37,7 +37,7 @@ def join(
             )
     ranks = RanksOfMachine(source.group, source.shard_group, source.device)
     machine = ThisMachine(options, ranks, source.device)
-    return MachineSteps(machine, source, _signature(hook, compressor, source, ranks))
+    return MachinePartner(machine, source, _signature(hook, compressor, source, ranks))
 
 
 def _signature(

@@ -5,7 +5,7 @@ from typing import Any
 
 from commhooks.errors import HookConfigError, HookRunError, log_summary, logger_of
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.members.steps import MachineSteps
+from commhooks.members.steps import MachinePartner
 
 logger = logger_of(__name__)
 
@@ -16,7 +16,7 @@ class Members:
     All ranks of a machine must call `leave` together. The other methods do not communicate.
     """
 
-    def __init__(self, driver: LocalStepsDriver, steps: MachineSteps) -> None:
+    def __init__(self, driver: LocalStepsDriver, steps: MachinePartner) -> None:
         self._driver, self._steps = driver, steps
 
     @property
@@ -62,7 +62,7 @@ class Members:
         raises HookRunError.
         """
         sent, wait_s = False, self._steps.options.leave_s if wait_s is None else wait_s
-        if wait_s > 0 and self._steps.has_met and self._driver.state.apart:
+        if wait_s > 0 and self._steps.joined and self._driver.state.apart:
             try:
                 self._driver.end_round(wait_s)
                 sent = True

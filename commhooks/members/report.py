@@ -3,6 +3,40 @@
 
 Pure Python: no torch, no clock, no socket. All machines of a quorum get the same reports, so each
 of them knows what the others decide.
+
+**Machines that meet never keep different outcomes of an outer step.** An exchange goes like
+this:
+
+1. All differences are exchanged, and neither anchor nor weights are written.
+2. All machines confirm, in one small collective, that everything has arrived. It ends only if
+   all have begun it.
+3. A machine whose confirmation ends writes the new anchor.
+
+Let X be an exchange in which something has failed, at step s.
+
+- A confirmation has ended somewhere: then all machines of X have begun to confirm, so X is
+  complete on all of them, and stays complete until they write it. A machine of X that has
+  written reports step s + 1, and is not asked. One at step s reports X as complete, or has
+  abandoned X. The first to abandon X would have needed a report at step s that X is incomplete,
+  and there is none. So nobody is the first to abandon, and all that meet COMMIT.
+- No confirmation has ended: nobody has written. The machines that meet see the same reports, so
+  they all COMMIT, if X is complete on each of them, or all ABANDON and exchange the same
+  differences again. Either way no step is lost.
+- A machine of X that comes later finds machines of X at a later step. If X is complete on it,
+  it commits X, otherwise it abandons X and heals. If the others have committed X, it has their
+  anchor. If they have abandoned X, it finds at the next quorum that its anchor is another one,
+  and heals: the anchor with which machines have trained goes before one with which none has,
+  then that of machines that participate, then that of the most machines, then that of the first
+  by id.
+
+Machines that never meet may go different ways, such as the two sides of a broken network. When
+they meet, the latest anchor wins, and the other side heals.
+
+In a sharded model each rank exchanges its shard in a group per shard, and the ranks of a
+machine agree before they confirm and before they write, so that a machine acts as one: a rank
+begins its confirmation only after everything has arrived on all ranks of its machine, and a
+machine writes at once only if all of its confirmations have ended. If one has not, all of its
+ranks keep what has arrived, and the machine reports X as complete.
 """
 
 import dataclasses
@@ -44,7 +78,7 @@ class Report:
         min_machines: the option; the largest of all machines counts.
         step: outer steps that are in its anchor.
         anchor: a digest of its anchor and momentum.
-        participates: whether it has begun a round with the others, or as the first.
+        joined: whether it has begun a round with the others, or as the first.
         trained: whether it has trained the running round, and not only begun it.
         attempt: the name of an exchange of which this machine does not know whether the others have
             committed it; "" if there is none.
@@ -68,7 +102,7 @@ class Report:
     min_machines: int = 1
     step: int = 0
     anchor: int = 0
-    participates: bool = False
+    joined: bool = False
     trained: bool = False
     attempt: str = ""
     attempt_with: tuple[str, ...] = ()
@@ -111,11 +145,11 @@ def read(id: str, content: object) -> Report:
         return Report(id=id, left=True)
     if content["commhooks"] != VERSION:
         signature = {"protocol between machines": str(content["commhooks"])}
-        participates = content.get("participates") is True
-        return Report(id=id, signature=signature, participates=participates)
+        joined = content.get("joined") is True
+        return Report(id=id, signature=signature, joined=joined)
     values = {
-        each.name: _checked(id, each.name, content.get(each.name))
-        for each in dataclasses.fields(Report)
+        member.name: _checked(id, member.name, content.get(member.name))
+        for member in dataclasses.fields(Report)
     }
     if values["id"] != id:
         raise NotAReport(f"{id!r}, which reports as {values['id']!r}")
@@ -124,7 +158,7 @@ def read(id: str, content: object) -> Report:
 
 _TEXTS = ("id", "store", "attempt", "connection")
 _LISTS = ("servers", "attempt_with", "unreachable")
-_FLAGS = ("participates", "trained", "complete", "exchanged", "left")
+_FLAGS = ("joined", "trained", "complete", "exchanged", "left")
 
 
 def _checked(id: str, name: str, value: object) -> Any:
@@ -146,7 +180,7 @@ def _checked(id: str, name: str, value: object) -> Any:
     return value
 
 
-class Action(enum.Enum):
+class QuorumAction(enum.Enum):
     """What a machine does after a quorum."""
 
     COMMIT = "commit the attempt of which it was not known whether others have, then ask again"
@@ -178,7 +212,7 @@ class Decision:
             `reuse`.
     """
 
-    action: Action
+    action: QuorumAction
     reason: str = ""
     step: int = 0
     machines: tuple[Report, ...] = ()
@@ -197,57 +231,24 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
     The machines that participate and have the latest anchor exchange their differences. All others
     heal: they take the state of one of them after the exchange, and train the next round with them.
     So a machine that comes heals, whenever it comes; only machines that begin in the same quorum,
-    with the same anchor, begin without.
-
-    **Machines that meet never keep different outcomes of an outer step.** An exchange goes like
-    this:
-
-    1. All differences are exchanged, and neither anchor nor weights are written.
-    2. All machines confirm, in one small collective, that everything has arrived. It ends only if
-       all have begun it.
-    3. A machine whose confirmation ends writes the new anchor.
-
-    Let X be an exchange in which something has failed, at step s.
-
-    - A confirmation has ended somewhere: then all machines of X have begun to confirm, so X is
-      complete on all of them, and stays complete until they write it. A machine of X that has
-      written reports step s + 1, and is not asked. One at step s reports X as complete, or has
-      abandoned X. The first to abandon X would have needed a report at step s that X is incomplete,
-      and there is none. So nobody is the first to abandon, and all that meet COMMIT.
-    - No confirmation has ended: nobody has written. The machines that meet see the same reports, so
-      they all COMMIT, if X is complete on each of them, or all ABANDON and exchange the same
-      differences again. Either way no step is lost.
-    - A machine of X that comes later finds machines of X at a later step. If X is complete on it,
-      it commits X, otherwise it abandons X and heals. If the others have committed X, it has their
-      anchor. If they have abandoned X, it finds at the next quorum that its anchor is another one,
-      and heals: the anchor with which machines have trained goes before one with which none has,
-      then that of machines that participate, then that of the most machines, then that of the first
-      by id.
-
-    Machines that never meet may go different ways, such as the two sides of a broken network. When
-    they meet, the latest anchor wins, and the other side heals.
-
-    In a sharded model each rank exchanges its shard in a group per shard, and the ranks of a
-    machine agree before they confirm and before they write, so that a machine acts as one: a rank
-    begins its confirmation only after everything has arrived on all ranks of its machine, and a
-    machine writes at once only if all of its confirmations have ended. If one has not, all of its
-    ranks keep what has arrived, and the machine reports X as complete.
+    with the same anchor, begin without. The module says why no outer step is kept by some machines
+    and not by others.
     """
     present = sorted(
         (report for report in reports if not report.left), key=lambda report: report.id
     )
     own = next(report for report in present if report.id == me)
     if reason := _refusal(own, present) or _never_exchanged(own, present):
-        return Decision(action=Action.REFUSED, reason=reason)
+        return Decision(action=QuorumAction.REFUSED, reason=reason)
     alike = _alike(own, present)
     if own not in alike:
         reason = f"{own.name} waits for another machine of this name to end"
-        return Decision(action=Action.WAIT, reason=reason, pause_s=1.0)
+        return Decision(action=QuorumAction.WAIT, reason=reason, pause_s=1.0)
     if any(report.attempt for report in alike):
         return _settle(own, alike)
     reached, cut_off = _reached(alike)
     if me in cut_off:
-        return Decision(action=Action.WAIT, reason=cut_off[me])
+        return Decision(action=QuorumAction.WAIT, reason=cut_off[me])
     least = max(report.min_machines for report in alike)
     if len(reached) < least:
         there = (
@@ -255,7 +256,7 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
             " waiting"
         )
         return Decision(
-            action=Action.WAIT, reason=there, left_out=tuple(cut_off.values()), pause_s=1.0
+            action=QuorumAction.WAIT, reason=there, left_out=tuple(cut_off.values()), pause_s=1.0
         )
     return dataclasses.replace(_step(own, reached), left_out=tuple(cut_off.values()))
 
@@ -265,14 +266,14 @@ def _settle(own: Report, reports: Sequence[Report]) -> Decision:
     change.
     """
     if not own.attempt:
-        return Decision(action=Action.ASK_AGAIN)
+        return Decision(action=QuorumAction.ASK_AGAIN)
     # Those that have committed are one step ahead. At this step, an empty attempt means that it was
     # abandoned.
     undecided = [
         report for report in reports if report.id in own.attempt_with and report.step == own.step
     ]
     complete = all(report.attempt == own.attempt and report.complete for report in undecided)
-    return Decision(action=Action.COMMIT if complete else Action.ABANDON)
+    return Decision(action=QuorumAction.COMMIT if complete else QuorumAction.ABANDON)
 
 
 def _step(own: Report, reports: Sequence[Report]) -> Decision:
@@ -289,12 +290,12 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
     if own not in latest:
         participants = tuple(report for report in reports if report is own or report in healthy)
         return Decision(
-            action=Action.HEAL, step=step, source=sources[own.id], participants=participants
+            action=QuorumAction.HEAL, step=step, source=sources[own.id], participants=participants
         )
     numbers = [(report.id, report.number) for report in latest]
     connection = latest[0].connection
     return Decision(
-        action=Action.EXCHANGE if trained else Action.BEGIN,
+        action=QuorumAction.EXCHANGE if trained else QuorumAction.BEGIN,
         step=step,
         machines=tuple(latest),
         heals=tuple(report for report in behind if sources[report.id] is own),
@@ -332,19 +333,19 @@ def _with_latest_anchor(reports: Sequence[Report]) -> list[Report]:
 
     def weight(report: Report) -> tuple[bool, bool, int]:
         same = [other for other in top if other.anchor == report.anchor]
-        participate = [other for other in same if other.participates]
+        participate = [other for other in same if other.joined]
         return any(other.trained for other in same), bool(participate), len(participate or same)
 
     best = max(top, key=weight)  # the first of equals
     same = [report for report in top if report.anchor == best.anchor]
-    return [report for report in same if report.participates] or same
+    return [report for report in same if report.joined] or same
 
 
 def _refusal(own: Report, present: Sequence[Report]) -> str:
     """Return why this machine must end, which is new and does not match the machines that have
     begun. Of machines that begin together, the first stays; "" if nothing is wrong.
     """
-    elders = [report for report in present if report.participates] or [present[0]]
+    elders = [report for report in present if report.joined] or [present[0]]
     if own in elders:
         return ""
     alike = [report for report in elders if report.signature == own.signature]
@@ -397,7 +398,7 @@ def _alike(own: Report, present: Sequence[Report]) -> list[Report]:
     those that participate, then newcomers, sorted by id.
     """
     alike: list[Report] = []
-    for report in sorted(present, key=lambda report: (not report.participates, report.id)):
+    for report in sorted(present, key=lambda report: (not report.joined, report.id)):
         same_name = any(report.name == other.name for other in alike)
         refused = _refusal(report, present) or _never_exchanged(report, present)
         if report.signature == own.signature and not same_name and not refused:
@@ -432,7 +433,7 @@ def _reached(reports: Sequence[Report]) -> tuple[list[Report], dict[str, str]]:
         ) -> tuple[int, bool, int, str]:
             involved = sum(report.id in pair for pair in failed)
             unreached = sum(report.id == to for _, to in failed)
-            return involved, not report.participates, unreached, report.id
+            return involved, not report.joined, unreached, report.id
 
         worst = max(reached, key=blame)
         reached.remove(worst)

@@ -16,10 +16,10 @@ from commhooks.gradients.profiling import span
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from commhooks.members.heal import Healing
-from commhooks.members.report import Action, Decision, NotAReport, Report, decide, read
+from commhooks.members.report import Decision, NotAReport, QuorumAction, Report, decide, read
 from commhooks.members.this_machine import ThisMachine
 
 _MOST_FAILURES = 5
@@ -31,15 +31,15 @@ failed collective, because torch.distributed does not know it.
 
 @dataclass
 class Attempt:
-    """An exchange, until it is known whether all machines commit it. `held` is what has arrived;
+    """An exchange, until it is known whether all machines commit it. `prepared`: what has arrived;
     None if something is missing.
     """
 
     decision: Decision
-    held: OuterExchange | None = None
+    prepared: OuterExchange | None = None
 
 
-class MachineSteps:
+class MachinePartner:
     """Implements `Partner` for machines that come and go. The ranks of a machine average gradients.
 
     Attributes:
@@ -52,7 +52,7 @@ class MachineSteps:
     nodes: Nodes | None = None
     first_rank_exchanges = True
     only_whole_rounds = "machines meet only at the ends of rounds"
-    _outer: FragmentSession
+    _outer: OuterSteps
     _common: CommonState
 
     def __init__(
@@ -85,8 +85,8 @@ class MachineSteps:
         )
 
     @property
-    def has_met(self) -> bool:
-        return self._own.participates
+    def joined(self) -> bool:
+        return self._own.joined
 
     @property
     def apart(self) -> int:
@@ -101,7 +101,7 @@ class MachineSteps:
         assert self._connections.group is not None  # connected for this outer step
         return self._connections.group
 
-    def bind(self, steps: FragmentSession, common: CommonState) -> None:
+    def bind(self, steps: OuterSteps, common: CommonState) -> None:
         self._outer, self._common = steps, common
         self.healing.bind(steps, common)
         if (lighthouse := self._machine.lighthouse) is not None:
@@ -140,29 +140,29 @@ class MachineSteps:
         while True:
             decision = self._decide(trained, deadline)
             match decision.action:
-                case Action.REFUSED:
+                case QuorumAction.REFUSED:
                     raise AttachError(f"members: {decision.reason}")
-                case Action.WAIT:
+                case QuorumAction.WAIT:
                     self._lines.say("%s", decision.reason, about=decision.reason)
                     time.sleep(decision.pause_s)
-                case Action.COMMIT:
+                case QuorumAction.COMMIT:
                     self._commit()
                     trained, new_round = False, True
-                case Action.ABANDON:
+                case QuorumAction.ABANDON:
                     self._attempt = None
-                case Action.ASK_AGAIN:
+                case QuorumAction.ASK_AGAIN:
                     pass
-                case Action.HEAL:
+                case QuorumAction.HEAL:
                     assert decision.source is not None
-                    new_round = self.has_met or decision.step > decision.source.step
+                    new_round = self.joined or decision.step > decision.source.step
                     if self.healing.heal(decision, self._limit(deadline)):
                         self._begin(decision)
                         return new_round
-                case Action.BEGIN:
+                case QuorumAction.BEGIN:
                     self.healing.serve(decision)
                     self._begin(decision)
                     return new_round
-                case Action.EXCHANGE:
+                case QuorumAction.EXCHANGE:
                     failure = self._exchange(decision, deadline)
                     if not failure:
                         self._commit()
@@ -183,8 +183,8 @@ class MachineSteps:
 
     def _commit(self) -> None:
         attempt, self._attempt = self._attempt, None
-        assert attempt is not None and attempt.held is not None
-        self._outer.commit_held(attempt.held)
+        assert attempt is not None and attempt.prepared is not None
+        self._outer.commit_prepared(attempt.prepared)
         self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
 
     def _decide(self, trained: bool, deadline: float | None) -> Decision:
@@ -211,7 +211,7 @@ class MachineSteps:
             anchor=self._ranks.key_of_shards(self._common.digest(anchors)),
             attempt="" if attempt is None else attempt.decision.name,
             attempt_with=() if attempt is None else tuple(x.id for x in attempt.decision.machines),
-            complete=attempt is not None and attempt.held is not None,
+            complete=attempt is not None and attempt.prepared is not None,
             connection=self._connections.name,
             unreachable=tuple(self._connections.unreachable),
             failed_heals=self.healing.failed,
@@ -246,7 +246,7 @@ class MachineSteps:
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
         self.participants = decision.participants
-        self._own = dataclasses.replace(self._own, participates=True)
+        self._own = dataclasses.replace(self._own, joined=True)
 
     def _exchange(self, decision: Decision, deadline: float | None) -> str:
         """Exchange the differences, and confirm: steps 1 and 2 of the proof in `decide`. Returns a
@@ -263,7 +263,7 @@ class MachineSteps:
             failure, unreachable = _not_ours(error), getattr(error, "unreachable", ())
         arrived = confirmed = self._ranks.all_agree(not failure)
         if not arrived:
-            attempt.held = None
+            attempt.prepared = None
         else:
             try:
                 if self._ranks.exchanges:
@@ -289,12 +289,12 @@ class MachineSteps:
         self.exchanged_with = machines
         if self._ranks.exchanges and not attempt.decision.reuse:
             self._connections.connect(machines, attempt.decision.name, limit_s)
-        held = self._outer.held_exchange(weight, exchanges=self._ranks.exchanges)
-        held.begin()
-        held.finite()
+        prepared = self._outer.prepare(weight, exchanges=self._ranks.exchanges)
+        prepared.begin()
+        prepared.finite()
         if self._ranks.exchanges:
             self._common.share(optimizers=False, group=self._connections.group)
-        attempt.held = held
+        attempt.prepared = prepared
 
     def _limit(self, deadline: float | None) -> float:
         timeout_s = self.options.timeout_s

@@ -128,7 +128,8 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
         run = new(quality="low rank").train(6)
         saved = run.save(residual="per_rank")
         assert residuals(run.hook) and run.hook.stats()["chosen"].startswith("powerSGD")
-        again, plain = new().load(saved), Run.new(hook="allreduce")
+        again = new().load(saved)
+        plain = Run.new(hook="allreduce")
         assert decision_of(again).since is None and not residuals(again.hook)
         plain.ddp.module.load_state_dict(saved["model"])
         plain.step = saved["step"]
@@ -136,14 +137,16 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
 
 
 POWER = "powerSGD rank 16"
-OFFERED = {each.label: each for each in Auto(quality="close").candidates}
+OFFERED = {candidate.label: candidate for candidate in Auto(quality="close").candidates}
 
 
 def _decided(label: str, **more: Any) -> Decision:
     """With quality="close"."""
-    known = dict(OFFERED)
-    sent = dict.fromkeys(known, 100.0)
-    made = Decision(known.pop(label), None, tuple(known.values()), 3, "decided", counted_bytes=sent)
+    others = dict(OFFERED)
+    sent = dict.fromkeys(others, 100.0)
+    made = Decision(
+        others.pop(label), None, tuple(others.values()), 3, "decided", counted_bytes=sent
+    )
     made = dataclasses.replace(made, tried_s={label: 0.4})
     return dataclasses.replace(made, **more)
 
@@ -178,7 +181,8 @@ def test_another_exclude_counts_after_a_resume(label: str) -> None:
     made = _resumed(now, exclude=["*embed*"])
     assert _measures(made, now) and made.candidate.label == label
     assert all(
-        each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values()
+        candidate.options.get("exclude", ["*embed*"]) == ["*embed*"]
+        for candidate in made.known.values()
     )
 
 
@@ -241,7 +245,8 @@ BAD: list[tuple[str, Any]] = [
 def test_a_damaged_decision_is_refused_and_changes_nothing() -> None:
     with process_group_of_one():
         run = Run.new(hook="auto")
-        saved, before = run.save(residual="per_rank")["hook"], decision_of(run)
+        saved = run.save(residual="per_rank")["hook"]
+        before = decision_of(run)
         for notes in (
             [],
             "x",

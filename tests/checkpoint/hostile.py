@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.payload import shown
+from commhooks.errors import shown
 
 TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
 """How many times as many cases as usual: `make hostile` sets it."""

@@ -229,7 +229,7 @@ def _inexact(folder: str) -> dict[str, Any]:
             session_of(hook).state.step += 1  # votes elsewhere
     dcp.save({"hook": hook}, checkpoint_id=folder)
     _, other = new(2, 2)
-    with log_lines("commhooks.checkpoint.learned_state") as said:
+    with log_lines("commhooks.checkpoint") as said:
         dcp.load({"hook": other}, checkpoint_id=folder)
     state = session_of(other).state
     return {

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import registry
-from commhooks.checkpoint import payload as parts
+from commhooks.checkpoint import parts
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import (

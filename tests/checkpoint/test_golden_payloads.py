@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.payload import VERSION
 from tests.golden import golden_runs
 from tests.golden.golden_runs import KINDS, SAVED_AT

@@ -23,7 +23,7 @@ from test_hostile_payloads import Subject, power_sgd, silent, try_to_load
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import CommHookError, HookConfigError, HookRunError, PayloadError
-from commhooks.checkpoint import payload as parts
+from commhooks.checkpoint import parts
 from commhooks.hook.dcp_folder import DCPFolder
 from lightning_commhooks import CommHookDDP
 from tests.checkpoint import hostile

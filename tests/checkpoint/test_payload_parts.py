@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commhooks import PayloadError
-from commhooks.checkpoint.payload import (
+from commhooks.checkpoint.parts import (
     check_shared,
     merge,
     problem_of_part,

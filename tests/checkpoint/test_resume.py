@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
 from lightning_commhooks import CommHookDDP
 from lightning_commhooks.fabric import CommHookDDP as FabricDDP
 from tests.support.accelerators import Training, accelerate_launched

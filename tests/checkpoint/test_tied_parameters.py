@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import PowerSGDState
-from commhooks.checkpoint.payload import merge, split
+from commhooks.checkpoint.parts import merge, split
 from tests.support.ddp_steps import log_lines
 from tests.support.models import same
 from tests.support.sharded import mesh_of

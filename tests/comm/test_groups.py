@@ -58,13 +58,13 @@ def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
         return
     # A model on all three ranks whose hook averages over a pair of them: then rank 0 has a group of
     # its own.
-    own = dist.new_group([0]) if not ddp_on_pair else None
-    group = own if dist.get_rank() == 0 else pair
+    alone = dist.new_group([0]) if not ddp_on_pair else None
+    group = alone if dist.get_rank() == 0 else pair
     ddp = wrap(mlp(), process_group=pair) if ddp_on_pair else wrap(mlp())
     # `attach` takes the group of the model; torch's functions take the default group unless they
     # are told.
-    given = None if how is _attach and ddp_on_pair else group
-    made = how(ddp, name, given)
+    passed = None if how is _attach and ddp_on_pair else group
+    made = how(ddp, name, passed)
     for step in range(3):
         before = (
             residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
@@ -143,7 +143,8 @@ def test_all_ranks_make_all_groups_on_the_device_of_the_model(bound: torch.devic
     """NCCL splits the communicator of a default group with a device, which all of its ranks must do
     together.
     """
-    device, calls = torch.device("cuda", 1), []
+    device = torch.device("cuda", 1)
+    calls = []
     with (
         process_group_of_one(),
         mock.patch.object(dist, "get_process_group_ranks", return_value=list(range(4))),
@@ -218,7 +219,7 @@ def _with_unequal_groups(config: commhooks.HookConfig, nodes: int | None) -> Non
         (commhooks.DiLoCo(sync_every=3, delay=1), 2, None),
     ],
 )
-def test_ranks_in_different_numbers_of_groups(
+def test_ranks_may_be_in_different_numbers_of_groups(
     run_ranks: Any, config: commhooks.HookConfig, ranks: int, nodes: int | None
 ) -> None:
     """torch names a new group by its ranks and by how many groups there are on this rank."""

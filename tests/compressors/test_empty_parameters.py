@@ -23,7 +23,7 @@ class _Empty(nn.Module):
         self.tensors = nn.ParameterList(torch.empty(shape, dtype=dtype) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + sum(each.sum() for each in self.tensors).to(x.dtype)
+        return x + sum(tensor.sum() for tensor in self.tensors).to(x.dtype)
 
 
 def _model(empty: bool) -> nn.Sequential:
@@ -41,26 +41,29 @@ def _trained(name: str, *forms: str, **more: Any) -> dict[bool, list[torch.Tenso
     """The weights with and without empty parameters: at the end, and of runs that went on from a
     save in each form.
     """
-    kind, found = EVERY[name], {}
+    kind = EVERY[name]
+    weights = {}
     for empty in (False, True):
         run = kind.new(model=_model(empty), **more).train(STEPS)
         resumed = [
             kind.new(model=_model(empty), **more).load(run.save(residual=form)) for form in forms
         ]
-        found[empty] = [each.train(1).weights() for each in (run, *resumed)]
-    return found
+        weights[empty] = [trained.train(1).weights() for trained in (run, *resumed)]
+    return weights
 
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, "diloco"])
-def test_parameters_without_elements(run_ranks: Any, name: str) -> None:
-    for found in run_ranks(_trained, name, "per_rank", "mean", "distributed"):
-        with_empty, without = found[True], found[False]
-        assert all(each.isfinite().all() for each in with_empty)
+def test_parameters_without_elements_change_nothing(run_ranks: Any, name: str) -> None:
+    for weights in run_ranks(_trained, name, "per_rank", "mean", "distributed"):
+        with_empty, without = weights[True], weights[False]
+        assert all(tensor.isfinite().all() for tensor in with_empty)
         # The matrix of a bucket starts from a Q that the names of its parameters decide.
         assert EVERY[name].layouts_matter or all(map(same_bits, with_empty, without))
 
 
 @pytest.mark.parametrize("name", ["powerSGD, bf16 wrapper", "int8, native"])
-def test_parameters_without_elements_between_nodes(run_ranks: Any, name: str) -> None:
-    for found in run_ranks(_trained, name, "mean", ranks_per_node=2, world_size=4):
-        assert all(map(same_bits, found[True], found[False]))
+def test_parameters_without_elements_change_nothing_between_nodes(
+    run_ranks: Any, name: str
+) -> None:
+    for weights in run_ranks(_trained, name, "mean", ranks_per_node=2, world_size=4):
+        assert all(map(same_bits, weights[True], weights[False]))

@@ -28,7 +28,7 @@ ROUNDS = {
         ("diloco", {"wire": "int4"}),
     ]
 }
-TRIED: dict[str, Kind] = {name: each for name, each in KINDS.items() if each.hook != AUTO} | ROUNDS
+TRIED: dict[str, Kind] = {name: kind for name, kind in KINDS.items() if kind.hook != AUTO} | ROUNDS
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ MASKED = "cpu as accelerator"  # the code that runs on accelerators, on CPU tens
 GLOO = "cuda over gloo"  # two ranks on one GPU
 NCCL = "cuda over nccl"  # one rank: NCCL refuses two on one GPU
 
-ON_CUDA: list[Any] = [pytest.param(each, marks=pytest.mark.cuda) for each in (GLOO, NCCL)]
+ON_CUDA: list[Any] = [pytest.param(place, marks=pytest.mark.cuda) for place in (GLOO, NCCL)]
 PLACES: list[Any] = [CPU, MASKED, *ON_CUDA]
 
 

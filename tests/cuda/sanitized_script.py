@@ -35,7 +35,7 @@ def train(name: str) -> DistributedDataParallel:
     hook = commhooks.attach(ddp, HOOKS[name]) if name in HOOKS else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     for step in range(4):
-        images, labels = (each.to(device) for each in batch(step, 0))
+        images, labels = (tensor.to(device) for tensor in batch(step, 0))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(ddp(images), labels).backward()
         optimizer.step()
@@ -47,7 +47,8 @@ def train(name: str) -> DistributedDataParallel:
 
 
 def race() -> None:
-    numbers, other = torch.ones(1000, device="cuda"), torch.cuda.Stream()
+    numbers = torch.ones(1000, device="cuda")
+    other = torch.cuda.Stream()
     with torch.cuda.stream(other):
         numbers.mul_(2)
 

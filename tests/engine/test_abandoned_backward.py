@@ -100,7 +100,8 @@ def _fail_in_mid_backward(
     all-reduces that it began, or the answers of its messages.
     """
     begun: list[torch.Tensor] = []
-    original, exchange = dist.all_reduce, PointToPoint.exchange
+    original = dist.all_reduce
+    exchange = PointToPoint.exchange
 
     def recording_exchange(
         self: PointToPoint,

@@ -28,7 +28,9 @@ NEXT_P = f"P of bucket 0 at step <= {STEPS}"
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
     """Names what hooks send, and commits: "commit 1" is the first."""
-    start, commit, commits = collectives.start, BackwardPass.commit, iter(range(1, 1000))
+    start = collectives.start
+    commit = BackwardPass.commit
+    commits = iter(range(1, 1000))
 
     def named_start(send: Any, group: Any, counters: Any, where: str = "", *rest: Any) -> Any:
         cuda.queue(f"{send.what} of {where}")
@@ -72,7 +74,7 @@ class Training:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_accelerators_with_streams(kind: str) -> None:
+def test_mps_and_the_cpu_have_no_streams(kind: str) -> None:
     with mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device(kind)):
         assert precision.has_streams(torch.device(kind, 0)) == (kind != "mps")
         assert not precision.has_streams(torch.device("cpu"))
@@ -81,7 +83,8 @@ def test_accelerators_with_streams(kind: str) -> None:
 
 
 def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> None:
-    training, saved = Training().step(STEPS), []
+    training = Training().step(STEPS)
+    saved = []
 
     def save() -> None:
         cuda.queue("kernels of backward")
@@ -90,8 +93,8 @@ def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> Non
         thread.start()
         thread.join()
         waits = cuda.host_waits[thread]
-        assert len(waits) > 6 and all(f"commit {STEPS}" in each for each in waits)
-        assert not any(NEXT_P in each or "kernels of backward" in each for each in waits)
+        assert len(waits) > 6 and all(f"commit {STEPS}" in wait for wait in waits)
+        assert not any(NEXT_P in wait or "kernels of backward" in wait for wait in waits)
 
     training.step_with(save)
     assert saved[0]["step"] == STEPS and saved[0]["exact"]
@@ -108,7 +111,8 @@ def test_all_hooks_of_a_device_share_one_stream_of_high_priority(cuda: Cuda) -> 
 
 
 def test_a_commit_that_failed_is_waited_for_too(cuda: Cuda) -> None:
-    training, reader = Training().step(STEPS), Stream()
+    training = Training().step(STEPS)
+    reader = Stream()
 
     def fail(self: BackwardPass, good: Any) -> None:
         cuda.queue("half a commit")

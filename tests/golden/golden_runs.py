@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
 from tests.support.inside import learns, session_of, user_state
 from tests.support.models import EVERY_PARAMETER, Prescribed, backward
 from tests.support.repository import TESTS
@@ -75,8 +75,8 @@ def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
     for place, (name, shape) in enumerate(SHAPES.items()):
         numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
         common = torch.sin((1.7 + 0.31 * place) * numbers + 1.3 * step)
-        own = torch.sin((0.9 + 0.17 * rank) * numbers - 0.7 * step + place)
-        made[name] = (common + 0.5 * own).to(torch.float32).view(shape)
+        part = torch.sin((0.9 + 0.17 * rank) * numbers - 0.7 * step + place)
+        made[name] = (common + 0.5 * part).to(torch.float32).view(shape)
     return made
 
 
@@ -112,16 +112,17 @@ def save_all() -> dict[str, Any]:
 
 def payload_of(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
     """What this rank loads of what the ranks saved."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     content: Any = saved[rank][kind]
     if kind != "parts":
         return content
     shared = payload_parts.check_shared(content[0])
     needed = payload_parts.ranks_needed(shared, rank, world_size)
-    parts = [saved[each][kind][1] for each in needed]
+    parts = [saved[rank][kind][1] for rank in needed]
     assert [
-        payload_parts.problem_of_part(shared, part, each)
-        for part, each in zip(parts, needed, strict=True)
+        payload_parts.problem_of_part(shared, part, rank)
+        for part, rank in zip(parts, needed, strict=True)
     ] == [None for _ in needed]
     return payload_parts.merge(shared, parts, rank, world_size)
 
@@ -133,7 +134,7 @@ def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
     ddp, attached = new(KINDS[kind][0], start=900)
     attached.load_state_dict(payload_of(kind, saved))
     memory = session_of(attached).state if learns(attached) else None
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "step": attached.stats()["step"],
         "start": attached.options.get("start_powerSGD_iter"),
         "q": {name: q.clone() for name, q in memory["q"].items()} if memory is not None else {},
@@ -143,8 +144,8 @@ def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
         "users": None if memory is not None else copy.deepcopy(user_state(attached).state_dict()),
     }
     steps = range(SAVED_AT, SAVED_AT + 2)
-    found["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]
-    return found
+    summary["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]
+    return summary
 
 
 def resume_all(saved: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def main() -> None:
     finally:
         pool.close()
     # Gradients are averages, the same on every rank.
-    after = {kind: found["gradients"] for kind, found in resumed.items()}
+    after = {kind: outcome["gradients"] for kind, outcome in resumed.items()}
     torch.save({"saved": saved, "gradients": after}, golden_runs.FILE)
 
 

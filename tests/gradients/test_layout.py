@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_order_and_matrix(kind):
+def test_every_kind_of_strides_has_its_order_and_matrix(kind):
     tensor, order, shape = KINDS[kind]
     assert memory_order(tensor) == order
     assert matrix_shape(tensor) == shape
@@ -65,7 +65,7 @@ def test_a_size_of_1_says_nothing_about_the_order():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trips(kind):
+def test_memory_order_and_back_changes_nothing(kind):
     tensor, _, _ = KINDS[kind]
     flat = torch.arange(float(tensor.numel()))
     logical = to_logical(flat, tensor)
@@ -89,7 +89,7 @@ def test_memory_order_is_that_of_the_storage(kind):
     assert torch.equal(to_memory(tensor, tensor), in_storage)
 
 
-def test_scalars_and_empty_tensors():
+def test_scalars_and_empty_tensors_have_a_layout():
     assert memory_order(torch.tensor(1.0)) == ()
     assert to_logical(torch.ones(1), torch.tensor(1.0)).shape == ()
     assert to_memory(torch.tensor(2.0), torch.tensor(1.0)).tolist() == [2.0]

@@ -146,10 +146,10 @@ NO_NUMBER = "the factor by which the loss was multiplied: a number"
 
 @pytest.mark.parametrize(
     ("scale", "text"),
-    [(each, NOT_POSITIVE) for each in (0.0, -1.0, float("inf"), float("nan"))]
-    + [(each, NO_NUMBER) for each in (None, "2", torch.ones(2))],
+    [(scale, NOT_POSITIVE) for scale in (0.0, -1.0, float("inf"), float("nan"))]
+    + [(scale, NO_NUMBER) for scale in (None, "2", torch.ones(2))],
 )
-def test_a_scale_that_is_none(scale: Any, text: str) -> None:
+def test_a_value_that_is_no_scale_is_refused(scale: Any, text: str) -> None:
     with process_group_of_one():
         ddp = wrap(SHAPES)
         commhooks.attach(

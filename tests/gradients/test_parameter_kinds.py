@@ -65,9 +65,11 @@ def all_kinds(wrapper: str | None) -> None:
         for model in (ddp, plain):
             model.zero_grad(set_to_none=True)
             _pass(model, step)
-        after, expected, found = residuals(hook), gradients(plain), gradients(ddp)
-        assert found.keys() == expected.keys() == dict(ddp.module.named_parameters()).keys()
-        for name, gradient in found.items():
+        after = residuals(hook)
+        expected = gradients(plain)
+        averaged = gradients(ddp)
+        assert averaged.keys() == expected.keys() == dict(ddp.module.named_parameters()).keys()
+        for name, gradient in averaged.items():
             assert (
                 gradient.dtype == expected[name].dtype and gradient.shape == expected[name].shape
             ), name
@@ -94,7 +96,7 @@ def all_kinds(wrapper: str | None) -> None:
 
 @complex_on_gloo
 @pytest.mark.parametrize("wrapper", [None, "bf16"])
-def test_scalars_vectors_empty_mixed_and_complex_parameters(run_ranks, wrapper):
+def test_scalars_vectors_empty_mixed_and_complex_parameters_are_averaged(run_ranks, wrapper):
     run_ranks(all_kinds, wrapper)
 
 
@@ -138,7 +140,7 @@ def sparse_embeddings(config: commhooks.HookConfig, wrapper: str | None) -> None
         (POWER_SGD, "fp16"),
     ],
 )
-def test_sparse_embeddings_as_in_plain_ddp(run_ranks, config, wrapper):
+def test_sparse_embeddings_are_averaged_as_in_plain_ddp(run_ranks, config, wrapper):
     run_ranks(sparse_embeddings, config, wrapper)
 
 
@@ -179,7 +181,8 @@ def channels_last() -> None:
             assert replicas_equal(ddp)
     saved, last_saved = (h.state_dict("per_rank")["parameters"] for h in (hook, last_hook))
     for name in ("0.weight", "2.weight"):  # the payload is in logical order in both cases
-        q, residual = saved[name]["q"], saved[name]["residual"][0]
+        q = saved[name]["q"]
+        residual = saved[name]["residual"][0]
         assert relative(q - last_saved[name]["q"], q) <= 1e-3, name
         assert relative(residual - last_saved[name]["residual"][0], residual) <= 1e-3, name
     assert last_hook.stats()["compressed_steps"] == 4

@@ -15,7 +15,9 @@ import torch.distributed as dist
 import commhooks
 from commhooks.compressors.powersgd import cpu
 from commhooks.gradients import precision
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.precision import GlobalSwitch
+from tests.support.dispatched import Dispatched
 from tests.support.features import switches_per_library
 from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
@@ -167,11 +169,9 @@ def test_threads_that_overlap_leave_the_switches_to_the_last(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Autograd has a thread per GPU, and the switches are those of the process."""
-    switch, inside, go_on = (
-        PER_LIBRARY.get(name, GlobalSwitch()),
-        threading.Event(),
-        threading.Event(),
-    )
+    switch = PER_LIBRARY.get(name, GlobalSwitch())
+    inside = threading.Event()
+    go_on = threading.Event()
     monkeypatch.setattr(precision, "_PRECISION_SWITCHES", (switch,))
 
     def other() -> None:
@@ -239,3 +239,11 @@ def _inherited_precision() -> tuple[str, str]:
 @switches_per_library
 def test_an_inherited_precision_stays_inherited(run_ranks: Any) -> None:
     assert run_ranks(_inherited_precision) == [("ieee", "ieee")] * 2
+
+
+def test_entering_a_hook_dispatches_no_operator() -> None:
+    """Every hook call does this; on an accelerator an operator would be a kernel in every call."""
+    with Dispatched() as dispatched:
+        with plain_mode(), precision.full_precision():
+            pass
+    assert not dispatched.operators and not dispatched.views

@@ -84,7 +84,8 @@ def _alone() -> list[str]:
     is called.
     """
     ddp = wrap(mlp())
-    hook, texts = commhooks.attach(ddp, "powerSGD"), []
+    hook = commhooks.attach(ddp, "powerSGD")
+    texts = []
     for way in (
         copy.copy,
         copy.deepcopy,

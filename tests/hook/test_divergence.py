@@ -69,7 +69,7 @@ def _equal(every: int | None) -> tuple[int, torch.Tensor]:
     return run.hook.stats()["handshakes"], run.weights()
 
 
-def test_equal_replicas_train_as_without(run_ranks: Any) -> None:
+def test_equal_replicas_train_as_without_comparisons(run_ranks: Any) -> None:
     without, every_4 = run_ranks(_equal, None), run_ranks(_equal, 4)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(without, every_4, strict=True))
     # Two small exchanges before steps 0 and 4.
@@ -109,7 +109,7 @@ def _nothing_to_compare() -> int:
     return hook.stats()["backward_passes"]
 
 
-def test_a_model_without_a_single_number(run_ranks: Any) -> None:
+def test_a_model_without_a_single_number_is_compared(run_ranks: Any) -> None:
     assert run_ranks(_nothing_to_compare) == [2, 2]
 
 

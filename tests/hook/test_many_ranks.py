@@ -29,7 +29,7 @@ def test_a_list_shows_eight_values():
 
 def _supports(*differing: KernelSupport) -> list[KernelSupport]:
     return [KernelSupport(build="a") for _ in range(RANKS - len(differing) * 20)] + [
-        each for each in differing * 20
+        offer for offer in differing * 20
     ]
 
 

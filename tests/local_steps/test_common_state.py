@@ -419,7 +419,7 @@ def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
         exchange()
         return True
 
-    new = {"has_met": False, "end_round": end_round}
+    new = {"joined": False, "end_round": end_round}
     with (
         process_group_of_one(),
         mock.patch.multiple(FixedPartner, **new),

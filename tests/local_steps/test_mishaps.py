@@ -24,7 +24,7 @@ import commhooks
 from commhooks.comm import collectives
 from commhooks.gradients import precision
 from commhooks.local_steps import flat_weights
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch, flat
@@ -166,7 +166,7 @@ def _collects_another() -> int:
     gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
     gone.append(gone)
     runner = weakref.ref(gone[0].hook._hook)
-    run, exchange = Run.new(hook=commhooks.LocalSGD(sync_every=1)), FragmentSession.exchange
+    run, exchange = Run.new(hook=commhooks.LocalSGD(sync_every=1)), OuterSteps.exchange
     third = Run.new(hook="local_sgd")  # told of the step after `run`
     del gone
 
@@ -177,7 +177,7 @@ def _collects_another() -> int:
     gc.disable()
     try:
         alive = runner() is not None
-        with mock.patch.object(FragmentSession, "exchange", collecting):
+        with mock.patch.object(OuterSteps, "exchange", collecting):
             run.train(2)
     finally:
         gc.enable()

@@ -14,7 +14,7 @@ import torch
 import commhooks
 from commhooks.comm import collectives
 from commhooks.local_steps import exchange, flat_weights, fragments, offload, outer_step
-from commhooks.local_steps.fragments import FragmentSession
+from commhooks.local_steps.fragments import OuterSteps
 from tests.support.cuda_stand_ins import cuda_stand_ins, storage
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import masks
@@ -137,7 +137,7 @@ def _in_flight(wire: str) -> tuple[int, int, int]:
     """
     made: list[Any] = []
     running = most_running = most_alive = 0
-    packed, finish = flat_weights.packed, FragmentSession._finish
+    packed, finish = flat_weights.packed, OuterSteps._finish
 
     def counted(*given: Any) -> torch.Tensor:
         nonlocal running, most_running, most_alive
@@ -155,7 +155,7 @@ def _in_flight(wire: str) -> tuple[int, int, int]:
 
     with (
         mock.patch.object(exchange, "packed", counted),
-        mock.patch.object(FragmentSession, "_finish", finished),
+        mock.patch.object(OuterSteps, "_finish", finished),
         mock.patch.object(flat_weights, "BUFFER_BYTES", SEVERAL),
     ):
         Run.new(hook=commhooks.DiLoCo(sync_every=2, wire=wire)).train(2)

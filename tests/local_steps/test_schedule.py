@@ -121,7 +121,7 @@ H3 = Rules(sync_every=3)
 PARTS = Rules(sync_every=4, fragments=2)
 LATER = Rules(sync_every=3, delay=2)
 STREAM = Rules(sync_every=4, fragments=2, delay=1)
-NEW = State(met=False)
+NEW = State(joined=False)
 
 ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
     # ---- rounds ----
@@ -335,18 +335,18 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
     "a machine meets the others after its first step": (
         H3,
         "NEW f b s=EXCHANGE+SHARE",
-        {"met": True, "in_round": 0},
+        {"joined": True, "in_round": 0},
     ),
     "it waits for the first step of all its optimizers": (
         H3,
         "NEW f b f b s0 f b s1=EXCHANGE+SHARE",
-        {"met": True},
+        {"joined": True},
     ),
-    "but not longer than a round": (H3, "NEW f b f b f b f b f=EXCHANGE+SHARE", {"met": True}),
+    "but not longer than a round": (H3, "NEW f b f b f b f b f=EXCHANGE+SHARE", {"joined": True}),
     "machines that have only begun go on with the round": (
         H3,
         "NEW f b s~=EXCHANGE  f b s  f b s=EXCHANGE+SHARE",
-        {"met": True, "in_round": 0},
+        {"joined": True, "in_round": 0},
     ),
     "a machine of which a rank skips its first step does not meet": (
         Rules(3, asks=True),
@@ -424,7 +424,7 @@ def test_a_forward_pass_of_another_thread_does_not_disturb_an_exchange() -> None
 @pytest.mark.parametrize(("in_round", "expected"), [(0, False), (1, False), (2, True), (3, True)])
 def test_the_pass_that_ends_a_turn(in_round: int, expected: bool) -> None:
     assert ends_a_turn(H3, State(in_round=in_round)) is expected
-    assert ends_a_turn(H3, State(in_round=in_round, met=False))
+    assert ends_a_turn(H3, State(in_round=in_round, joined=False))
 
 
 # ---- random trainings
@@ -462,7 +462,7 @@ def test_random_trainings(rules: Rules, words: list[str], met: bool) -> None:
     """Never two exchanges in flight, never a save in mid-exchange, every pass counted once,
     fragments in turn.
     """
-    rank = Rank(rules, State(met=met))
+    rank = Rank(rules, State(joined=met))
     for words_of_step in words:
         for word in words_of_step.split():
             before, repeats, averages = (

@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 
-from commhooks.members.report import VERSION, Action, Decision, NotAReport, Report, decide, read
+from commhooks.members.report import (
+    VERSION,
+    Decision,
+    NotAReport,
+    QuorumAction,
+    Report,
+    decide,
+    read,
+)
 
 NAMES = "abcd"
 
 
 def report(name: str, **given: Any) -> Report:
-    """A report of the machine `name`, which participates and has trained, unless `given` says
+    """A report of the machine `name`, which has joined and has trained, unless `given` says
     otherwise.
     """
     defaults = {
-        "participates": True,
+        "joined": True,
         "trained": True,
         "step": 5,
         "anchor": 50,
@@ -28,7 +36,7 @@ def report(name: str, **given: Any) -> Report:
 
 
 def new(name: str, **given: Any) -> Report:
-    return report(name, **{"participates": False, "trained": False, "step": 0, "anchor": 1} | given)
+    return report(name, **{"joined": False, "trained": False, "step": 0, "anchor": 1} | given)
 
 
 def all_decide(*reports: Report) -> dict[str, Decision]:
@@ -53,8 +61,8 @@ PLACES = {
     "other anchor": {"step": 5, "anchor": 51},
 }
 TRAINED = {
-    "trained": {"participates": True, "trained": True},
-    "new": {"participates": False, "trained": False},
+    "trained": {"joined": True, "trained": True},
+    "new": {"joined": False, "trained": False},
 }
 ATTEMPTS = ("none", "complete", "incomplete")
 STATES = list(itertools.product(PLACES, TRAINED, ATTEMPTS))
@@ -85,7 +93,7 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
     by_id = {own.id: (own, decisions[own.name]) for own in reports if own.name in decisions}
     top = max(own.step for own in reports)
     for own, decision in by_id.values():
-        if decision.action in (Action.EXCHANGE, Action.BEGIN):
+        if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN):
             assert own in decision.machines and own.step == top
             for other in decision.machines:  # nobody waits for a partner that does not come
                 theirs = by_id[other.id][1]
@@ -101,24 +109,31 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
             for other in decision.heals:
                 theirs = by_id[other.id][1]
                 assert (theirs.action, theirs.source, theirs.step) == (
-                    Action.HEAL,
+                    QuorumAction.HEAL,
                     own,
                     decision.step,
                 )
-        if decision.action is Action.HEAL:  # the latest anchor wins
+        if decision.action is QuorumAction.HEAL:  # the latest anchor wins
             assert decision.source is not None and own in by_id[decision.source.id][1].heals
             assert decision.source.step == top and decision.step >= own.step
-            assert (own.step, own.anchor) != (top, decision.source.anchor) or not own.participates
-        if decision.action is Action.COMMIT:  # nobody writes what another may not have
+            assert (own.step, own.anchor) != (top, decision.source.anchor) or not own.joined
+        if decision.action is QuorumAction.COMMIT:  # nobody writes what another may not have
             assert own.attempt and own.complete
             for other in by_id.values():
                 if other[0].id in own.attempt_with and other[0].step == own.step:
                     assert other[0].attempt == own.attempt and other[0].complete
-                    assert other[1].action is Action.COMMIT
-        settles = decision.action in (Action.COMMIT, Action.ABANDON, Action.ASK_AGAIN)
+                    assert other[1].action is QuorumAction.COMMIT
+        settles = decision.action in (
+            QuorumAction.COMMIT,
+            QuorumAction.ABANDON,
+            QuorumAction.ASK_AGAIN,
+        )
         assert settles == any(other.attempt for other in reports)
     if (
-        len({decision.action for _, decision in by_id.values()} & {Action.EXCHANGE, Action.BEGIN})
+        len(
+            {decision.action for _, decision in by_id.values()}
+            & {QuorumAction.EXCHANGE, QuorumAction.BEGIN}
+        )
         == 0
     ):
         assert any(other.attempt for other in reports)
@@ -134,17 +149,17 @@ def after(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[
     for own in reports:
         decision = decisions[own.name]
         changes: dict[str, Any] = {"number": own.number + 1}
-        if decision.action is Action.COMMIT:
+        if decision.action is QuorumAction.COMMIT:
             changes |= {"step": own.step + 1, "anchor": own.step * 1000, "trained": False}
-        if decision.action in (Action.COMMIT, Action.ABANDON):
+        if decision.action in (QuorumAction.COMMIT, QuorumAction.ABANDON):
             changes |= {"attempt": "", "attempt_with": (), "complete": False}
-        if decision.action in (Action.EXCHANGE, Action.BEGIN, Action.HEAL):
+        if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN, QuorumAction.HEAL):
             source = decision.source or own
             anchor = source.anchor if decision.step == source.step else source.anchor + 10_000
             changes |= {
                 "step": decision.step,
                 "anchor": anchor,
-                "participates": True,
+                "joined": True,
                 "trained": True,
             }
         results.append(dataclasses.replace(own, **changes))
@@ -163,7 +178,7 @@ def test_every_combination_of_machines_decides_compatibly_and_ends_with_one_anch
             if all(decision.step for decision in decisions.values()):
                 break
         assert len({(own.step, own.anchor) for own in reports}) == 1, reports
-        assert all(own.trained and own.participates for own in reports)
+        assert all(own.trained and own.joined for own in reports)
 
 
 # ---- an exchange that is interrupted anywhere
@@ -247,17 +262,17 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
     for own in reports:
         decision = decisions[own.name]
         changes: dict[str, Any] = {"number": own.number + 1}
-        if decision.action is Action.COMMIT:
+        if decision.action is QuorumAction.COMMIT:
             changes |= {"step": own.step + 1, "anchor": 6, "trained": False}
-        if decision.action in (Action.COMMIT, Action.ABANDON):
+        if decision.action in (QuorumAction.COMMIT, QuorumAction.ABANDON):
             changes |= {"attempt": "", "attempt_with": (), "complete": False}
-        if decision.action in (Action.EXCHANGE, Action.BEGIN, Action.HEAL):
+        if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN, QuorumAction.HEAL):
             source = decision.source or own
             anchor = source.anchor if decision.step == source.step else source.anchor + 10
             changes |= {
                 "step": decision.step,
                 "anchor": anchor,
-                "participates": True,
+                "joined": True,
                 "trained": True,
             }
         results.append(dataclasses.replace(own, **changes))
@@ -308,7 +323,7 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
         pytest.param(
             [report("a", trained=False, anchor=9), new("b", step=5), new("c", step=5)],
             {"a": "BEGIN", "b": "HEAL", "c": "HEAL"},
-            id="a machine that participates goes before newcomers",
+            id="a machine that joined goes before newcomers",
         ),
         pytest.param(
             [
@@ -531,7 +546,7 @@ def test_a_second_machine_of_the_same_name_waits() -> None:
             == "a waits for another machine of this name to end"
         )
         assert names(decide([report("a"), twin], "a:1").participants) == "a"
-        for number, action in ((10, Action.WAIT), (11, Action.REFUSED)):
+        for number, action in ((10, QuorumAction.WAIT), (11, QuorumAction.REFUSED)):
             again = dataclasses.replace(twin, number=number)
             assert decide([report("a"), again], id).action is action
 
@@ -583,9 +598,9 @@ def test_another_job_is_no_report(content: object) -> None:
 
 def test_another_version_is_refused_by_name() -> None:
     signature = {"protocol between machines": str(VERSION)}
-    elder = read("a:1", {"commhooks": VERSION + 1, "participates": True, "new": [1]})
+    elder = read("a:1", {"commhooks": VERSION + 1, "joined": True, "new": [1]})
     decision = decide([elder, new("b", signature=signature)], "b:1")
-    assert decision.action is Action.REFUSED
+    assert decision.action is QuorumAction.REFUSED
     assert (
         f"another protocol between machines than machine a ({VERSION} and {VERSION + 1})"
         in decision.reason

@@ -11,13 +11,13 @@ import pytest
 
 from commhooks import HookRunError
 from commhooks.members.report import Report
-from commhooks.members.steps import MachineSteps
+from commhooks.members.steps import MachinePartner
 
 OTHER = Report(
     id="b:1",
     step=5,
     anchor=7,
-    participates=True,
+    joined=True,
     trained=True,
     exchanged=True,
     servers=("10.0.0.2:1",),
@@ -25,8 +25,8 @@ OTHER = Report(
 
 
 class Machine:
-    """Machine a, with a `MachineSteps`. `failing`: how many confirmations fail after everything has
-    arrived.
+    """Machine a, with a `MachinePartner`. `failing`: how many confirmations fail after everything
+    has arrived.
     """
 
     def __init__(self, failing: int) -> None:
@@ -48,10 +48,10 @@ class Machine:
         vars(machine).update(
             store="", ranks=ranks, connections=connections, lines=mock.Mock(), lighthouse=None
         )
-        self.steps = MachineSteps(machine, mock.Mock(), {})  # type: ignore[arg-type]
-        self.steps._own = dataclasses.replace(self.steps._own, participates=True)
+        self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
+        self.steps._own = dataclasses.replace(self.steps._own, joined=True)
         self.outer = mock.Mock(state=mock.MagicMock(step=5))
-        self.outer.commit_held.side_effect = self._commit
+        self.outer.commit_prepared.side_effect = self._commit
         self.steps._outer, self.steps._common = self.outer, mock.Mock()
         self.steps._common.digest.return_value = 7
         self.steps.healing = mock.Mock(failed=0)

@@ -19,8 +19,8 @@ def test_a_case_of_torch_runs_with_a_hook_and_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", warm.python())
     case = "test_accumulate_gradients_no_sync_grad_is_view"
     for hook, passes in (("", 0), ("allreduce", 2)):  # one synchronised pass on each of two ranks
-        found, counted = peers.run([case], hook)
-        assert (found[case][0], counted) == ("passed", passes), found
+        outcomes, counted = peers.run([case], hook)
+        assert (outcomes[case][0], counted) == ("passed", passes), outcomes
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_what_passes_only_without_us_is_wrong(
     case: str, ours: str, passes: int, problems: list[str]
 ) -> None:
     printed = io.StringIO()
-    found = {
+    outcomes = {
         "": ({case: ("passed", "")}, 0),
         "fp16_compress": ({case: (ours, "the output")}, passes),
     }
-    assert peers.compare(found, Console(file=printed, width=200)) == problems
+    assert peers.compare(outcomes, Console(file=printed, width=200)) == problems
     assert ("the output" in printed.getvalue()) == any(ours in problem for problem in problems)
 
 

@@ -50,7 +50,8 @@ class HookedDDP(DistributedDataParallel):
 if peer_hooks.NAME:
     torch.nn.parallel.DistributedDataParallel = HookedDDP  # type: ignore[misc]
     peer.DistributedDataParallel = HookedDDP
-    peer.default, peer.powerSGD = default_hooks, powerSGD_hook
+    peer.default = default_hooks
+    peer.powerSGD = powerSGD_hook
 
 
 class TorchCases(peer.TestDistBackend, peer.DistributedTest._DistTestBase):  # type: ignore[misc]
@@ -61,13 +62,14 @@ class TorchCases(peer.TestDistBackend, peer.DistributedTest._DistTestBase):  # t
 
 def main(file: str, *cases: str) -> None:
     """Run the cases one after the other."""
-    found = {}
+    outcomes = {}
     for case in cases:
         result = unittest.TextTestRunner().run(TorchCases(case))
-        failed, skipped = [*result.failures, *result.errors], result.skipped
+        failed = [*result.failures, *result.errors]
+        skipped = result.skipped
         outcome = "failed" if failed else "skipped" if skipped else "passed"
-        found[case] = outcome, "".join(text for _, text in failed or skipped)
-    Path(file).write_text(json.dumps(found))
+        outcomes[case] = outcome, "".join(text for _, text in failed or skipped)
+    Path(file).write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -77,11 +77,13 @@ def test_each_broken_promise_is_a_failure(changes, sentence):
 
 def test_a_failure_is_the_exit_status(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for found, status in (([], 0), (["diloco took longer than all-reduce"], 1)):
-        monkeypatch.setattr(demo, "run_demo", lambda args, folder, env, found=found: found)
+    for sentences, status in (([], 0), (["diloco took longer than all-reduce"], 1)):
+        monkeypatch.setattr(
+            demo, "run_demo", lambda args, folder, env, failures=sentences: failures
+        )
         assert demo.main([]) == status
         assert ("FAILED: diloco took longer than all-reduce" in capsys.readouterr().out) == bool(
-            found
+            sentences
         )
         # kept for a look at what failed
         assert len(list(tmp_path.glob("commhooks-demo-*"))) == status
@@ -182,7 +184,7 @@ def hostile_environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(400)
-def test_short_demo_in_a_hostile_environment(
+def test_the_short_demo_passes_in_a_hostile_environment(
     hostile_environment: dict[str, str], tmp_path: Path
 ) -> None:
     command = [

@@ -48,7 +48,7 @@ FILES = {
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, list) else None,
 )
-def test_its_table_and_its_verdict(
+def test_its_table_and_its_verdict_are_right(
     tmp_path: Path, names: list[str], verdict: str, row: str
 ) -> None:
     for number, name in enumerate(names):

@@ -160,7 +160,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {path.relative_to(REPOSITORY).as_posix() for path in in_c} <= set(names)
 
 
-def test_wheel_metadata(wheel, imported):
+def test_the_wheel_has_its_metadata(wheel, imported):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = Parser().parsestr(archive.read(name).decode())
@@ -231,7 +231,7 @@ def test_installed_wheel_is_what_gets_imported(environment, imported):
 
 
 @pytest.mark.parametrize("command", ["commhooks", "accelerate-commhooks"])
-def test_installed_command(environment, python, imported, command):
+def test_the_installed_command_runs(environment, python, imported, command):
     script = environment / "bin" / command
     assert script.read_text().startswith(f"#!{python}\n") and os.access(script, os.X_OK)
     run = f"""
@@ -282,8 +282,10 @@ def test_pyright_knows_the_types(python, tmp_path):
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", python, "--outputjson"]
     done = _run(command, cwd=tmp_path)
-    found = json.loads(done.stdout)["generalDiagnostics"]
-    assert [each["range"]["start"]["line"] + 1 for each in found] == wrong, done.stdout
+    diagnostics = json.loads(done.stdout)["generalDiagnostics"]
+    assert [diagnostic["range"]["start"]["line"] + 1 for diagnostic in diagnostics] == wrong, (
+        done.stdout
+    )
 
 
 def test_core_imports_without_the_frameworks(without_frameworks):

@@ -18,7 +18,8 @@ BYTES = 2_000_000
 
 def _seconds(sender: socket.socket, receiver: socket.socket) -> float:
     thread = threading.Thread(target=sender.sendall, args=(bytes(BYTES),))
-    began, left = time.monotonic(), BYTES
+    began = time.monotonic()
+    left = BYTES
     thread.start()
     while left:
         left -= len(receiver.recv(65536))

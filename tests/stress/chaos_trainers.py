@@ -39,7 +39,7 @@ def lightning(job: Job, watch: Watch) -> Trained:
 
         def configure_model(self) -> None:
             if job.topology != "fsdp2" or any(
-                isinstance(each, DTensor) for each in self.parameters()
+                isinstance(parameter, DTensor) for parameter in self.parameters()
             ):
                 return
             shard(self.net, self.trainer.strategy.device_mesh["shard"])

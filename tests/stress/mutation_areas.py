@@ -73,9 +73,9 @@ AREAS = {
             (
                 "engine/test_which_nodes",
                 "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",
-                "engine/test_hierarchy::test_the_same_as_without_nodes",
+                "engine/test_hierarchy::test_results_are_those_without_nodes",
                 "engine/test_hierarchy::test_norms_are_those_of_the_share",
-                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks_resumes",
                 "engine/test_hierarchy::test_resume_is_bit_equal",
                 "engine/test_casts_between_nodes",
             ),
@@ -90,7 +90,7 @@ AREAS = {
                 "compressors/native/test_choice",
                 "auto/test_auto_training::test_ranks_with_different_decisions_say_so",
                 "auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
-                "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading",
+                "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading_runs",
             ),
         ),
         Part(
@@ -119,7 +119,7 @@ AREAS = {
     ],
     "checkpoint": [
         Part(
-            "learned_state distributed",
+            "learned_state writing reading residuals distributed",
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
@@ -129,7 +129,7 @@ AREAS = {
                 "checkpoint/test_unlike_ranks",
                 "checkpoint/test_change",
                 "checkpoint/test_fully_shard_checkpoints::test_a_resumed_run_is_bit_equal",
-                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks_resumes",
                 "engine/test_hierarchy::test_resume_is_bit_equal",
             ),
         ),
@@ -160,7 +160,7 @@ AREAS = {
             (
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
-                "engine/test_kernel_choice::test_different_machines",
+                "engine/test_kernel_choice::test_different_machines_are_warned_about",
                 "compressors/quantized/test_native_bits",
                 "hook/test_plan",
                 "compressors/quantized/test_quantized_cases",
@@ -223,18 +223,18 @@ EXPLAINED = {
     ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",
-        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
-        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
+        "if _largest(residual) * max(1, 1 / loss_scale) > largest / 2**24:",
+        "if _largest(residual) * max(1, 1 / loss_scale) > largest / 2** 25:",
     ): "any limit does that leaves room for the sum of a row",
     (
-        "commhooks/checkpoint/payload.py",
+        "commhooks/checkpoint/parts.py",
         'name: entry["residual"][0]',
         'name: entry["residual"][ -1]',
     ): "the list holds the residual of one rank",
     (
         "commhooks/checkpoint/distributed.py",
-        "return entries[0] | {",
-        "return entries[ 1] | {",
+        'return entries[0] | {"shape": [rows, *shapes[0][1:]] if shapes[0] else []}',
+        'return entries[ 1] | {"shape": [rows, *shapes[0][1:]] if shapes[0] else []}',
     ): "it is for an error, of which the shape alone is read",
     (
         "commhooks/engine/session.py",
@@ -301,7 +301,7 @@ EXPLAINED_NUMBERS = {
 
 def stale() -> list[tuple[str, ...]]:
     """The entries of EXPLAINED whose code has gone."""
-    lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources().items()}
+    lines = {file: set(map(str.strip, text.splitlines())) for file, text in sources().items()}
     gone: list[tuple[str, ...]] = [
         entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())
     ]

@@ -71,7 +71,7 @@ EXPLAINED = {
     ): "the host has waited for the copy to the device",
     (
         "local_steps/fragments.py",
-        "held_exchange",
+        "prepare",
         "self.held.settle()",
     ): "machines that come and go are not simulated",
     (
@@ -103,7 +103,7 @@ def places() -> Iterator[tuple[str, str, ast.AST]]:
             if file.endswith(("local_steps/fragments.py", "local_steps/exchange.py"))
             else set()
         )
-        yield from ((file, *found) for found in _in(ast.parse(text), "", waits))
+        yield from ((file, *place) for place in _in(ast.parse(text), "", waits))
 
 
 def _in(node: ast.AST, function: str, waits: set[str]) -> Iterator[tuple[str, ast.AST]]:
@@ -151,8 +151,9 @@ def main(wanted: list[str]) -> int:
         pytest = f"{warm_pytest()} {TESTS}"
         print("| place | taken out | found by |\n|---|---|---|")
         for file, function, node in places():
-            short, statement = file.removeprefix("commhooks/"), ast.unparse(node)
-            if wanted and not any(each in f"{short}:{function}" for each in wanted):
+            short = file.removeprefix("commhooks/")
+            statement = ast.unparse(node)
+            if wanted and not any(part in f"{short}:{function}" for part in wanted):
                 continue
             by = EXPLAINED.get((short, function, statement))
             if by is None:

@@ -205,11 +205,10 @@ def caught_warnings() -> Iterator[list[str]]:
     with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-        texts += [str(each.message) for each in caught]
+        texts += [str(warning.message) for warning in caught]
 
 
-# ---- a fit that may save or resume
-# --------------------------------------------------------------------------------
+# ---- a fit that may save or resume ---------------------------------------------------------------
 
 # Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are
 # in them.
@@ -274,8 +273,7 @@ def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- in the parent process
-# -------------------------------------------------------------------------------------------
+# ---- in the parent process -----------------------------------------------------------------------
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

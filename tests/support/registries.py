@@ -18,12 +18,12 @@ def registries_as_before() -> Iterator[None]:
         module = sys.modules.get("commhooks.registry")
         if module is not None:
             compressors, factories = before or (
-                {each.Config.hook_name: each for each in module.BUILT_IN},
+                {compressor.Config.hook_name: compressor for compressor in module.BUILT_IN},
                 {},
             )
-            for name, each in module.COMPRESSORS.items():
-                if name not in compressors and each.__module__.startswith("examples."):
-                    sys.modules.pop(each.__module__, None)
+            for name, compressor in module.COMPRESSORS.items():
+                if name not in compressors and compressor.__module__.startswith("examples."):
+                    sys.modules.pop(compressor.__module__, None)
             for table, content in (
                 (module.COMPRESSORS, compressors),
                 (module.FACTORIES, factories),

@@ -89,9 +89,9 @@ def make_trainer(
         accelerators.pretend_to_have_accelerators()
     few = torch.utils.data.Subset(manual(32)[0], range(samples))
     moments = Moments()
-    given = {} if cls is Trainer else POWER_SGD if hook is None else hook
+    more = {} if cls is Trainer else POWER_SGD if hook is None else hook
     evaluated = None if args.eval_strategy == "no" else few
-    trainer = cls(model, args, batch, few, evaluated, callbacks=[moments], **given)
+    trainer = cls(model, args, batch, few, evaluated, callbacks=[moments], **more)
     moments.trainer = trainer
     if sharding is not None:
         assert trainer.accelerator.is_fsdp2
@@ -109,7 +109,9 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "residuals": {} if hook is None or hook.name != "powerSGD" else residuals(hook),
         "stats": {} if hook is None else hook.stats(),
         "seen": next(
-            each.seen for each in trainer.callback_handler.callbacks if isinstance(each, Moments)
+            callback.seen
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, Moments)
         ),
     }
 

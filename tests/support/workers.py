@@ -44,7 +44,7 @@ from tests.support import warm
 from tests.support.repository import PYTHONPATH
 from tests.support.worker_side import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
-MAX_WORLD_SIZE = 6
+MAX_WORLD_SIZE = 32
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 STACK_TIMEOUT_S = 5.0  # for the stacks of workers that hang, on a busy machine
 
@@ -288,7 +288,8 @@ class WorkerPool:
         deadline = time.monotonic() + (STACK_TIMEOUT_S if alive else 0)
         while time.monotonic() < deadline:  # until all of them are written and grow no more
             time.sleep(0.25)
-            before, sizes = sizes, [self._stack_file(rank).stat().st_size for rank in alive]
+            before = sizes
+            sizes = [self._stack_file(rank).stat().st_size for rank in alive]
             if all(sizes) and sizes == before:
                 break
         if len(alive) < len(silent):

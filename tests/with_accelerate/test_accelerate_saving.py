@@ -85,11 +85,10 @@ def checkpoint(saved_by_two: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_by_two[0], tmp_path / "checkpoint"))
 
 
-# ---- ways in which people save
-# ---------------------------------------------------------------------------------------
+# ---- ways in which people save -------------------------------------------------------------------
 
 
-def test_the_files(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_save_writes_these_files(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_saved, str(tmp_path), 6, 0)
     assert hook_files(tmp_path) == FILES
     for name in FILES:
@@ -119,7 +118,8 @@ def _scaled(folder: str) -> dict[str, Any]:
 def _two_nodes(folder: str) -> dict[str, Any]:
     """Each rank is a node with its own disk."""
     rank = dist.get_rank()
-    mine, config = f"{folder}/node{rank}", ProjectConfiguration(save_on_each_node=True)
+    mine = f"{folder}/node{rank}"
+    config = ProjectConfiguration(save_on_each_node=True)
     with accelerate_launched(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
         run = Training(project_config=config).train(6).save(mine)
         assert run.accelerator.is_local_main_process and hook_files(mine) == [
@@ -133,7 +133,7 @@ def _two_nodes(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("work", [_scaled, _two_nodes])
-def test_resumes_bit_equal(run_ranks: Any, tmp_path: Path, work: Callable[..., Any]) -> None:
+def test_a_run_resumes_bit_equal(run_ranks: Any, tmp_path: Path, work: Callable[..., Any]) -> None:
     for result in run_ranks(work, str(tmp_path)):
         assert_equal(result["run"], result["resumed"])
 
@@ -149,7 +149,9 @@ def _save_on_main(folder: str) -> dict[str, Any]:
     return outcome(run) | {"warnings": texts}
 
 
-def test_save_on_the_main_process_only(run_ranks: Any, saved_by_two: Any, tmp_path: Path) -> None:
+def test_a_save_on_the_main_process_only_resumes_without_residuals(
+    run_ranks: Any, saved_by_two: Any, tmp_path: Path
+) -> None:
     """Over a save of all ranks."""
     saving = run_ranks(_save_on_main, str(tmp_path))
     assert torch.equal(saving[0]["weights"], saving[1]["weights"]) and saving[0]["warnings"] == []
@@ -211,10 +213,11 @@ def test_the_mean_on_the_main_process_only_is_marked(
 @launched
 def _large(folder: str) -> list[list[str]]:
     """The warnings of three saves: one that is just small enough, one that is not, and a mean."""
-    found, run = [], Training().train(4)
+    results = []
+    run = Training().train(4)
     run.save(folder)
-    own = torch.load(f"{folder}/{FILES[1]}", weights_only=True)["residuals"]
-    limit = run.accelerator.num_processes * sum(each.nbytes for each in own.values())
+    kept = torch.load(f"{folder}/{FILES[1]}", weights_only=True)["residuals"]
+    limit = run.accelerator.num_processes * sum(residual.nbytes for residual in kept.values())
     for saving, least in (
         (run, limit),
         (run, limit - 1),
@@ -222,8 +225,8 @@ def _large(folder: str) -> list[list[str]]:
     ):
         with mock.patch("accelerate_commhooks.saving.LARGE_SAVE_BYTES", least), Warnings() as texts:
             saving.save(folder).save(folder)
-        found.append(list(texts))
-    return found
+        results.append(list(texts))
+    return results
 
 
 def test_a_large_save_suggests_the_mean_once(run_ranks: Any, tmp_path: Path) -> None:
@@ -249,8 +252,7 @@ def test_save_model_in_mid_round_saves_the_common_weights(run_ranks: Any, tmp_pa
     )
 
 
-# ---- over a folder of an earlier run
-# ---------------------------------------------------------------------------------
+# ---- over a folder of an earlier run -------------------------------------------------------------
 
 
 def _two_models() -> Training:
@@ -321,8 +323,7 @@ def test_a_save_by_fewer_ranks_removes_the_files_of_the_others(
     assert hook_files(tmp_path) == FILES
 
 
-# ---- what load_state may meet
-# ----------------------------------------------------------------------------------------
+# ---- what load_state may meet --------------------------------------------------------------------
 
 
 def _rewrite(path: Path, **changes: Any) -> None:
@@ -402,7 +403,8 @@ def test_a_bad_shared_file_is_an_error_on_every_rank_before_anything_changes(
 
 @launched
 def _loads_of_another_hook(folder: str, file: str) -> list[str]:
-    run, changed = Training(CommHookKwargs.from_config(file)), f"{file} folder"
+    run = Training(CommHookKwargs.from_config(file))
+    changed = f"{file} folder"
     with log_lines() as lines:
         run.load(folder, 6).train(1).save(changed).load(changed, 7)
     assert run.hook.stats()["step"] == 1
@@ -422,13 +424,13 @@ def test_another_hook_is_an_error_unless_strict_is_off(
     # later.
     assert (
         sum(
-            "int8_compress: strict=False: this load leaves out what does not fit" in each
-            for each in lines
+            "int8_compress: strict=False: this load leaves out what does not fit" in line
+            for line in lines
         )
         == 2
     )
-    assert any("begins with fresh memory (strict=False)" in each for each in lines)
-    assert not any("strict=False" in each for each in others)
+    assert any("begins with fresh memory (strict=False)" in line for line in lines)
+    assert not any("strict=False" in line for line in others)
 
 
 @launched
@@ -473,13 +475,13 @@ def test_without_a_hook_no_files_of_one_are_read(
     run_ranks(_without_hook, str(tmp_path / "without"), str(checkpoint))
 
 
-# ---- users' own hooks, states and objects
-# ----------------------------------------------------------------------------
+# ---- users' own hooks, states and objects --------------------------------------------------------
 
 
 class Counter:
     def __init__(self, count: int = 0, plain: bool = True) -> None:
-        self.count, self.plain = count, plain
+        self.count = count
+        self.plain = plain
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count} | ({} if self.plain else {"object": Counter()})
@@ -510,7 +512,8 @@ def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
         # before `prepare`, so that they are called before the hook's
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
-        run, counter = Training(handler, accelerator=accelerator), Counter(count)
+        run = Training(handler, accelerator=accelerator)
+        counter = Counter(count)
         accelerator.register_for_checkpointing(counter)
         return run, counter
 
@@ -522,7 +525,7 @@ def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
     return {"run": outcome(run), "resumed": outcome(resumed)}
 
 
-def test_users_own_hooks_and_objects(run_ranks: Any, tmp_path: Path) -> None:
+def test_users_own_hooks_and_objects_are_saved(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_own_hooks_and_objects, str(tmp_path)):
         assert_equal(result["run"], result["resumed"])
     names = {path.name for path in tmp_path.iterdir()}
@@ -536,7 +539,8 @@ def own_hook(state: Counter, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 @launched
 def _own_hook(folder: str, plain: bool = True, save: bool = True) -> tuple[int, int, list[str]]:
-    handler, resumed = CommHookKwargs(hook=own_hook, hook_state=Counter(plain=plain)), Counter()
+    handler = CommHookKwargs(hook=own_hook, hook_state=Counter(plain=plain))
+    resumed = Counter()
     run = Training(handler)
     with Warnings() as texts:
         if save:
@@ -546,7 +550,7 @@ def _own_hook(folder: str, plain: bool = True, save: bool = True) -> tuple[int, 
     return saved, resumed.count, texts
 
 
-def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_state_of_a_users_hook_is_saved(run_ranks: Any, tmp_path: Path) -> None:
     (saved, resumed, _), (of_second, resumed_second, _) = run_ranks(_own_hook, str(tmp_path))
     assert resumed == saved > 0 and resumed_second == of_second == 2 * saved
     assert hook_files(tmp_path) == FILES
@@ -557,8 +561,7 @@ def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None
         assert count == 0 and "is not saved" in warning and "weights_only=True" in warning
 
 
-# ---- several models
-# --------------------------------------------------------------------------------------------------
+# ---- several models ------------------------------------------------------------------------------
 
 
 class Pair:
@@ -655,7 +658,7 @@ def _freed_and_gone(folder: str) -> None:
     assert pair.handler.is_attached(again)
 
 
-def test_models_that_go_and_free_memory(run_ranks: Any, tmp_path: Path) -> None:
+def test_only_models_that_are_still_prepared_are_saved(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_freed_and_gone, str(tmp_path))
     assert hook_files(tmp_path / "gone") == [name.replace("hook", "hook_1") for name in FILES]
     assert hook_files(tmp_path / "freed") == hook_files(tmp_path / "again") == FILES[:1]

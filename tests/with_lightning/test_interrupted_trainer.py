@@ -51,7 +51,9 @@ class _Stops(Model):
 
     def __init__(self, what: str, at: dict[int, int], limit_s: float) -> None:
         super().__init__()
-        self.what, self.at, self.limit_s = what, at, limit_s
+        self.what = what
+        self.at = at
+        self.limit_s = limit_s
         if what == "requeue":
             self.net[2].weight.register_hook(self._signal)
 

@@ -73,7 +73,7 @@ def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> 
     shapes = {"a": (3, 33), "bias": (5,), "b": (16, 16), "idle": (5, 20)}
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     ranks = SimulatedRanks(lambda: compressor_of(config)(config), world_size, parameters)
-    found = []
+    results = []
     info = simulated_ranks.StepInfo
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -93,9 +93,9 @@ def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> 
                 assert ranks.step(buckets) == (step != 1)
         assert isinstance(ranks._works[0]._kernel, kernel), ranks._works[0]._kernel
         fields = [state["residual"] for state in ranks.states] if config.use_error_feedback else []
-        found += [torch.where(each.isnan(), torch.nan, each) for each in buckets]
-        found += [each.clone() for own in fields for each in own.values()]
-    return found
+        results += [torch.where(bucket.isnan(), torch.nan, bucket) for bucket in buckets]
+        results += [residual.clone() for of_rank in fields for residual in of_rank.values()]
+    return results
 
 
 def hooks() -> list[str]:
@@ -106,8 +106,8 @@ def hooks() -> list[str]:
             config = make(block_size=32, use_error_feedback=feedback)
             expected = _trained(config, world_size, dtype, TorchKernel)
             with mock.patch.object(quantized, "runs_triton", lambda device: True):
-                found = _trained(config, world_size, dtype, TritonKernel)
-            pairs = zip(found, expected, strict=True)
+                results = _trained(config, world_size, dtype, TritonKernel)
+            pairs = zip(results, expected, strict=True)
             if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                 differing.append(f"{config} {dtype}")
     return differing
@@ -148,7 +148,7 @@ def instructions() -> list[str]:
     pointers = {"flags": "*u8", "codes": "*u8", "factor": "*fp32", "good": "*i1", "count": "*i32"}
     pointers |= dict.fromkeys(("first", "tensor", "places", "owned"), "*i64")
     pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32") | {"flat": "*bf16"}
-    given = {
+    shared_options = {
         "LEVELS": 127,
         "MOST": 1e30,
         "TINY": 1e-38,
@@ -157,11 +157,11 @@ def instructions() -> list[str]:
         "ROWS": 8,
         "HALVINGS": 4,
     }
-    given |= {"TILE": 128, "FEEDBACK": True, "SCALED": True, "WIDTH": 32}
-    found: set[str] = set()
+    shared_options |= {"TILE": 128, "FEEDBACK": True, "SCALED": True, "WIDTH": 32}
+    instructions: set[str] = set()
     for kernel in (triton_kernel._quantise, triton_kernel._average, triton_kernel._store):
         for bits, mean in ((8, False), (4, True)):
-            options = {**given, "BITS": bits, "MEAN": mean}
+            options = {**shared_options, "BITS": bits, "MEAN": mean}
             constants = {name: options[name] for name in kernel.arg_names if name in options}
             signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
             signature |= dict.fromkeys(constants, "constexpr") | (
@@ -171,18 +171,18 @@ def instructions() -> list[str]:
                 source = ASTSource(kernel, signature=signature, constexprs=constants)
                 target = GPUTarget("cuda", capability, 32)
                 made = triton.compile(source, target=target, options=triton_kernel._ROUNDED)
-                found |= set(
+                instructions |= set(
                     re.findall(
                         r"^\s+(?:@\S+ )?([a-z]\S*\.b?f(?:16|32|64)\S*)",
                         made.asm["ptx"],
                         re.MULTILINE,
                     )
                 )
-    return sorted(found)
+    return sorted(instructions)
 
 
 if __name__ == "__main__":
-    chosen = {each.__name__: each for each in (kernels, hooks, faults, instructions)}[sys.argv[1]]
+    chosen = {task.__name__: task for task in (kernels, hooks, faults, instructions)}[sys.argv[1]]
     if sys.argv[1] != "instructions":
         round_bfloat16()
     with masks(sys.argv[1] != "instructions"):

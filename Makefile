@@ -64,7 +64,7 @@ soak: $(READY)
 stragglers: $(READY)
 	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
-# About 5,000 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
+# About 4,700 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
 hostile: $(READY)
 	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py $(ARGS)
 

@@ -60,6 +60,7 @@ FRAMEWORKS = {
     "test_docs.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_files.py": [LIGHTNING, ACCELERATE],
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
+    "test_resume.py": [LIGHTNING, ACCELERATE],
     "test_own_compressor.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_packaging.py": [LIGHTNING, ACCELERATE],
 }
@@ -79,7 +80,6 @@ FIRST = (
     "test_docs.py",
     "test_transformers_replicas.py",
     "test_hierarchy.py",
-    "test_fully_shard_checkpoints.py",
     "test_fully_shard_rounds.py",
     "test_saving.py",
     "test_hard_gradients.py",
@@ -88,6 +88,9 @@ FIRST = (
     "test_options.py",
     "test_threads_and_timeouts.py",
     "test_hostile_files.py",
+    "test_modes.py",
+    "test_resume.py",
+    "test_change.py",
     "test_site.py",
 )
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from commhooks.errors import invalid
 from commhooks.options import as_python
 
+__all__ = ["Torchft"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Torchft:

@@ -237,7 +237,10 @@ def decide(reports: Sequence[Report], me: str) -> Decision:
     present = sorted(
         (report for report in reports if not report.left), key=lambda report: report.id
     )
-    own = next(report for report in present if report.id == me)
+    own = next((report for report in present if report.id == me), None)
+    if own is None:
+        reason = f"the others have declared {me.rpartition(':')[0]} dead, and it asks again"
+        return Decision(action=QuorumAction.WAIT, reason=reason, pause_s=0.1)
     if reason := _refusal(own, present) or _never_exchanged(own, present):
         return Decision(action=QuorumAction.REFUSED, reason=reason)
     alike = _alike(own, present)

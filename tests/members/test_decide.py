@@ -518,6 +518,16 @@ def test_a_machine_that_fails_to_heal_asks_another_one_and_does_not_count() -> N
     assert sources == {"a", "b"}
 
 
+def test_a_machine_that_the_others_have_declared_dead_asks_again() -> None:
+    """They go on without it."""
+    gone = Report(id="b:1", left=True)
+    assert names(decide([report("a"), gone], "a:1").machines) == "a"
+    decision = decide([report("a"), gone], "b:1")
+    assert decision.action is QuorumAction.WAIT
+    assert decision.reason == "the others have declared b dead, and it asks again"
+    assert names(decide([report("a"), gone, report("b")], "b:1").machines) == "ab"
+
+
 def test_who_is_left_out_is_told_why() -> None:
     decision = decide([report("a", unreachable=("b:1",)), new("b")], "b:1")
     assert (

@@ -315,6 +315,22 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     compare_with_oracle([a, b, c], "int4", **given)
 
 
+def test_the_others_do_not_wait_for_a_machine_that_was_killed(tmp_path: Path) -> None:
+    """Its closed sockets say it at once, long before the lighthouse misses its heartbeats."""
+    with lighthouse(wait_s=60.0, dead_s=40.0) as address:
+        both = [Machine(JOB, address, tmp_path, name, **MACHINE) for name in "ab"]
+        try:
+            both[0].wait_for(lambda line: line.get("part") == ["a", "b"])
+            both[1].round(max(both[0].rounds) + 2)
+            both[1].signal(signal.SIGKILL)
+            killed, step = time.monotonic(), max(both[0].rounds)
+            both[0].wait_for(lambda line: line.get("names") == ["a"] and line["step"] > step)
+            assert time.monotonic() - killed < 15.0, "0.2 s on a quiet machine"
+        finally:
+            for machine in both:
+                machine.kill()
+
+
 def test_a_machine_dies_while_another_one_takes_its_state(start: Callable[..., Machine]) -> None:
     """c does not wait for b until the timeout, if the exchange of b and a has failed meanwhile."""
     start = functools.partial(start, timeout_s=60.0)

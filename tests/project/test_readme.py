@@ -35,13 +35,13 @@ SURVIVES = {
         ),
     ),
     "full disk": (
-        "tests/checkpoint/test_files.py::test_a_full_disk_leaves_the_checkpoint_before",
-        "tests/checkpoint/test_files.py::test_the_error_names_the_file",
+        "tests/checkpoint/test_files.py::test_a_full_disk_leaves_the_previous_checkpoint_whole",
+        "tests/checkpoint/test_files.py::test_the_error_of_a_failed_write_names_the_file",
         "tests/stress/test_chaos.py::test_the_newest_checkpoint_is_cut_off",
     ),
     "another number of ranks": (
-        "tests/checkpoint/test_resume.py::test_from_any_number_of_ranks",
-        "tests/checkpoint/test_change.py::test_changes_that_a_state_does_not_know_of",
+        "tests/checkpoint/test_resume.py::test_a_run_resumes_from_any_number_of_ranks",
+        "tests/checkpoint/test_change.py::test_a_change_that_does_not_concern_the_state_is_loaded",
     ),
 }
 FIRST_SENTENCES = {

@@ -266,7 +266,7 @@ def _elastic(folder: str, replicas: int, resume: bool) -> dict[str, Any]:
 
 def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -> None:
     """From 2 x 2 to 1 x 2. Another number of shards:
-    tests/checkpoint/test_fully_shard_checkpoints.py.
+    tests/checkpoint/test_distributed.py.
     """
     folder = str(tmp_path / "saved")
     before = run_ranks(_elastic, folder, 2, False, world_size=4)[0]

@@ -1,6 +1,4 @@
-"""`auto` where ranks form nodes, and on shards of FSDP2: it tries what is fast there, and all ranks
-decide alike.
-"""
+"""`auto` between nodes and on shards tries what is fast there, and all ranks decide alike."""
 
 import dataclasses
 import os
@@ -131,9 +129,7 @@ ARRANGEMENTS = [
 
 
 def _offered() -> list[tuple[set[str], int]]:
-    """In each arrangement the candidates after the measuring, and the ranks per node in what is
-    saved.
-    """
+    """Return the measured candidates and the saved ranks per node of each arrangement."""
     register_compressor(PrescribedAutoCompressor)
     results = []
     for ranks_per_node, machines, unused, _ in ARRANGEMENTS:

@@ -1,5 +1,4 @@
-"""Where a test body runs: the CPU, the CPU taken for an accelerator, and a GPU with gloo and with
-NCCL.
+"""A test body runs on the CPU, on the CPU taken for an accelerator, and on a GPU, twice.
 
     @pytest.mark.parametrize("place", PLACES)
     def test_something(run_ranks, place):
@@ -9,7 +8,7 @@ NCCL.
         with entered(place) as here:
             model.to(here.device); DistributedDataParallel(model, process_group=here.group)
 
-The first two run in `make test`, the others in `make test-cuda`.
+The first two run in `make test`, the others (a GPU with gloo and with NCCL) in `make test-cuda`.
 """
 
 import contextlib

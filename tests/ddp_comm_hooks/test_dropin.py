@@ -1,6 +1,4 @@
-"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names and arguments, and
-torch's examples run.
-"""
+"""torch's names and arguments work with our drop-in module, and torch's examples run."""
 
 import ast
 import inspect

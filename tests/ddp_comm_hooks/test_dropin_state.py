@@ -1,6 +1,4 @@
-"""`PowerSGDState` as torch's users know it: pickled and loaded, counted, logged, started at
-once.
-"""
+"""`PowerSGDState` can be pickled, loaded, counted and logged as torch's users know it."""
 
 import io
 import pickle

@@ -1,6 +1,4 @@
-"""Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of
-either kind.
-"""
+"""Ranks in nodes compute what they compute without nodes, and load either kind of checkpoint."""
 
 import contextlib
 import copy
@@ -73,9 +71,7 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
     [("powerSGD", False), ("powerSGD", True), ("int8", True)],
 )
 def test_results_are_those_without_nodes(run_ranks: Any, kind: str, masked: bool) -> None:
-    """`masked`: the host does not read what is computed, and the collectives are gloo's, as on an
-    accelerator.
-    """
+    """`masked`: as on an accelerator, the host reads nothing, and the collectives are gloo's."""
     ranks = run_ranks(_both, kind, masked, world_size=4)
     first = ranks[0]
     # int8 rounds what leaves a node, not what leaves a rank: other noise.

@@ -1,6 +1,4 @@
-"""A pipeline of two stages on two replicas: each stage's replicas average over a group of their
-own, with a hook.
-"""
+"""The replicas of each pipeline stage average over a group of their own, with a hook."""
 
 from typing import Any
 

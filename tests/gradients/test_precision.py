@@ -1,6 +1,4 @@
-"""The hook computes in full float32 or float64, whatever the user's switches say, and leaves the
-switches alone.
-"""
+"""The hook computes in full precision whatever the user's switches say, and leaves them alone."""
 
 import contextlib
 import threading
@@ -75,9 +73,7 @@ def _switches() -> tuple[Any, ...]:
 
 @computing_with("torch")
 def _run(case: str) -> dict[str, Any]:
-    """Gradients, state, and the switches as user code sees them before, within a product of the
-    hook, and after.
-    """
+    """Return gradients, state, and the switches before, within and after a product of the hook."""
     torch.set_num_threads(1)
     ddp = wrap(SHAPES, EVERY_PARAMETER)
     options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}

@@ -1,6 +1,4 @@
-"""The plan of a model: what is compressed, why not, bytes and memory, from shapes and options
-alone.
-"""
+"""A plan says from shapes and options alone what is compressed, why not, bytes and memory."""
 
 import dataclasses
 from typing import Any

@@ -187,9 +187,7 @@ def _functions_of_ours() -> tuple[dict[str, int], bool, list[str]]:
 
 
 def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
-    """With a state, too: it has the model's names for the parameters, and resumes the hook of that
-    name.
-    """
+    """With a state, too, it knows the parameters' names and resumes the hook of that name."""
     for sent, equal, resumed in run_ranks(_functions_of_ours):
         assert list(sent) == ["allreduce", "bf16_compress", "powerSGD"]
         assert sent["allreduce"] == 2 * sent["bf16_compress"] > 0

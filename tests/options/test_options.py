@@ -1,6 +1,4 @@
-"""The options of a hook: Python, YAML, the environment, flags and LightningCLI take and refuse the
-same values.
-"""
+"""Python, YAML, the environment, flags and LightningCLI take and refuse the same values."""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,4 @@
-"""Every snippet of README, CONTRIBUTING and docs/ works, every link leads somewhere, and every
-quoted error exists.
-"""
+"""Snippets of the documentation work, links lead somewhere, and quoted errors exist."""
 
 import ast
 import dataclasses

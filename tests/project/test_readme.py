@@ -1,6 +1,4 @@
-"""What README promises is held by tests: each row of its tables and each refusal has one, or is a
-number that is compared here with the measurements of docs/performance.md.
-"""
+"""Tests hold what README promises: each row, each refusal, and each number is compared here."""
 
 import ast
 import re

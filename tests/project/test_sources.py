@@ -1,6 +1,4 @@
-"""A look at the sources: none can run what a file holds, every warning says where it comes from,
-numpy is not used.
-"""
+"""No source can run what a file holds, every warning has its prefix, and numpy is not used."""
 
 import ast
 import logging
@@ -61,9 +59,7 @@ RUNS_WHAT_IT_READS = {
 
 
 def _dangerous(of_file: list[ast.AST]) -> list[str]:
-    """The names by which a Python source could run a file, and each `torch.load` that is not
-    weights_only=True.
-    """
+    """Return names that could run a file, and each `torch.load` of more than weights."""
     dangerous = []
     mentioned = 0
     for node in of_file:
@@ -108,9 +104,7 @@ HELPERS = {"commhooks/errors.py", "lightning_commhooks/strategy.py"}
 
 
 def _warnings_without_prefix(of_file: list[ast.AST]) -> list[int]:
-    """Lines that warn through a logger without the prefix, through Lightning or through
-    `warnings`.
-    """
+    """Return lines that warn without the prefix, through Lightning or `warnings`."""
     prefixed = {
         target.id
         for node in of_file

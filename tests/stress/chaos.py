@@ -1,4 +1,4 @@
-"""Trainings die again and again: do they go on, to the same weights?
+"""Kills runs again and again: they must go on, to the same weights.
 
     # what `make chaos` runs
     python examples/clean_env.py -m tests.stress.chaos [--runs 100] [--seed N]
@@ -120,9 +120,7 @@ def campaign(
     keep: Callable[[dict[str, Any]], None],
     end: float,
 ) -> None:
-    """Runs the numbered cases, unless it is `end` on the monotonic clock, and hands a summary of
-    each to `keep`.
-    """
+    """Run the numbered cases until `end` (monotonic), and hand each summary to `keep`."""
     pool = WorkerPool()
     pool.import_first(*PRELOADED)
     twins = Twins(pool.run)

@@ -1,12 +1,11 @@
-"""A training on one of several machines that come and go, by a front end: `python front_job.py
-JSON`.
+"""Trains on one of several machines that come and go, by a front end: `python front_job.py JSON`.
 
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the
 weights and of the optimizer's state, the front end's number of steps, the learning rate of its
-scheduler. It trains `steps` steps, slowly as long as there is a file "slow" in the folder: machine
-a then waits after two rounds until machine b is coming. `sigterm`: it gets SIGTERM after so many
-outer steps, in mid-round. A machine with a `world` of several ranks shards the model by FSDP2;
-`port`: for their process group. `members` false: it trains alone, by DDP.
+scheduler. It trains `steps` steps. While there is a file "slow" in the folder, machine a waits
+after two rounds until machine b is coming, and both train slowly from there on. `sigterm`: it gets
+SIGTERM after so many outer steps, in mid-round. A machine with a `world` of several ranks shards
+the model by FSDP2; `port`: for their process group. `members` false: it trains alone, by DDP.
 """
 
 import hashlib
@@ -58,8 +57,8 @@ class Rounds:
             os.kill(os.getpid(), signal.SIGTERM)
         while self._before == 2 and self._slow.exists() and not self._coming.exists():
             time.sleep(0.02)
-        if self._slow.exists():
-            time.sleep(0.3 if len(names_in(hook)) < 2 else 0.1)
+        if self._before >= 2 and self._slow.exists():
+            time.sleep(0.3 if len(names_in(hook)) < 2 else 0.05)
 
 
 def said(what: str, **more: Any) -> None:

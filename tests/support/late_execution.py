@@ -105,9 +105,7 @@ class LateExecution:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether an operator computes nothing: its result is a view of its argument, or it changes
-    shape or storage.
-    """
+    """Whether an operator computes nothing: it returns a view, or changes shape or storage."""
     if torch.Tag.inplace_view in func.tags:
         return True
     return not writes(func) and any(

@@ -57,9 +57,7 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 class Model(pl.LightningModule):
-    """Three matrices that are worth compressing, and their biases, without dropout or other
-    noise.
-    """
+    """Has three matrices that are worth compressing, and biases, without any noise."""
 
     def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
@@ -101,9 +99,7 @@ class ManualModel(Model):
 
 
 class TwoOptimizersModel(ManualModel):
-    """An optimizer for the first layers and one for the last, which step in turn after one backward
-    pass each.
-    """
+    """Steps an optimizer of the first layers and one of the last in turn."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():

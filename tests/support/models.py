@@ -28,9 +28,7 @@ SHAPES: Shapes = {
 
 
 class Prescribed(torch.nn.Module):
-    """A model whose gradients are exactly the tensors with which it is called: d/dp of sum(p * g)
-    is g.
-    """
+    """A model that is called with its own gradients: d/dp of sum(p * g) is g."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -48,9 +48,7 @@ class _Unit(nn.Module):
 
 
 class Prescribed(_Unit):
-    """A model in which each parameter's gradient is passed to `forward`; None for parameters that
-    are not passed.
-    """
+    """A model whose gradients are passed to `forward`; None for a parameter without one."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(SHAPES[""], dtype)

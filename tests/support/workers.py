@@ -233,9 +233,7 @@ class WorkerPool:
     def _collect(
         self, ranks: list[int], timeout_s: float, on_message: Callable[[Any], object] | None = None
     ) -> dict[int, Any]:
-        """One message of each rank; without those ranks that died or did not send one within
-        `timeout_s`.
-        """
+        """Return a message of each rank that has not died and sent one within `timeout_s`."""
         waiting = {self._connections[rank]: rank for rank in ranks}
         messages: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -270,9 +268,7 @@ class WorkerPool:
         complaint: str,
         cleaned: dict[int, Any] | None = None,
     ) -> RanksFailed:
-        """Describes the ranks that are missing in the last round of messages, and kills the
-        pool.
-        """
+        """Name the ranks that are missing in the last round of messages, and kill the pool."""
         done = answers if cleaned is None else cleaned
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:

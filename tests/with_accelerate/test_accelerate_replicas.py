@@ -1,6 +1,4 @@
-"""Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook
-averages between the replicas.
-"""
+"""With `dp_replicate_size` Accelerate shards, and the hook averages between replicas."""
 
 import os
 from pathlib import Path
@@ -285,9 +283,7 @@ def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -
 
 
 def _forgotten() -> str:
-    """An accelerator shards, and has the handler among its `kwargs_handlers` only, or gets it after
-    `prepare`.
-    """
+    """Give a sharding accelerator its handler among `kwargs_handlers`, or after `prepare`."""
     handler = CommHookKwargs(hook="int8")
     run = Run(None)
     run.accelerator.ddp_handler = handler  # as its constructor does

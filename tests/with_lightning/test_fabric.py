@@ -1,6 +1,4 @@
-"""`lightning_commhooks.fabric.CommHookDDP`: a hook for every model, saved and restored with
-Fabric's checkpoints.
-"""
+"""Fabric's checkpoints save and restore a hook for every model."""
 
 import pickle
 from pathlib import Path

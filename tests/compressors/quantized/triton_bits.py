@@ -34,9 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def round_bfloat16() -> None:
-    """Convert as torch and devices do: Triton 3.9's interpreter truncates to bfloat16, and denormal
-    ones are wrong.
-    """
+    """Convert as torch and devices do; Triton 3.9's interpreter truncates to bfloat16."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -67,9 +65,7 @@ def kernels() -> list[str]:
 
 
 def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> list[torch.Tensor]:
-    """Buckets and residuals after each of four steps: one is not finite, one has another loss
-    scale, in one some ranks have no gradient of a parameter.
-    """
+    """Return buckets and residuals of four steps, of which some are not finite or incomplete."""
     shapes = {"a": (3, 33), "bias": (5,), "b": (16, 16), "idle": (5, 20)}
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     ranks = SimulatedRanks(lambda: compressor_of(config)(config), world_size, parameters)

@@ -352,7 +352,7 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert f"--trainer.strategy.{name} " in text
     classes = (
-        "Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Noop, Auto,"
+        "Noop, Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Auto,"
         " Callable, str"
     )
     assert classes in _joined(text)
